@@ -18,6 +18,7 @@
         |-- ConfigMismatch           two configurations of one run differ; the message names the field
         |-- CorpusMismatch           two machines hold different text under one dataset name
         |-- StaleMicrobatch          its round has committed: the microbatch is not wanted any more
+        |-- RoundGone                nobody holds the weights of a round any more
         |-- IntegrityError           bytes do not match their digest or their signature
         `-- RetriesExhausted         every allowed attempt failed; the message names the last cause
 
@@ -115,6 +116,10 @@ class CorpusMismatch(Fatal):
 
 class StaleMicrobatch(Fatal):
     """The round the microbatch belongs to has already committed."""
+
+
+class RoundGone(Fatal):
+    """No peer of a stage holds the weights of the round with which a text was begun."""
 
 
 class IntegrityError(Fatal):

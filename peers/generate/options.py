@@ -11,7 +11,7 @@ DEFAULT_ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Have a model in this process write text: for a prompt, in a conversation, or over HTTP."""
+    """Have a swarm, or a model in this process, write text: for a prompt, in a conversation, or over HTTP."""
 
     prompt: str | None = None
     """Text to continue."""
@@ -25,6 +25,12 @@ class GenerateOptions:
     serve_token: str | None = None
     """What requests must bring as a bearer token; @FILE reads it from a file. Also as SWARM_SERVE_TOKEN in the
     environment."""
+    initial_peers: tuple[str, ...] = ()
+    """DHT addresses of a swarm's peers: its stages write the text, also while it trains."""
+    token: str | None = None
+    """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    insecure: bool = False
+    """For a run whose peers were started with --insecure."""
     checkpoint: Path | None = None
     """Folder with checkpoints of all stages."""
     round: int | None = None
@@ -56,8 +62,8 @@ class GenerateOptions:
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 
     def __post_init__(self) -> None:
-        if (self.checkpoint is None) == (self.model is None):
-            raise ValueError("give either --checkpoint DIR or --model DIR")
+        if [bool(self.initial_peers), self.checkpoint is not None, self.model is not None].count(True) != 1:
+            raise ValueError("give one of --initial-peers ADDRESS, --checkpoint DIR and --model DIR")
         if self.round is not None and self.checkpoint is None:
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
         if self.base is not None and self.checkpoint is None:

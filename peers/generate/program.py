@@ -1,11 +1,13 @@
-"""swarm-generate: text from what a run has learnt, in this process.
+"""swarm-generate: text from what a run has learnt.
 
+    swarm-generate --initial-peers ADDRESS... --prompt "It was"
     swarm-generate --checkpoint checkpoints/ --prompt "def "
     swarm-generate --model run/ --prompt "Once upon a time" --temperature 0.8 --max-tokens 200
     swarm-generate --model run/ --chat
     swarm-generate --model run/ --serve 127.0.0.1:8000
 
-The whole model is loaded, from checkpoints of all stages, a run folder, or a model's folder of Hugging Face.
+With addresses of peers a running swarm writes the text. Else the whole model is loaded into this process, from
+checkpoints of all stages, a run folder, or a model's folder of Hugging Face.
 """
 
 import os
@@ -18,6 +20,7 @@ import torch
 from peers.generate import conversation, terminal
 from peers.generate.local_model import open_local_model
 from peers.generate.options import GenerateOptions
+from peers.generate.swarm_model import open_swarm
 from peers.shared import cli, process
 from swarm.machine.clock import run_loop
 
@@ -42,8 +45,9 @@ async def _run(options: GenerateOptions) -> None:
     if options.serve is not None:
         # What it lacks is to be told before anything is loaded.
         server = _server(options)
-    print(f"{PROG}: loading the model", file=sys.stderr, flush=True)
-    async with open_local_model(options) as model:
+    from_swarm = bool(options.initial_peers)
+    print(f"{PROG}: {'looking for the swarm' if from_swarm else 'loading the model'}", file=sys.stderr, flush=True)
+    async with (open_swarm if from_swarm else open_local_model)(options) as model:
         if options.serve is not None:
             await server.serve(model)
         elif options.chat:

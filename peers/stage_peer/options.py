@@ -78,6 +78,10 @@ class PeerOptions:
     graph_memory_mib: int | None = None
     """Memory for what backward needs of forward; beyond it forwards are computed again. Left out, it is half of the GPU
     memory, or a quarter of the RAM, that is free beside the stage's weights and optimizer."""
+    max_sessions: int = 64
+    """Texts that are written with this peer's help at one time; 0 for none."""
+    session_memory_mib: int = 1024
+    """Memory for what these keep of the text so far. Besides, up to three earlier rounds' weights are held for them."""
     insecure: bool = False
     """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
     checkpoint: Path | None = None
@@ -132,7 +136,7 @@ class PeerOptions:
         cli.require_name(self.name)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
-        for name in ("threads", "max_in_flight", "graph_memory_mib"):
+        for name in ("threads", "max_in_flight", "graph_memory_mib", "max_sessions", "session_memory_mib"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
 

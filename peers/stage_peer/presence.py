@@ -129,7 +129,7 @@ class Presence:
 
     # -- to those who ask --------------------------------------------------------------------------------------------
 
-    def describe(self, averager: Averager) -> pb.DescribeReply:
+    def describe(self, averager: Averager, generation: pb.GenerationCounters | None = None) -> pb.DescribeReply:
         """What this peer answers."""
         stage, progress, averaging = self._stage, self._member.progress(), averager.statistics()
         return pb.DescribeReply(
@@ -155,6 +155,7 @@ class Presence:
                 downloads=averaging.num_downloads,
                 refusals=averaging.refusals,
             ),
+            generation=generation,
             rounds=list(self._member.reports),
             loop_lag_seconds=self.loop_lag.seconds,
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,

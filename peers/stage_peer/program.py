@@ -60,6 +60,7 @@ from swarm.events.kinds import Events
 from swarm.interchange import run_folder
 from swarm.interchange.weights import WeightsFolder
 from swarm.machine.clock import SystemClock, run_loop
+from swarm.stage.places import SessionLimits
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ class Start:
             insecure=options.insecure,
             max_in_flight=options.max_in_flight,
             graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
+            sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
             checkpoints=checkpoints,
             events=self.events,
             resume=resume,

@@ -44,10 +44,12 @@ from swarm.rpc.guard import Guard
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
+from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.boundary import reply_specs, request_specs
 from swarm.stage.context import StageContext, StageLimits
+from swarm.stage.generation import GenerationServicer
 from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
@@ -106,6 +108,7 @@ class StageServer:
                 events=options.events,
             ),
         )
+        self._generation = GenerationServicer(self.stage, options.sessions)
         self.member = StageMember(
             self.stage, num_alive=lambda: self.averager.statistics().num_alive, on_commit=self._committed,
             events=options.events,
@@ -207,6 +210,7 @@ class StageServer:
             clock=self._clock,
         )  # fmt: skip
         add_StageServiceServicer_to_server(stage_servicer, server)
+        add_GenerationServiceServicer_to_server(self._generation, server)
         add_LeaseServiceServicer_to_server(lease_servicer, server)
         add_AveragingServiceServicer_to_server(averaging_servicer, server)
         add_DirectoryServiceServicer_to_server(directory_servicer, server)
@@ -343,4 +347,4 @@ class StageServer:
         return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
 
     def _describe(self) -> pb.DescribeReply:
-        return self.presence.describe(self.averager)
+        return self.presence.describe(self.averager, self._generation.counters())

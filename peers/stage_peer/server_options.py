@@ -9,6 +9,7 @@ from peers.stage_peer.resume import ResumeOptions
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.events.kinds import Events
 from swarm.interchange.weights import WeightsFolder
+from swarm.stage.places import SessionLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class ServerOptions:
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
+    sessions: SessionLimits = field(default_factory=SessionLimits)
+    """How much text it helps to write."""
     weights: WeightsFolder | None = None
     """What the run begins with, if it is here."""
     movable: bool = False

@@ -135,6 +135,26 @@ class PeerRow:
         answered=lambda said: said.reply.counters.rerouted_backwards,
         column=Column(heading="re-routed", cell="{row.rerouted_backwards}"),
     )
+    sessions: int = figure(
+        "Texts that are being written with its help, those included for which it only stands by. The table has these "
+        "figures where it helps with some, or has done so.",
+        default=0,
+        answered=lambda said: said.reply.generation.sessions,
+        column=Column(heading="texts", cell="{row.sessions}", is_shown=lambda row: row.generated_tokens > 0),
+    )
+    generated_tokens: int = figure(
+        "Tokens of such texts that it has sampled or passed on since it started.",
+        default=0,
+        unit="tokens",
+        answered=lambda said: said.reply.generation.tokens,
+        column=Column(heading="tokens", cell="{row.generated_tokens}", is_shown=lambda row: row.generated_tokens > 0),
+    )
+    held_rounds: int = figure(
+        "Rounds whose weights it holds for such texts.",
+        default=0,
+        unit="rounds",
+        answered=lambda said: said.reply.generation.rounds,
+    )
     alive_peers: int = figure(
         "Peers of its stage when it committed its last round, itself included.",
         default=0,

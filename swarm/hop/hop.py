@@ -19,11 +19,15 @@ from swarm.events.kinds import Events, NoEvents
 from swarm.events.kinds import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.calls import EvaluateCalls, Line, TrainCalls
+from swarm.hop.continuation import Continuation
 from swarm.hop.retries import HopLimits, Retries
+from swarm.hop.session import Order
+from swarm.hop.session_calls import SessionCalls
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.wire import TensorSpec
 from swarm.training.microbatch import Microbatch
@@ -59,6 +63,11 @@ class Hop:
             line=self._line,
         )  # fmt: skip
         self._evaluate_calls = EvaluateCalls(address=address, stub=stub, limits=self._limits, line=self._line)
+        self._session_calls = SessionCalls(
+            address=address,
+            stub=lambda record: GenerationServiceStub(channels.channel(record)),
+            limits=self._limits,
+        )
 
     @property
     def is_held_up(self) -> bool:
@@ -115,6 +124,20 @@ class Hop:
                 raise
 
         return await self._until_answered(once, tensors["tokens"].shape[0], heard_by, self._retries())
+
+    def continuation(
+        self, order: Order, *, rounds: tuple[int, ...] = (), newest_round: int | None = None
+    ) -> Continuation:
+        """The stage, and all after it, as a session needs them.
+
+        Args:
+            rounds: whose weights they are to use, with which the session began elsewhere.
+            newest_round: where it has not, that of the stage before.
+        """
+        return Continuation(
+            order, stage=self.stage, calls=self._session_calls, router=self._router, clock=self._clock,
+            limits=self._limits, rounds=rounds, newest_round=newest_round,
+        )  # fmt: skip
 
     def _retries(self, hints: Mapping[int, PeerId] | None = None) -> Retries:
         return Retries(stage=self.stage, router=self._router, clock=self._clock, limits=self._limits, hints=hints)

@@ -33,7 +33,13 @@ FOR_TRAINERS = frozenset(
         "/grpc.health.v1.Health/Check",
     }
 )
-FOR_TRAINERS_AT_STAGE_0 = frozenset({"/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.StageService/Evaluate"})
+FOR_TRAINERS_AT_STAGE_0 = frozenset(
+    {
+        "/swarm.rpc.v1.StageService/Train",
+        "/swarm.rpc.v1.StageService/Evaluate",
+        "/swarm.rpc.v1.GenerationService/Generate",
+    }
+)
 """Later stages take activations from peers alone."""
 SMALL_BYTES = 64 << 10
 """Up to this size a request or an answer is not counted: even with as many as may be under way it is little."""

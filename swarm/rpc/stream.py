@@ -79,6 +79,11 @@ class Stream:
         """End the call; nothing happens if it has ended."""
         self._call.cancel()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether either side has ended the call, or its connection broke."""
+        return bool(self._call.done())
+
     async def _status(self) -> SwarmError:
         """The error that says why the call ended."""
         call = self._call

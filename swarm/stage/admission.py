@@ -52,17 +52,18 @@ class Admission:
         """By Setting.queue_of their microbatches' rounds."""
         self._shortage = Shortage(context.stage, context.backend.budget)
         self._has_given_up = asyncio.Event()
-        self._is_open = False
+        self.is_open = False
+        """Whether microbatches, and sessions, are taken at all."""
 
     # -- for the program ---------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Admit microbatches from now on."""
-        self._is_open = True
+        self.is_open = True
 
     def close(self) -> None:
         """Admit none until `open` is called: the peer is joining or leaving, as it was at first."""
-        self._is_open = False
+        self.is_open = False
 
     @property
     def fault(self) -> Fatal | None:
@@ -91,7 +92,7 @@ class Admission:
         Raises:
             MalformedMessage, Overloaded, NotReady, StaleMicrobatch.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise NotReady("the peer is joining or leaving")
         if self._shortage.fault is not None:
             raise NotReady("the peer has no memory, and leaves")

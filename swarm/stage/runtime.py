@@ -99,6 +99,17 @@ class Runtime:
             raise
         return result, await stopwatch.seconds()
 
+    def submit(self, work: Callable[[], None], *, priority: Priority) -> None:
+        """Have the thread do work that nobody waits for; what it raises is lost.
+
+        Raises Overloaded, or CancelledError if the thread has stopped.
+        """
+        with self._condition:
+            if self._stopping:
+                raise asyncio.CancelledError
+            self._queue.push(work, priority=priority, age=0)
+            self._condition.notify()
+
     async def control(self, work: Callable[[], _Result]) -> _Result:
         """Have the thread do short work on the stage's state, before any microbatch."""
         result, _ = await self.run(work, priority=Priority.CONTROL)

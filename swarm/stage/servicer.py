@@ -7,7 +7,6 @@ Never touches weights.
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -18,15 +17,13 @@ from swarm.errors import (
     MalformedMessage,
     NotReady,
     Overloaded,
-    PeerUnavailable,
     StaleMicrobatch,
-    SwarmError,
 )
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Callers, caller_of
-from swarm.rpc.channels import abort, send
+from swarm.rpc.channels import send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import filled
@@ -34,10 +31,9 @@ from swarm.stage.boundary import GRADIENT, request_specs
 from swarm.stage.computation import Computation
 from swarm.stage.evaluation import Evaluation
 from swarm.stage.incoming import Context, Incoming
+from swarm.stage.refusal import refuse
 from swarm.stage.stage import Stage
 from swarm.training.microbatch import Microbatch
-
-logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 1.0
 """Time between two looks at what a microbatch waits for."""
@@ -116,7 +112,7 @@ class StageServicer(StageServiceServicer):
             await incoming.drain()
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await incoming.drain()
-            await _refuse(context, error)
+            await refuse(context, error)
         finally:
             incoming.close()
 
@@ -264,7 +260,7 @@ class StageServicer(StageServiceServicer):
             await send(context, reply)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await incoming.drain()
-            await _refuse(context, error)
+            await refuse(context, error)
         finally:
             incoming.close()
 
@@ -277,17 +273,6 @@ async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], f
         await send(context, last)
         last = following
     return last
-
-
-async def _refuse(context: Context, error: Exception) -> None:
-    """End a call with an error; one that is not ours is a bug, and this peer's fault."""
-    if is_out_of_memory(error):
-        logger.warning("a call failed for want of memory: no room for %s", what_was_asked(error))
-        error = PeerUnavailable("this peer is out of memory")
-    if not isinstance(error, SwarmError):
-        logger.exception("a call failed", exc_info=error)
-        error = PeerUnavailable(f"internal error: {type(error).__name__}")
-    await abort(context, error)
 
 
 def ack_seconds(stage: int, way_seconds: float) -> float:

@@ -1,11 +1,12 @@
 """The bounded queue in front of a stage's compute thread.
 
-Backward before forward, older before newer: with the hop's credits this gives a 1F1B schedule. Pure: the runtime
-brings the threads, and says whose owner has gone.
+Backward before forward, older before newer: with the hop's credits this gives a 1F1B schedule. Generation and training
+take turns. Pure: the runtime brings the threads, and says whose owner has gone.
 """
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,8 +21,10 @@ class Priority(IntEnum):
 
     CONTROL = 0
     """Short work on the stage's state: closing a bucket, a snapshot, a commit."""
-    BACKWARD = 1
-    FORWARD = 2
+    GENERATION = 1
+    """The next positions of sessions. After each a microbatch has its turn, so that neither waits for long."""
+    BACKWARD = 2
+    FORWARD = 3
     """An evaluation is one too."""
 
 
@@ -44,9 +47,12 @@ class TaskQueue:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._heap: list[Task] = []
+        self._generation: deque[Task] = deque()
+        self._is_trainings_turn = False
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
+        """Without generation, which says nothing of how long a microbatch waits."""
         return len(self._heap)
 
     def push(self, work: Callable[[], Any], *, priority: Priority, age: int) -> Task:
@@ -59,7 +65,10 @@ class TaskQueue:
         if len(self._heap) >= self._capacity and priority is Priority.FORWARD:
             raise Overloaded(f"{len(self._heap)} tasks wait already", retry_after_seconds=1.0)
         task = Task(priority=priority, age=age, number=next(self._numbers), work=work, future=Future())
-        heapq.heappush(self._heap, task)
+        if priority is Priority.GENERATION:
+            self._generation.append(task)
+        else:
+            heapq.heappush(self._heap, task)
         return task
 
     def drop(self, task: Task) -> None:
@@ -71,9 +80,17 @@ class TaskQueue:
 
     def pop(self) -> Task | None:
         """The most urgent task that is still wanted, marked as running; None if there is none."""
-        while self._heap:
-            task = heapq.heappop(self._heap)
+        while (task := self._next()) is not None:
             # Its owner may have gone in this moment.
             if task.future.set_running_or_notify_cancel():
+                if task.priority is not Priority.CONTROL:
+                    self._is_trainings_turn = task.priority is Priority.GENERATION
                 return task
         return None
+
+    def _next(self) -> Task | None:
+        head = self._heap[0] if self._heap else None
+        is_control = head is not None and head.priority is Priority.CONTROL
+        if self._generation and not is_control and (head is None or not self._is_trainings_turn):
+            return self._generation.popleft()
+        return heapq.heappop(self._heap) if self._heap else None

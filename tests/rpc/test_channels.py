@@ -267,6 +267,7 @@ ERRORS: list[errors.SwarmError] = [
     errors.ConfigMismatch("model.d_model"),
     errors.CorpusMismatch("other text"),
     errors.StaleMicrobatch("round 1 is over"),
+    errors.RoundGone("nobody has it"),
     errors.IntegrityError("no digest"),
     errors.NotAllowed("a trainer's token"),
     errors.RetriesExhausted("12 attempts"),

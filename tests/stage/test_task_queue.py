@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from swarm.errors import Overloaded
 from swarm.stage.task_queue import Priority, TaskQueue
 
-_ORDERS = st.lists(st.tuples(st.sampled_from(Priority), st.integers(0, 5)), max_size=20)
+_OF_TRAINING = [Priority.CONTROL, Priority.BACKWARD, Priority.FORWARD]
+_ORDERS = st.lists(st.tuples(st.sampled_from(_OF_TRAINING), st.integers(0, 5)), max_size=20)
 
 
 def _popped(queue: TaskQueue) -> list[Any]:
@@ -27,6 +28,20 @@ def test_order_is_priority_then_age_then_submission(order: list[tuple[Priority, 
         queue.push(partial(int, number), priority=priority, age=age)
     expected = sorted(range(len(order)), key=lambda number: (*order[number], number))
     assert _popped(queue) == expected
+
+
+def test_generation_and_training_take_turns() -> None:
+    queue = TaskQueue(10)
+    for number in range(3):
+        queue.push(partial(str, f"text {number}"), priority=Priority.GENERATION, age=0)
+        queue.push(partial(str, f"forward {number}"), priority=Priority.FORWARD, age=number)
+    queue.push(lambda: "control", priority=Priority.CONTROL, age=0)
+    assert len(queue) == 4
+    in_turns = [f"{kind} {number}" for number in range(3) for kind in ("text", "forward")]
+    assert _popped(queue) == ["control", *in_turns]
+    queue.push(lambda: "text 3", priority=Priority.GENERATION, age=0)
+    queue.push(lambda: "text 4", priority=Priority.GENERATION, age=0)
+    assert _popped(queue) == ["text 3", "text 4"]
 
 
 def test_backward_of_a_newer_microbatch_precedes_an_older_forward() -> None:

@@ -35,11 +35,14 @@ from swarm.routing.router import Router
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS, reply_specs
 from swarm.stage.context import StageContext, StageLimits
+from swarm.stage.generation import GenerationServicer
 from swarm.stage.graphs import GraphBudget
+from swarm.stage.places import SessionLimits
 from swarm.stage.records import Counted
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
@@ -131,6 +134,7 @@ class Peer:
     def __init__(
         self, *, config: RunConfig, number: int, stage: int, clock: Clock, tasks: asyncio.TaskGroup,
         hop_clock: Clock, stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int, device: str,
+        session_limits: SessionLimits,
     ) -> None:  # fmt: skip
         staging = staging_of(torch.device(device))
         module = build_stage(config, stage, device=device)
@@ -159,6 +163,8 @@ class Peer:
         self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers)
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_StageServiceServicer_to_server(self.servicer, self.server)
+        self.generation = GenerationServicer(self.stage, session_limits)
+        add_GenerationServiceServicer_to_server(self.generation, self.server)
         self.record = PeerRecord(
             peer_id=self.peer_id, stage=stage, announced_at=0.0, state=PeerState.SERVING, samples_per_second=1.0,
             endpoint=f"127.0.0.1:{bind_server(self.server, '127.0.0.1', 0, None)}",
@@ -280,7 +286,7 @@ async def running_chain(
     config: RunConfig, *, num_peers: Sequence[int] = (1, 1, 1), clock: Clock | None = None,
     hop_clock: Clock | None = None, graph_bytes: int = GRAPH_BYTES, max_in_flight: Sequence[int] = (16, 16, 16),
     hop_limits: HopLimits | None = None, largest_in_flight: int = 0, round_wait_seconds: float = 30.0,
-    devices: Sequence[str] = ("cpu", "cpu", "cpu"),
+    devices: Sequence[str] = ("cpu", "cpu", "cpu"), session_limits: SessionLimits | None = None,
 ) -> AsyncIterator[Chain]:  # fmt: skip
     """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops.
 
@@ -300,6 +306,7 @@ async def running_chain(
                     orphan_seconds=ORPHAN_SECONDS, round_wait_seconds=round_wait_seconds,
                 ),
                 hop_limits=hop_limits, graph_bytes=graph_bytes, device=devices[stage],
+                session_limits=session_limits or SessionLimits(),
             )
             for number, stage in enumerate(stages)
         ]  # fmt: skip

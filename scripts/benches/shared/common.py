@@ -104,7 +104,7 @@ class ServingPeer:
 
 @dataclass(eq=False)
 class SwarmProcesses:
-    """Peers and trainers of one run, each a process of its own; one compute thread a peer."""
+    """Peers and trainers of one run, each a process of its own."""
 
     config: RunConfig
     children: Supervisor
@@ -114,6 +114,10 @@ class SwarmProcesses:
     """Whether every process writes an event log, to `events`."""
     program: Callable[[str, Sequence[str]], list[str]] = field(default=command_line)
     """The command line of a program, by its name and arguments."""
+    model: Path | None = None
+    """Run folder whose weights the run begins with, instead of those that its seed draws."""
+    threads: int = 1
+    """CPU threads of each peer."""
     _num_started: int = 0
 
     @property
@@ -216,14 +220,15 @@ class SwarmProcesses:
             stage=stage,
             name=name[:64],
             host="127.0.0.1",
-            threads=1,
+            threads=self.threads,
             device="cpu",
             identity=self.folder / f"{name}.pem",
             ready_file=self.ready_file(name),
             events=self._event_log(name),
             initial_peers=addresses,
             allow_class=(self.config.model.custom_class or None) if addresses else None,
-            config=None if addresses else self.folder / "run.toml",
+            config=None if addresses or self.model else self.folder / "run.toml",
+            model=self.model,
         )
         return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
 

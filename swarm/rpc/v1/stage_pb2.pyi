@@ -552,6 +552,7 @@ class DescribeReply(_message.Message):
     AVERAGING_FIELD_NUMBER: _builtins.int
     LOOP_LAG_SECONDS_FIELD_NUMBER: _builtins.int
     RIVAL_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
     protocol_version: _builtins.int
@@ -583,6 +584,8 @@ class DescribeReply(_message.Message):
     def rival(self) -> Global___Incarnation:
         """Set if another process than the one that asks, which started before it, answers under the asker's identity."""
 
+    @_builtins.property
+    def generation(self) -> Global___GenerationCounters: ...
     def __init__(
         self,
         *,
@@ -606,14 +609,45 @@ class DescribeReply(_message.Message):
         averaging: Global___AveragingCounters | None = ...,
         loop_lag_seconds: _builtins.float = ...,
         rival: Global___Incarnation | None = ...,
+        generation: Global___GenerationCounters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "rival", b"rival"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "generation", b"generation", "rival", b"rival"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "lineage", b"lineage", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "lineage", b"lineage", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
+
+@_typing.final
+class GenerationCounters(_message.Message):
+    """Text that people have the swarm write."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    sessions: _builtins.int
+    """Sessions that have a place here now."""
+    tokens: _builtins.int
+    """Tokens that were sampled here, or passed by, since the peer started."""
+    rounds: _builtins.int
+    """Rounds whose weights are held for sessions."""
+    def __init__(
+        self,
+        *,
+        sessions: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        rounds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rounds", b"rounds", "sessions", b"sessions", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationCounters: _TypeAlias = GenerationCounters  # noqa: Y015
 
 @_typing.final
 class AveragingCounters(_message.Message):

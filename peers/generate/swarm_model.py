@@ -1,0 +1,80 @@
+"""The model of a running swarm, asked over the network: nothing of it is in this process."""
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+from peers.generate.options import GenerateOptions
+from peers.shared.membership import Membership
+from peers.shared.network import REFRESH_SECONDS, agree_on_config
+from peers.shared.token_option import admitted, find_token
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import generate
+from swarm.data import tokenizers
+from swarm.data.tokenizers import ByteTokenizer
+from swarm.dht import node as dht_node
+from swarm.generation.text_model import TextModel, read_text_model
+from swarm.hop.connections import watch_connections
+from swarm.hop.hop import Hop
+from swarm.machine.clock import SystemClock
+from swarm.pipeline.swarm_engine import SwarmEngine
+
+
+@asynccontextmanager
+async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
+    """Enter the DHT as a client, and write text with the run that is found there, until the block ends.
+
+    Raises:
+        ValueError: the run's tokenizer is not here, a token is missing, or the model generates no text.
+        CorpusMismatch: the tokenizer is another one.
+        PeerUnavailable: nobody answers.
+    """
+    clock = SystemClock()
+    addresses, token = find_token(
+        options.token, options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure, clock=clock
+    )
+    # Blocks the loop for some seconds, in which there is nothing else to do.
+    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
+    try:
+        identity = admitted(generate(), token)
+        config = await agree_on_config(node, None, addresses, clock, identity.authority)
+        data = dataclasses.replace(config.data, tokenizer=options.tokenizer or config.data.tokenizer)
+        tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
+        member = Membership.enter(config, node, identity, clock, insecure=options.insecure)
+        await member.known.look_first(member.directory, member.stages, clock)
+        async with _engine(member) as engine:
+            yield read_text_model(config.run_id, engine, tokenizer, folders=_beside(data.tokenizer), now=datetime.now)
+    finally:
+        node.shutdown()
+
+
+def _beside(tokenizer: str) -> list[Path]:
+    """Where the chat template and the end tokens may be told."""
+    return [] if tokenizer == ByteTokenizer.identity else [Path(os.path.expanduser(tokenizer)).parent]
+
+
+@asynccontextmanager
+async def _engine(member: Membership) -> AsyncIterator[SwarmEngine]:
+    """An engine that knows the peers of stage 0 as they come and go."""
+    known, channels, clock = member.known, member.channels, member.clock
+    hop = Hop(
+        run_id=member.config.run_id, stage=0, reply_specs={}, router=known.router, channels=channels, clock=clock
+    )  # fmt: skip
+    engine = SwarmEngine(hop, member.config)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watching = [
+                tasks.create_task(member.directory.watch(member.stages, known.update, REFRESH_SECONDS)),
+                tasks.create_task(watch_connections(stage=0, router=known.router, channels=channels, clock=clock)),
+            ]
+            yield engine
+            for task in watching:
+                task.cancel()
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    finally:
+        await channels.close()

@@ -1,0 +1,240 @@
+"""The stages after this one, as one session needs them: whichever peers serve them, they continue its text.
+
+Made by the hop, for a stage's session and for whoever asks stage 0. It keeps what it has handed on. If a peer fails,
+another one gets all of it and computes it again: as tokens follow from round, positions and sampling alone, the text
+goes on as if nothing had happened. So that the round's weights are still there then, a second peer of the stage is
+asked beforehand to hold them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from swarm.errors import (
+    MalformedMessage,
+    NotReady,
+    PeerUnavailable,
+    RoundGone,
+    RoundMismatch,
+    SwarmError,
+    TryAnotherPeer,
+    TryLater,
+)
+from swarm.hop.retries import HopLimits, Retries
+from swarm.hop.session import PIECE_BYTES, PIECE_TOKENS, Order, Piece, Token
+from swarm.hop.session_calls import SessionCall, SessionCalls
+from swarm.machine.clock import Clock
+from swarm.routing.router import Router
+from swarm.types import PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 10.0
+"""For how long peers are asked again, while none has room or none is there."""
+STANDBY_SECONDS = 0.5
+"""Between two looks whether a second peer holds the round."""
+BEAT_SECONDS = 10.0
+"""Between two signs of life to peers that wait for positions."""
+ENOUGH_PEERS = 4
+"""So many that have the round's weights no more, and no further one is asked."""
+
+OnToken = Callable[[Token], Awaitable[None]]
+
+
+class Continuation:
+    """One session's later stages.
+
+    Attributes:
+        rounds: whose weights they use; empty until `begun` is set, unless the session began elsewhere.
+        begun: that they have all taken the session.
+    """
+
+    def __init__(
+        self, order: Order, *, stage: int, calls: SessionCalls, router: Router, clock: Clock, limits: HopLimits,
+        rounds: tuple[int, ...] = (), newest_round: int | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            stage: the next one.
+            rounds, newest_round: see SessionCalls.open.
+        """
+        self.rounds = rounds
+        self.begun = asyncio.Event()
+        self._newest_round = newest_round
+        self._order = order
+        self._stage = stage
+        self._calls = calls
+        self._router = router
+        self._clock = clock
+        self._limits = limits
+        self._pieces: list[Piece] = []
+        self._num_positions = 0
+        """In all pieces."""
+        self._num_sent = 0
+        """Of the pieces, to the present peer."""
+        self._awaits_token = False
+        self._call: SessionCall | None = None
+        self._standby: SessionCall | None = None
+        self._without: set[PeerId] = set()
+        """Peers that have said that they have the round's weights no more."""
+        self._sending = asyncio.Lock()
+
+    async def run(self, on_token: OnToken) -> None:
+        """Hear tokens until the last one, and see to it that they come. Cancellation ends the session downstream.
+
+        Raises:
+            RoundGone: no peer of a later stage has the round's weights any more.
+            SwarmError: none has room, too many failed, or one refused the session itself; what `on_token` raises.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [tasks.create_task(self._keep_standby()), tasks.create_task(self._beat())]
+                last = self._order.num_positions - 1
+                while (token := await self._next_token()).position < last:
+                    await on_token(token)
+                await on_token(token)
+                for helper in helpers:
+                    helper.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            for call in (self._call, self._standby):
+                if call is not None:
+                    call.close()
+
+    async def push(self, piece: Piece, *, sample: bool) -> None:
+        """Hand on the next positions; a failure to do so is noticed where tokens are heard.
+
+        Args:
+            sample: whether the token after them is wanted.
+        """
+        self._pieces.append(piece)
+        self._num_positions += len(piece.tokens)
+        self._awaits_token = sample
+        if self._call is not None:
+            with suppress(SwarmError):
+                await self._flush(self._call)
+
+    async def _flush(self, call: SessionCall) -> None:
+        async with self._sending:
+            while call is self._call and self._num_sent < len(self._pieces):
+                pieces = self._next_pieces()
+                self._num_sent += len(pieces)
+                is_last = self._num_sent == len(self._pieces)
+                await call.send(pieces, sample=is_last and self._awaits_token)
+
+    def _next_pieces(self) -> list[Piece]:
+        """As many as may be computed together and fit a message."""
+        taken: list[Piece] = []
+        num_tokens = num_bytes = 0
+        for piece in self._pieces[self._num_sent :]:
+            num_tokens += len(piece.tokens)
+            num_bytes += len(piece.hidden)
+            if taken and (num_tokens > PIECE_TOKENS or num_bytes > PIECE_BYTES):
+                break
+            taken.append(piece)
+        return taken
+
+    # -- the peer that computes ----------------------------------------------------------------------------------------
+
+    async def _next_token(self) -> Token:
+        retries = Retries(stage=self._stage, router=self._router, clock=self._clock, limits=self._limits)
+        since = self._clock.monotonic()
+        why: SwarmError = NotReady(f"stage {self._stage} has no peer that can be asked")
+        while True:
+            record = await self._choose(retries, since, why) if self._call is None else self._call.peer
+            try:
+                call = self._call or self._take(await self._open(record, standby=False))
+                await self._flush(call)
+                token = await call.token()
+                return self._checked(token)
+            except (TryAnotherPeer, TryLater, MalformedMessage) as error:
+                if self._call is not None:
+                    since = self._clock.monotonic()
+                self._drop()
+                self._require_round(PeerId(record.peer_id), error)
+                retries.note(record, error)
+                why = error
+
+    async def _choose(self, retries: Retries, since: float, why: SwarmError) -> PeerRecord:
+        """The next peer to ask. Raises `why` once that has gone on for too long."""
+        while self._clock.monotonic() <= since + PATIENCE_SECONDS:
+            if (record := retries.choose(1)) is not None:
+                return record
+            await self._clock.sleep(retries.wait_seconds())
+        raise why
+
+    async def _open(self, record: PeerRecord, *, standby: bool) -> SessionCall:
+        return await self._calls.open(
+            record, self._order, rounds=self.rounds, newest_round=self._newest_round, standby=standby
+        )
+
+    def _take(self, call: SessionCall) -> SessionCall:
+        self._call, self._num_sent = call, 0
+        self.rounds = call.rounds
+        self.begun.set()
+        return call
+
+    def _drop(self) -> None:
+        """The peer that computes has failed: the one that stands by takes its place, if there is one."""
+        if self._call is not None:
+            self._call.close()
+        self._call, self._num_sent = None, 0
+        if self._standby is not None and self._standby.is_open:
+            self._call, self._standby = self._standby, None
+
+    def _require_round(self, peer_id: PeerId, error: SwarmError) -> None:
+        if not isinstance(error, RoundMismatch):
+            return
+        self._without.add(peer_id)
+        if len(self._without) >= min(ENOUGH_PEERS, self._router.num_peers(self._stage)):
+            raise RoundGone(f"no peer of stage {self._stage} has the weights of the text's round any more")
+
+    def _checked(self, token: Token) -> Token:
+        expected = self._num_positions if self._awaits_token else None
+        if token.position != expected or token.token >= self._order.vocab_size:
+            raise PeerUnavailable(f"token {token.token} for position {token.position}, where {expected} is awaited")
+        self._awaits_token = self._stage == 0
+        if self._stage == 0:
+            # It goes on from there by itself; another peer would have to be told.
+            self._pieces.append(Piece((token.token,)))
+            self._num_positions += 1
+            self._num_sent += 1
+        return token
+
+    # -- beside it -----------------------------------------------------------------------------------------------------
+
+    async def _keep_standby(self) -> None:
+        while True:
+            await self._clock.sleep(STANDBY_SECONDS)
+            if self._standby is not None and not self._standby.is_open:
+                self._standby = None
+            if self._standby is None and self._call is not None:
+                await self._find_standby(self._call.peer_id)
+
+    async def _find_standby(self, present: PeerId) -> None:
+        record = self._router.choose(self._stage, 1, exclude={present, *self._without})
+        if record is None:
+            return
+        try:
+            standby = await self._open(record, standby=True)
+        except SwarmError as error:
+            logger.debug("%s does not stand by for a session: %s", record.name, error)
+            if isinstance(error, RoundMismatch):
+                self._without.add(PeerId(record.peer_id))
+            return
+        if self._call is not None and self._call.peer_id == standby.peer_id:
+            # It has become the one that computes meanwhile.
+            standby.close()
+        else:
+            self._standby = standby
+
+    async def _beat(self) -> None:
+        while True:
+            await self._clock.sleep(BEAT_SECONDS)
+            for call in (self._call, self._standby):
+                if call is not None:
+                    with suppress(SwarmError):
+                        async with self._sending:
+                            await call.send()

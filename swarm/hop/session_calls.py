@@ -1,0 +1,111 @@
+"""One peer's part in a session, over one stream: opened, fed with positions, asked for tokens.
+
+Used by swarm.hop.continuation, which chooses the peer and takes another one if this one fails. Every wait has a
+deadline.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from swarm.errors import PeerUnavailable, SwarmError
+from swarm.hop.retries import HopLimits
+from swarm.hop.session import Order, Piece, Token, pack_pieces, pack_sampling
+from swarm.rpc.stream import Stream
+from swarm.rpc.v1 import generation_pb2 as pb
+from swarm.rpc.v1 import stage_pb2
+from swarm.types import PeerId, PeerRecord
+
+OpenStub = Callable[[PeerRecord], Any]
+"""Gives a GenerationServiceStub for a peer; its generated type wants all requests when a call begins."""
+
+
+class SessionCall:
+    """A stream to one peer. Its errors are those of swarm.errors, and end the stream.
+
+    Attributes:
+        peer: whom it goes to.
+        rounds: whose weights are used there and at all later stages.
+    """
+
+    def __init__(self, stream: Stream, peer: PeerRecord, rounds: Sequence[int], silence_seconds: float) -> None:
+        self.peer = peer
+        self.rounds = tuple(rounds)
+        self._stream = stream
+        self._silence_seconds = silence_seconds
+        self._failed: SwarmError | None = None
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Whom it goes to."""
+        return PeerId(self.peer.peer_id)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing has ended it, as far as is known."""
+        return not self._stream.has_ended
+
+    async def send(self, pieces: Sequence[Piece] = (), *, sample: bool = False) -> None:
+        """Hand over the next positions, or nothing: a sign of life. One at a time."""
+        try:
+            async with self._stream as stream:
+                await stream.write(pb.GenerateRequest(pieces=pack_pieces(pieces), sample=sample), self._silence_seconds)
+        except SwarmError as error:
+            self._failed = error
+            raise
+
+    async def token(self) -> Token:
+        """The next token. A peer that gives no sign of life has failed."""
+        try:
+            async with self._stream as stream:
+                while True:
+                    reply = await stream.read(self._silence_seconds)
+                    if reply.HasField("sampled"):
+                        return Token(reply.sampled.position, reply.sampled.token)
+        except asyncio.CancelledError:
+            # A stream that `send` has ended looks cancelled to whoever reads it.
+            task = asyncio.current_task()
+            if self._failed is None or (task is not None and task.cancelling()):
+                raise
+            raise self._failed from None
+
+    def close(self) -> None:
+        """End the session there."""
+        self._stream.cancel()
+
+
+class SessionCalls:
+    """Opens sessions at peers of one stage."""
+
+    def __init__(self, *, address: stage_pb2.Address, stub: OpenStub, limits: HopLimits) -> None:
+        self._address = address
+        self._stub = stub
+        self._limits = limits
+
+    async def open(
+        self, record: PeerRecord, order: Order, *, rounds: Sequence[int], newest_round: int | None, standby: bool
+    ) -> SessionCall:
+        """Have a peer take a session, and with it later stages, or hold its round's weights for now.
+
+        Args:
+            rounds: of the stage and all later ones, with which the session began; empty where it has not.
+            newest_round: of the stage before, where it has not; None for stage 0.
+
+        Raises:
+            Overloaded: the peer has no room for one more.
+            RoundMismatch: it has not that round's weights any more.
+            SwarmError: whatever else `translate` gives.
+        """
+        opening = pb.SessionOpen(
+            address=self._address, rounds=rounds, newest_round=newest_round, num_positions=order.num_positions,
+            sampling=pack_sampling(order.sampling), standby=standby,
+        )  # fmt: skip
+        async with Stream(self._stub(record).Generate()) as stream:
+            await stream.write(pb.GenerateRequest(open=opening), self._limits.open_seconds)
+            # It gives signs of life while it opens the session at later stages.
+            while not (reply := await stream.read(self._limits.silence_seconds)).HasField("opened"):
+                if reply.HasField("sampled"):
+                    raise PeerUnavailable("a token came before the session was opened")
+            if not reply.opened.rounds:
+                raise PeerUnavailable("an answer without the rounds that are used")
+        return SessionCall(stream, record, reply.opened.rounds, self._limits.silence_seconds)

@@ -1,0 +1,110 @@
+"""Text from a running swarm: the engine whose model is spread over its peers.
+
+Used by programs, behind the same interface as a model in this process. Holds no parameters and never trains.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from swarm.config import RunConfig
+from swarm.errors import RoundGone
+from swarm.generation.engine import require_room
+from swarm.generation.sampling import Sampling
+from swarm.hop.continuation import Continuation
+from swarm.hop.hop import Hop
+from swarm.hop.session import Order, Token, pieces_of
+
+logger = logging.getLogger(__name__)
+
+
+class SwarmEngine:
+    """A run's stages, as peers serve them now.
+
+    Attributes:
+        round: of the weights with which the newest text is written; None before the first.
+    """
+
+    def __init__(self, hop: Hop, config: RunConfig) -> None:
+        """
+        Args:
+            hop: to stage 0.
+
+        Raises:
+            ValueError: the run's model cannot generate text.
+        """
+        if config.model.custom_class:
+            raise ValueError(
+                f"no text from a run with model.custom_class {config.model.custom_class!r}: it has no cache"
+            )
+        self.round: int | None = None
+        self._hop = hop
+        self._vocab_size = config.model.vocab_size
+        self._longest = config.model.max_positions or config.data.sequence_length
+
+    @property
+    def longest(self) -> int:
+        return self._longest
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
+        """As Engine.generate has it, with the weights of one round, while training goes on.
+
+        If nobody holds these any more, the text goes on with the newest ones, and the log says so.
+
+        Raises:
+            ValueError: the prompt is none, or too long.
+            Overloaded: the swarm has no room for one more session.
+            SwarmError: a stage has no peer, or too many failed.
+        """
+        require_room(self, prompt, max_tokens)
+        if not all(0 <= token < self._vocab_size for token in prompt):
+            raise ValueError(f"a token of the prompt is outside the vocabulary of {self._vocab_size}")
+        tokens = list(prompt)
+        order = Order(sampling=sampling, num_positions=len(prompt) + max_tokens, vocab_size=self._vocab_size)
+        while len(tokens) < order.num_positions:
+            session = _Session(self._hop.continuation(order), tokens, max_tokens)
+            try:
+                async with aclosing(session.tokens()) as stream:
+                    async for token in stream:
+                        self.round = session.round
+                        tokens.append(token)
+                        yield token
+            except RoundGone as error:
+                logger.warning("the text goes on with the newest weights: %s", error)
+
+
+class _Session:
+    """One session, as long as its round's weights are there."""
+
+    def __init__(self, continuation: Continuation, tokens: Sequence[int], max_tokens: int) -> None:
+        self._continuation = continuation
+        self._tokens = tuple(tokens)
+        # With room for all, and for the end.
+        self._heard: asyncio.Queue[Token | None] = asyncio.Queue(max_tokens + 1)
+
+    @property
+    def round(self) -> int | None:
+        """Whose weights stage 0 uses, once it has said so."""
+        return next(iter(self._continuation.rounds), None)
+
+    async def tokens(self) -> AsyncGenerator[int, None]:
+        """Those that come after the first ones. Closing it ends the session at all stages."""
+        # Not in a task group, which would cancel its caller between two tokens; this task ends here, whatever happens.
+        running = asyncio.create_task(self._run())
+        try:
+            while (heard := await self._heard.get()) is not None:
+                yield heard.token
+            await running
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    async def _run(self) -> None:
+        try:
+            pieces = pieces_of(self._tokens)
+            for number, piece in enumerate(pieces, start=1):
+                await self._continuation.push(piece, sample=number == len(pieces))
+            await self._continuation.run(self._heard.put)
+        finally:
+            self._heard.put_nowait(None)

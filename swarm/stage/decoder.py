@@ -1,0 +1,149 @@
+"""The next positions of sessions, computed on the compute thread with the keys and values of those before.
+
+Used by stage/session. Single tokens of several sessions that wait there together are computed side by side: a token
+takes as long as reading the weights, and so do several. A longer piece is a task of its own, so that training has its
+turn after it. Nothing of it counts, and no graph is made.
+
+Shapes: B sessions, T positions, R numbers a token that travel, V vocabulary.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from swarm.config import RunConfig
+from swarm.errors import MalformedMessage
+from swarm.generation.sampling import choose
+from swarm.hop.session import Order, Piece, Token
+from swarm.model.attention import CacheRows, KeyValueCache
+from swarm.model.stages import layer_ranges, with_shared_casts
+from swarm.rpc.wire import ENCODINGS, require_in_range
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import HIDDEN, boundary_of
+from swarm.stage.held_rounds import HeldRound
+from swarm.stage.runtime import Runtime
+from swarm.stage.task_queue import Priority
+
+
+@dataclass(eq=False)
+class Computed:
+    """What this stage has computed of a session."""
+
+    order: Order
+    held: HeldRound
+    cache: KeyValueCache
+
+
+@dataclass(eq=False)
+class _Step:
+    computed: Computed
+    tokens: list[int]
+    hidden: Sequence[Piece]
+    sample: bool
+    future: "Future[Piece | Token | None]" = field(default_factory=Future)
+
+
+class Decoder:
+    """One stage's."""
+
+    def __init__(self, backend: StageBackend, runtime: Runtime) -> None:
+        self._config = backend.config
+        self._module = backend.module
+        self._is_first, self._is_last = backend.stage == 0, backend.is_last
+        self._boundary = boundary_of(backend.config)
+        self._staging = backend.staging
+        self._device = next(iter(backend.weights.masters.values())).device
+        self._runtime = runtime
+        self._waiting: deque[_Step] = deque()
+
+    async def compute(self, computed: Computed, pieces: Sequence[Piece], *, sample: bool) -> Piece | Token | None:
+        """The next positions of a session, which are at least one.
+
+        Returns:
+            What the next stage gets; at the last one the token after them, if it is wanted.
+
+        Raises:
+            MalformedMessage: hidden states hold numbers out of range.
+        Cancellation drops what has not begun.
+        """
+        tokens = [token for piece in pieces for token in piece.tokens]
+        step = _Step(computed, tokens, pieces, sample)
+        if len(tokens) > 1:
+            self._runtime.submit(lambda: self._run([step]), priority=Priority.GENERATION)
+        else:
+            self._waiting.append(step)
+            # The first of these that has its turn computes all that wait.
+            self._runtime.submit(self._run_waiting, priority=Priority.GENERATION)
+        return await asyncio.wrap_future(step.future)
+
+    # -- on the compute thread -----------------------------------------------------------------------------------------
+
+    def _run_waiting(self) -> None:
+        steps = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        steps.sort(key=lambda step: step.computed.held.number)
+        for _, together in groupby(steps, key=lambda step: step.computed.held):
+            self._run(list(together))
+
+    def _run(self, steps: list[_Step]) -> None:
+        wanted = [step for step in steps if step.future.set_running_or_notify_cancel()]
+        try:
+            inputs = [(step, hidden) for step in wanted if (hidden := self._inputs(step)) is not None]
+            if inputs:
+                self._compute([step for step, _ in inputs], torch.cat([hidden for _, hidden in inputs]))
+        except BaseException as error:  # noqa: BLE001 - it belongs to the callers, which get it whole
+            for step in wanted:
+                if not step.future.done():
+                    step.future.set_exception(error)
+
+    def _inputs(self, step: _Step) -> torch.Tensor | None:
+        """What the module takes of a step; None where that cannot be, and its caller is told."""
+        if self._is_first:
+            return self._staging.upload(torch.tensor([step.tokens]))
+        try:
+            return torch.cat([self._decode(piece) for piece in step.hidden], dim=1)
+        except MalformedMessage as error:
+            step.future.set_exception(error)
+            return None
+
+    def _decode(self, piece: Piece) -> torch.Tensor:
+        spec = self._boundary.spec(1, len(piece.tokens))
+        wire = torch.frombuffer(bytearray(piece.hidden), dtype=ENCODINGS[spec.encoding]).reshape(spec.shape)
+        require_in_range(HIDDEN, wire)
+        return self._boundary.decode(wire, 1, len(piece.tokens), self._staging)
+
+    @torch.inference_mode()
+    def _compute(self, steps: list[_Step], inputs: torch.Tensor) -> None:
+        held = steps[0].computed.held
+        caches = [step.computed.cache for step in steps]
+        cache = caches[0] if len(caches) == 1 else CacheRows(caches)
+        arguments: dict[str, Any] = {"dropout_key": None, "cache": cache}
+        if self._config.model.bottleneck_dim and not self._is_first:
+            arguments["tokens_BT"] = self._staging.upload(torch.tensor([step.tokens for step in steps]))
+        parameters = with_shared_casts(self._module, held.on(self._device), held.casts)
+        outputs = torch.func.functional_call(self._module, parameters, (inputs,), arguments)
+        for step, output in zip(steps, outputs.split(1), strict=True):
+            step.future.set_result(self._sampled(step, output[0, -1]) if self._is_last else self._encode(step, output))
+
+    def _sampled(self, step: _Step, logits_V: torch.Tensor) -> Token | None:
+        if not step.sample:
+            return None
+        position = step.computed.cache.num_positions
+        return Token(position, choose(logits_V, step.computed.order.sampling, position))
+
+    def _encode(self, step: _Step, output_1TR: torch.Tensor) -> Piece:
+        wire = self._boundary.encode(output_1TR, self._staging).wait().contiguous()
+        return Piece(step.tokens, wire.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def session_bytes(config: RunConfig, stage: int, num_positions: int) -> int:
+    """What a session takes at a stage, at most: keys and values in float32, and what it was handed on."""
+    model = config.model
+    num_layers = len(layer_ranges(config)[stage])
+    kept = 2 * num_layers * model.kv_heads * model.width_of_heads * torch.float32.itemsize
+    return num_positions * (kept + boundary_of(config).spec(1, 1).num_bytes)

@@ -1,0 +1,114 @@
+"""The gRPC face of generation at one stage: GenerationService.
+
+Checks who asks for what, finds a place and a round's weights for each session, and frees both when its call ends,
+however that comes.
+"""
+
+import asyncio
+import logging
+from contextlib import ExitStack
+
+from swarm.errors import MalformedMessage, NotReady
+from swarm.hop.session import Order, unpack_order
+from swarm.model.attention import KeyValueCache
+from swarm.rpc.address import check_address
+from swarm.rpc.callers import Caller, caller_of
+from swarm.rpc.v1 import generation_pb2 as pb
+from swarm.rpc.v1 import stage_pb2
+from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer
+from swarm.stage.boundary import boundary_of
+from swarm.stage.decoder import Computed, Decoder, session_bytes
+from swarm.stage.held_rounds import HeldRounds
+from swarm.stage.incoming import FIRST_SECONDS, Context
+from swarm.stage.places import Places, SessionLimits
+from swarm.stage.refusal import refuse
+from swarm.stage.session import Session, SessionCaller
+from swarm.stage.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+ROUND_SECONDS = 5.0
+"""Longest wait for a round that the stage before has begun and this one has not."""
+
+
+class GenerationServicer(GenerationServiceServicer):
+    """Serves one stage's sessions."""
+
+    def __init__(self, stage: Stage, limits: SessionLimits) -> None:
+        self._stage = stage
+        self._config = stage.context.config
+        self._hop = stage.context.hop
+        self._decoder = Decoder(stage.context.backend, stage.context.runtime)
+        self._boundary = boundary_of(self._config)
+        self._limits = limits
+        self._places = Places(limits)
+        self._rounds = HeldRounds(stage.setting.anchor, lambda: stage.round)
+        self._num_tokens = 0
+
+    def counters(self) -> stage_pb2.GenerationCounters:
+        """What there is now, and was since the peer started."""
+        return stage_pb2.GenerationCounters(
+            sessions=len(self._places), tokens=self._num_tokens, rounds=len(self._rounds)
+        )
+
+    # The generated type knows only iterators; grpc takes a coroutine that reads and writes the context as well.
+    async def Generate(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+        caller = SessionCaller(context)
+        try:
+            message = await caller.read(FIRST_SECONDS)
+            if message is None or not message.HasField("open"):
+                raise MalformedMessage("a session begins with its open message")
+            async with asyncio.timeout(self._limits.max_seconds):
+                await self._serve(message.open, caller, caller_of(context))
+        except TimeoutError:
+            seconds = self._limits.max_seconds
+            await refuse(context, NotReady(f"a session lasts {seconds:.0f} s here, and may begin again"))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
+            await refuse(context, error)
+
+    async def _serve(self, opening: pb.SessionOpen, caller: SessionCaller, name: Caller) -> None:
+        stage = self._stage.number
+        check_address(opening.address, run_id=self._config.run_id, stage=stage)
+        order = self._order(opening)
+        if not self._stage.admission.is_open:
+            raise NotReady("this peer is joining or leaving")
+        with ExitStack() as stack:
+            stack.enter_context(self._places.taken(name, session_bytes(self._config, stage, order.num_positions)))
+            held = stack.enter_context(self._rounds.held(await self._round(opening)))
+            later = None
+            if self._hop is not None:
+                later = self._hop.continuation(order, rounds=tuple(opening.rounds[1:]), newest_round=held.number)
+            computed = Computed(order, held, KeyValueCache(order.num_positions))
+            session = Session(
+                caller, computed, self._decoder, boundary=self._boundary, is_first=stage == 0, continuation=later,
+                on_token=self._count_token,
+            )  # fmt: skip
+            await session.run(standby=opening.standby)
+
+    def _order(self, opening: pb.SessionOpen) -> Order:
+        config = self._config
+        if config.model.custom_class:
+            raise MalformedMessage("model.custom_class keeps no keys and values: a run with one generates no text")
+        longest = config.model.max_positions or config.data.sequence_length
+        if not 2 <= opening.num_positions <= longest:
+            raise MalformedMessage(f"a session has 2 to {longest} positions, not {opening.num_positions}")
+        if len(opening.rounds) not in (0, config.stages.num_stages - self._stage.number):
+            raise MalformedMessage("a session that has begun names the rounds of this and all later stages")
+        return unpack_order(opening, vocab_size=config.model.vocab_size)
+
+    async def _round(self, opening: pb.SessionOpen) -> int:
+        """Of which the weights are wanted, once this peer has begun it. Raises NotReady."""
+        present = self._stage.round
+        if opening.rounds:
+            number = opening.rounds[0]
+        elif not opening.HasField("newest_round"):
+            number = self._rounds.choose(present)
+        elif self._config.rounds.synchronous:
+            number = opening.newest_round
+        else:
+            number = self._rounds.choose(min(opening.newest_round, present))
+        await self._stage.present_round.wait_for(number, ROUND_SECONDS, None)
+        return number
+
+    def _count_token(self) -> None:
+        self._num_tokens += 1

@@ -1,0 +1,168 @@
+"""One session at one stage: positions come in, are computed and handed on, and tokens pass by on their way back.
+
+Run by stage/generation for each call. At stage 0 the prompt comes from the caller, and every further position from the
+token that passes by: it need not go to the caller and back. Keeps no text beyond the session, and never logs any.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import grpc
+
+from swarm.errors import DeadlineExceeded, MalformedMessage
+from swarm.hop.continuation import Continuation
+from swarm.hop.session import PIECE_TOKENS, Piece, Token, unpack_pieces
+from swarm.rpc.channels import MESSAGE_SECONDS, send
+from swarm.rpc.v1 import generation_pb2 as pb
+from swarm.stage.boundary import Boundary
+from swarm.stage.decoder import Computed, Decoder
+from swarm.stage.incoming import Context
+
+BEAT_SECONDS = 3.0
+"""Between two signs of life to the caller, which would take silence for death."""
+
+Positions = tuple[Sequence[Piece], bool]
+"""The next ones, and whether the token after them is wanted."""
+
+
+class SessionCaller:
+    """The stream to whoever asked for a session: what it says, checked, and what it is told."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._writing = asyncio.Lock()
+
+    async def read(self, seconds: float = MESSAGE_SECONDS) -> pb.GenerateRequest | None:
+        """The next message; None at the end of the stream. Raises DeadlineExceeded, MalformedMessage."""
+        try:
+            async with asyncio.timeout(seconds):
+                message = await self._context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no message for {seconds:.0f} s") from None
+        if message is grpc.aio.EOF:
+            return None
+        if not isinstance(message, pb.GenerateRequest):
+            raise MalformedMessage("that is no message of a session")
+        return message
+
+    async def say(self, reply: pb.GenerateReply) -> None:
+        """Tell it something. Raises DeadlineExceeded if it takes nothing."""
+        async with self._writing:
+            await send(self._context, reply)
+
+
+class Session:
+    """One session at one stage."""
+
+    def __init__(
+        self, caller: SessionCaller, computed: Computed, decoder: Decoder, *, boundary: Boundary, is_first: bool,
+        continuation: Continuation | None, on_token: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            continuation: the later stages; None at the last one.
+            on_token: told of each token that passes by.
+        """
+        self._caller = caller
+        self._computed = computed
+        self._decoder = decoder
+        self._boundary = boundary
+        self._is_first = is_first
+        self._continuation = continuation
+        self._on_token = on_token
+        self._num_positions = 0
+        """That have come in."""
+        self._prompt_is_whole = False
+        self._own: asyncio.Queue[Positions] = asyncio.Queue(maxsize=1)
+        """At stage 0: the token that has passed by, as the next position."""
+        self._ended = asyncio.Event()
+
+    async def run(self, *, standby: bool) -> None:
+        """Compute until the last token has passed by, or the caller ends it. Cancellation frees everything at once.
+
+        Args:
+            standby: the session is computed by another peer, until positions come after all.
+
+        Raises:
+            SwarmError: of the caller, or of later stages.
+        """
+        first: Positions | None = None
+        if standby:
+            await self._say_opened()
+            if (first := await self._from_caller()) is None:
+                return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                works: list[Coroutine[Any, Any, None]] = [self._beat()]
+                if self._continuation is not None:
+                    works.append(self._continuation.run(self._pass_on))
+                running = [tasks.create_task(work) for work in works]
+                if self._continuation is not None:
+                    await self._continuation.begun.wait()
+                if not standby:
+                    await self._say_opened()
+                running.append(tasks.create_task(self._compute(first)))
+                await self._ended.wait()
+                for task in running:
+                    task.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _say_opened(self) -> None:
+        later = () if self._continuation is None else self._continuation.rounds
+        await self._caller.say(pb.GenerateReply(opened=pb.SessionOpened(rounds=[self._computed.held.number, *later])))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            await self._caller.say(pb.GenerateReply())
+
+    # -- positions -----------------------------------------------------------------------------------------------------
+
+    async def _compute(self, first: Positions | None) -> None:
+        while (positions := first or await self._next()) is not None:
+            first = None
+            pieces, sample = positions
+            computed = await self._decoder.compute(self._computed, pieces, sample=sample)
+            if isinstance(computed, Token):
+                await self._pass_on(computed)
+            elif computed is not None and self._continuation is not None:
+                await self._continuation.push(computed, sample=sample)
+        self._ended.set()
+
+    async def _next(self) -> Positions | None:
+        return await (self._own.get() if self._prompt_is_whole else self._from_caller())
+
+    async def _from_caller(self) -> Positions | None:
+        while (message := await self._caller.read()) is not None:
+            if message.pieces:
+                pieces = unpack_pieces(message.pieces)
+                self._check(pieces)
+                self._prompt_is_whole = self._is_first and message.sample
+                return pieces, message.sample
+        return None
+
+    def _check(self, pieces: Sequence[Piece]) -> None:
+        order = self._computed.order
+        num_tokens = sum(len(piece.tokens) for piece in pieces)
+        self._num_positions += num_tokens
+        if num_tokens > PIECE_TOKENS or self._num_positions >= order.num_positions:
+            raise MalformedMessage(f"{num_tokens} positions are too many for one message, or for the session")
+        for piece in pieces:
+            length = len(piece.tokens)
+            num_bytes = 0 if self._is_first else self._boundary.spec(1, length).num_bytes
+            if not length or max(piece.tokens) >= order.vocab_size or len(piece.hidden) != num_bytes:
+                raise MalformedMessage("a piece has no tokens, unknown ones, or hidden states of another size")
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    async def _pass_on(self, token: Token) -> None:
+        is_last = token.position + 1 == self._computed.order.num_positions
+        if self._is_first and not is_last:
+            # Computed while the token is on its way to the caller.
+            self._own.put_nowait(([Piece((token.token,))], True))
+        self._on_token()
+        await self._caller.say(pb.GenerateReply(sampled=pb.Sampled(position=token.position, token=token.token)))
+        if is_last:
+            self._ended.set()

@@ -1,0 +1,206 @@
+"""Text from a chain of stages: the tokens of a model in one process, whatever happens on their way."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.config import LoraConfig, ModelConfig, RunConfig, WireConfig
+from swarm.errors import Overloaded
+from swarm.generation.engine import collect
+from swarm.generation.sampling import Sampling, choose
+from swarm.hop import continuation
+from swarm.model.attention import KeyValueCache
+from swarm.model.transformer import build_transformer
+from swarm.pipeline.swarm_engine import SwarmEngine
+from swarm.stage.places import SessionLimits
+from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, Peer, eventually, running_chain
+
+LONGEST = 96
+GREEDY = Sampling(temperature=0.0)
+DRAWN = Sampling(temperature=1.5, top_p=0.9, top_k=40, seed=-(1 << 70))
+PROMPT = [5, 9, 33, 7, 60]
+
+
+def _long(config: RunConfig, **model: Any) -> RunConfig:
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, sequence_length=LONGEST),
+        model=dataclasses.replace(config.model, init_std=0.2, **model),
+    )
+
+
+CONFIG = _long(SYNCHRONOUS)
+LEARNED: dict[str, Any] = {
+    "norm": "layer", "positions": "learned", "max_positions": LONGEST, "feed_forward": "gelu", "tied_embeddings": True,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def _expected(config: RunConfig, prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
+    """The whole model in one process."""
+    model, tokens, cache = build_transformer(config, device="cpu"), list(prompt), KeyValueCache(LONGEST)
+    for _ in range(count):
+        logits_V = model(torch.tensor([tokens[cache.num_positions :]]), cache=cache)[0, -1]
+        tokens.append(choose(logits_V, sampling, len(tokens)))
+    return tokens[len(prompt) :]
+
+
+def _engine(chain: Chain) -> SwarmEngine:
+    return SwarmEngine(chain.trainer, chain.config)
+
+
+async def _assert_freed(chain: Chain) -> None:
+    await eventually(lambda: not any(peer.generation.counters().sessions for peer in chain.peers))
+
+
+async def _commit(peers: Sequence[Peer]) -> None:
+    """Every peer begins the next round, with other weights."""
+    for peer in peers:
+        average = {name: torch.full_like(master, 0.01) for name, master in peer.weights.masters.items()}
+
+        def commit(peer: Peer = peer, average: dict[str, torch.Tensor] = average) -> None:
+            peer.weights.close()
+            peer.weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
+
+        await peer.runtime.control(commit)
+        peer.stage.round_began()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        _long(DILOCO),
+        _long(SYNCHRONOUS, **LEARNED),
+        _long(SYNCHRONOUS, bottleneck_dim=8),
+        _long(SYNCHRONOUS, num_kv_heads=1, qk_norm=True, qkv_bias=True, tied_embeddings=True),
+        _long(SYNCHRONOUS, autocast="bf16"),
+        dataclasses.replace(CONFIG, lora=LoraConfig(rank=4)),
+    ],
+    ids=["llama", "diloco", "gpt2", "bottleneck", "qwen", "autocast", "lora"],
+)
+async def test_tokens_are_those_of_one_process(config: RunConfig, sampling: Sampling) -> None:
+    expected = _expected(config, PROMPT, sampling, 40)
+    async with running_chain(config) as chain:
+        assert await collect(_engine(chain), PROMPT, sampling, 40) == expected
+        await _assert_freed(chain)
+        assert [peer.generation.counters().tokens for peer in chain.peers] == [40, 40, 40]
+    assert sampling is GREEDY or len(set(expected)) > 3
+
+
+async def test_sessions_that_wait_together_are_computed_together_and_do_not_mix() -> None:
+    prompts = [PROMPT, [1, 2], list(range(40))]
+    expected = [_expected(CONFIG, prompt, GREEDY, 30) for prompt in prompts]
+    async with running_chain(CONFIG) as chain, AsyncExitStack() as stack:
+        engine = _engine(chain)
+        streams = [await stack.enter_async_context(aclosing(engine.generate(p, GREEDY, 30))) for p in prompts]
+        found = [[await anext(stream)] for stream in streams]
+        # All of them come to wait at the middle peer, again and again.
+        for _ in range(3):
+            async with chain.at(1)[0].held():
+                await asyncio.sleep(0.05)
+            for tokens, stream in zip(found, streams, strict=True):
+                tokens.append(await anext(stream))
+        for tokens, stream in zip(found, streams, strict=True):
+            tokens += [token async for token in stream]
+        assert found == expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_text_goes_on_when_a_peer_dies(stage: int) -> None:
+    expected = _expected(CONFIG, PROMPT, DRAWN, 60)
+    async with running_chain(CONFIG, num_peers=(2, 2, 2)) as chain:
+        found = []
+        async with aclosing(_engine(chain).generate(PROMPT, DRAWN, 60)) as stream:
+            async for token in stream:
+                found.append(token)
+                if len(found) == 20:
+                    dying = max(chain.at(stage), key=lambda peer: peer.generation.counters().tokens)
+                    await dying.server.stop(0)
+        assert found == expected
+        await eventually(lambda: sum(peer.generation.counters().sessions for peer in chain.peers) == 0)
+
+
+async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that_takes_over() -> None:
+    expected = _expected(CONFIG, PROMPT, GREEDY, 40)
+    async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
+        engine, found = _engine(chain), []
+        async with aclosing(engine.generate(PROMPT, GREEDY, 40)) as stream:
+            found += [await anext(stream) for _ in range(5)]
+            # The second peer of the middle stage stands by.
+            await eventually(lambda: all(peer.generation.counters().sessions for peer in chain.peers))
+            for _ in range(4):
+                await _commit(chain.peers)
+            found += [await anext(stream) for _ in range(5)]
+            await max(chain.at(1), key=lambda peer: peer.generation.counters().tokens).server.stop(0)
+            found += [token async for token in stream]
+        assert (found, engine.round) == (expected, 0)
+        later = await collect(engine, PROMPT, GREEDY, 40)
+        assert (later != expected, engine.round) == (True, 4)
+
+
+async def test_a_text_goes_on_with_the_newest_round_where_its_own_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
+        first, second = chain.at(1)
+        chain.update([peer.record for peer in chain.peers if peer is not second])
+        engine, found = _engine(chain), []
+        async with aclosing(engine.generate(PROMPT, GREEDY, 30)) as stream:
+            found += [await anext(stream) for _ in range(5)]
+            for _ in range(3):
+                await _commit(chain.peers)
+            await first.server.stop(0)
+            chain.update([peer.record for peer in chain.peers if peer is not first])
+            found += [token async for token in stream]
+        assert (len(found), engine.round) == (30, 3)
+        assert "goes on with the newest weights" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp16"])
+async def test_what_is_rounded_on_its_way_is_the_same_after_a_failure(dtype: str) -> None:
+    config = dataclasses.replace(CONFIG, wire=WireConfig(dtype=dtype))  # type: ignore[arg-type]
+    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
+        whole = await collect(_engine(chain), PROMPT, GREEDY, 40)
+        found = []
+        async with aclosing(_engine(chain).generate(PROMPT, GREEDY, 40)) as stream:
+            async for token in stream:
+                found.append(token)
+                if len(found) == 20:
+                    counts = [peer.generation.counters() for peer in chain.at(1)]
+                    await chain.at(1)[counts[1].tokens > counts[0].tokens].server.stop(0)
+        assert found == whole
+
+
+async def test_who_goes_away_leaves_nothing_behind() -> None:
+    async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
+        async with aclosing(_engine(chain).generate(PROMPT, GREEDY, 80)) as stream:
+            await anext(stream)
+            assert sum(peer.generation.counters().sessions for peer in chain.peers) >= 3
+        await _assert_freed(chain)
+
+
+async def test_sessions_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuation, "PATIENCE_SECONDS", 0.2)
+    async with running_chain(CONFIG, session_limits=SessionLimits(max_sessions=2)) as chain:
+        engine = _engine(chain)
+        async with aclosing(engine.generate(PROMPT, GREEDY, 80)) as stream:
+            await anext(stream)
+            with pytest.raises(Overloaded, match="no room for more than 1 sessions of one caller"):
+                await collect(engine, PROMPT, GREEDY, 80)
+
+
+def test_a_class_of_ones_own_generates_no_text() -> None:
+    config = dataclasses.replace(CONFIG, model=ModelConfig(custom_class="some:Class"))
+    with pytest.raises(ValueError, match=r"no text from a run with model\.custom_class"):
+        SwarmEngine(None, config)  # type: ignore[arg-type]
+
+
+async def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    async with running_chain(CONFIG) as chain:
+        with pytest.raises(ValueError, match="outside the vocabulary of 64"):
+            await collect(_engine(chain), [64], GREEDY, 3)

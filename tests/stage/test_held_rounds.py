@@ -1,0 +1,87 @@
+"""Rounds whose weights are held for texts: which one a text gets, how many there are, and for how long."""
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from swarm.errors import Overloaded, RoundMismatch
+from swarm.stage.held_rounds import LINGER_SECONDS, MAX_ROUNDS, HeldRounds
+from tests.support.virtual_time import in_virtual_time
+
+
+class Anchors:
+    """A stage that keeps the anchors of its round and the one before."""
+
+    def __init__(self) -> None:
+        self.present = 0
+        self.kept = {0: {"weight": torch.zeros(1)}}
+        self.rounds = HeldRounds(lambda number: self.kept.get(number), lambda: self.present)
+
+    def commit(self) -> None:
+        self.present += 1
+        self.kept[self.present] = {"weight": torch.full((1,), float(self.present))}
+        self.kept.pop(self.present - 2, None)
+
+
+async def test_weights_are_held_that_training_has_left_behind() -> None:
+    stage = Anchors()
+    with stage.rounds.held(0) as held:
+        for _ in range(3):
+            stage.commit()
+        with stage.rounds.held(0) as again:
+            assert again is held
+            assert float(held.on(torch.device("cpu"))["weight"]) == 0.0
+        with pytest.raises(RoundMismatch, match="round 1 is not kept, this peer is at 3"), stage.rounds.held(1):
+            pass
+
+
+async def test_a_text_takes_a_recent_round_that_is_held_already() -> None:
+    stage = Anchors()
+    with stage.rounds.held(0):
+        assert stage.rounds.choose(0) == 0
+        stage.commit()
+        assert stage.rounds.choose(1) == 0
+        stage.commit()
+        assert stage.rounds.choose(2) == 2
+
+
+async def test_there_are_only_so_many() -> None:
+    stage = Anchors()
+    with ExitStack() as stack:
+        for number in range(MAX_ROUNDS):
+            stack.enter_context(stage.rounds.held(number))
+            stage.commit()
+        stage.commit()
+        newest = stage.present
+        assert stage.rounds.choose(newest) == MAX_ROUNDS - 1
+        with pytest.raises(Overloaded), stage.rounds.held(newest):
+            pass
+    # One that no text uses makes room.
+    with stage.rounds.held(newest):
+        assert len(stage.rounds) == MAX_ROUNDS
+
+
+@in_virtual_time
+async def test_they_are_held_for_a_while_after_their_last_text() -> None:
+    stage = Anchors()
+    with stage.rounds.held(0):
+        stage.commit()
+        stage.commit()
+    await asyncio.sleep(LINGER_SECONDS / 2)
+    with stage.rounds.held(0):
+        await asyncio.sleep(LINGER_SECONDS)
+    await asyncio.sleep(LINGER_SECONDS - 1)
+    assert len(stage.rounds) == 1
+    await asyncio.sleep(2)
+    assert len(stage.rounds) == 0
+
+
+async def test_another_state_with_the_same_number_is_another_round() -> None:
+    stage = Anchors()
+    with stage.rounds.held(0) as before:
+        stage.kept[0] = {"weight": torch.ones(1)}
+        with stage.rounds.held(0) as after:
+            assert float(after.on(torch.device("cpu"))["weight"]) == 1.0
+        assert float(before.on(torch.device("cpu"))["weight"]) == 0.0
