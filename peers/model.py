@@ -24,6 +24,7 @@ import tyro
 from peers.shared import cli, process
 from swarm.checkpoint import file
 from swarm.config import RunConfig, StagesConfig
+from swarm.config.data import Format
 from swarm.errors import PeerUnavailable
 from swarm.interchange import adapter, origin, run_folder
 from swarm.interchange.adapter import export_adapter
@@ -50,7 +51,9 @@ class ImportModelOptions:
     stages: int = 0
     """Into how many stages the model is cut; 0 takes two. The first peer's --stages changes it later."""
     dataset: str = ""
-    """Text to train on: stdlib, a file, a folder, a glob, or hf:NAME. The first peer's --dataset changes it later."""
+    """What to train on: stdlib, a file, a folder, a glob, or hf:NAME. The first peer's --dataset changes it later."""
+    format: Format = "text"
+    """What that is: text, chat (rows of messages), or completion (rows of a prompt and a completion)."""
     run: str = ""
     """Name of the run; left out, that of the model."""
 
@@ -138,6 +141,7 @@ def import_(options: ImportModelOptions) -> None:
     wanted = ImportOptions(
         num_stages=options.stages,
         dataset=options.dataset,
+        format=options.format,
         run=options.run or ("" if Path(options.source).is_dir() else options.source.replace("/", "-")[:64]),
     )
     config = import_model(source, options.output, wanted)

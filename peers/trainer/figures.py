@@ -3,8 +3,6 @@
 Kept by report.py, read by the trainer's announcement, and written down at the end.
 """
 
-import statistics
-
 from swarm.config import RunConfig
 from swarm.data import entropy
 from swarm.data.corpora import Corpus
@@ -12,7 +10,7 @@ from swarm.pipeline.train_loop import Step
 
 
 class Figures:
-    """Of one run of the trainer; tokens and microbatches are those that it ran itself."""
+    """Of one run of the trainer; microbatches, and tokens that they predicted, are those that it ran itself."""
 
     def __init__(self, config: RunConfig) -> None:
         self.first_step = 0
@@ -39,11 +37,10 @@ class Figures:
         """A step was made."""
         totals, report = step.totals, step.report
         self.step_number = step.number
-        if totals.losses:
-            # Peers may report anything that is finite; the exact mean of that is finite too, where a sum may not be.
-            self.loss = statistics.mean(totals.losses)
+        if (loss := totals.loss) is not None:
+            self.loss = loss
             self.first_loss = self.loss if self.first_loss is None else self.first_loss
-        self.own_tokens += totals.num_tokens
+        self.own_tokens += totals.num_targets
         self.num_microbatches += totals.num_microbatches
         self.num_rerouted += totals.num_rerouted
         self._seconds += step.seconds
@@ -75,8 +72,9 @@ class Figures:
             "first_loss": self.first_loss,
             "final_loss": self.loss,
             "validation_loss": self.validation_loss,
-            "unigram_entropy": entropy.unigram_entropy(corpus),
-            "bigram_entropy": entropy.bigram_entropy(corpus),
+            # Counting says something of texts alone.
+            "unigram_entropy": entropy.unigram_entropy(corpus) if corpus.is_text else None,
+            "bigram_entropy": entropy.bigram_entropy(corpus) if corpus.is_text else None,
             "tokens": self.own_tokens,
             "tokens_per_second": self.own_tokens / max(self._seconds, 1e-9),
             "microbatches_completed": self.num_microbatches,

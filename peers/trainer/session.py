@@ -20,6 +20,7 @@ from swarm.hop.hop import Hop
 from swarm.pipeline.evaluate import generate, held_out_loss
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
+from swarm.training.samples import TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Session:
     async def write_sample(self) -> str:
         """Text that the trained swarm writes, after a held-out prompt."""
         tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
-        prompt = [int(token) for token in self.data.held_out(1)[0][0][:-1]]
+        prompt = self.data.held_out(1)[0][TOKENS][0, :-1].tolist()
         tokens = await self.at_rest(
             lambda round_number: generate(
                 self.hop,

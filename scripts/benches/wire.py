@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from peers.shared import cli
@@ -130,7 +129,7 @@ def train(name: str, seed: int, options: Options) -> dict[str, Any]:
     for number in range(options.steps):
         chain.step(number)
     crossings = options.steps * (config.stages.num_stages - 1)
-    held_out = torch.from_numpy(np.concatenate(data.held_out(HELD_OUT_SAMPLES)))
+    held_out = torch.cat([batch[TOKENS] for batch in data.held_out(HELD_OUT_SAMPLES)])
     return {
         "val_loss": chain.held_out_loss(torch.split(held_out, config.data.microbatch_size)),
         "hidden_bytes": chain.sent_bytes[HIDDEN] // crossings,

@@ -1,6 +1,7 @@
 """`[data]`: the text, and how it becomes microbatches."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from swarm.config.checks import (
     STRICT,
@@ -11,6 +12,8 @@ from swarm.config.checks import (
     require_usable_numbers,
 )
 
+Format = Literal["text", "chat", "completion"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -19,13 +22,14 @@ class DataConfig:
     __pydantic_config__ = STRICT
 
     dataset: str = "stdlib"
-    """`stdlib`, a file, folder or glob of text, or `hf:NAME` for a Hugging Face dataset."""
+    """`stdlib`, a file, folder or glob, or `hf:NAME` for a Hugging Face dataset. Files that end in `.jsonl`, `.ndjson`
+    or `.parquet` have rows with named fields, all others are text."""
     hf_config: str = ""
     """Configuration name of the Hugging Face dataset."""
     hf_split: str = "train"
     """Split of the Hugging Face dataset."""
-    hf_text_field: str = "text"
-    """Field of the Hugging Face dataset that holds the text."""
+    text_field: str = "text"
+    """Field of a row that holds the text, where `format` is `text`."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a tokenizer.json."""
     tokenizer_identity: str = ""
@@ -37,6 +41,15 @@ class DataConfig:
     """Tokens a sample is long."""
     microbatch_size: int = 8
     """Samples in a microbatch."""
+    format: Format = "text"
+    """What is learnt. `text`: every next token of texts. `chat`: what the assistant says in conversations, which are
+    rows with `messages` that have `role` and `content`; the tokenizer's chat template makes them texts. `completion`:
+    the `completion` of rows that have a `prompt` too, and the token that ends it."""
+    packing: bool = True
+    """With `chat` and `completion`: several documents (conversations, say) share a sample, each without seeing the
+    others. Otherwise each has a sample of its own, with padding. Texts are cut into samples one after another."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """With `chat` and `completion`: what becomes of a document that has more than `sequence_length` + 1 tokens."""
     held_out_fraction: float = 0.02
     """Share of the corpus, taken from its end, that is never trained on."""
     seed: int = 0
@@ -47,6 +60,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         require_usable_numbers("data", self)
         require(bool(self.dataset), "data.dataset must not be empty")
+        require(
+            self.dataset != "stdlib" or not self.has_targets,
+            f"data.format {self.format!r} needs a data.dataset with such rows: a JSONL or Parquet file, a folder or "
+            "glob of them, or hf:NAME",
+        )
         require_at_least_one("data", self, "sequence_length", "microbatch_size")
         require_not_negative("data", self, "max_tokens")
         require(
@@ -58,6 +76,16 @@ class DataConfig:
             0.0 < self.held_out_fraction < 1.0,
             f"data.held_out_fraction must be between 0 and 1, not {self.held_out_fraction}",
         )
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether samples say which of their tokens count."""
+        return self.format != "text"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several documents share a sequence, and do not see each other."""
+        return self.has_targets and self.packing
 
     @property
     def tokens_per_microbatch(self) -> int:

@@ -85,6 +85,10 @@ class RunConfig:
             "model.tied_embeddings is not for a model.custom_class of several stages: it has parameters of its own",
         )
         require(
+            not (self.data.is_packed and model.custom_class),
+            "data.packing is not for a model.custom_class, which would not keep documents apart: set it to false",
+        )
+        require(
             model.max_positions == 0 or self.data.sequence_length <= model.max_positions,
             f"data.sequence_length ({self.data.sequence_length}) must not exceed model.max_positions "
             f"({model.max_positions})",

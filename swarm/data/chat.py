@@ -7,6 +7,7 @@ sandbox without access to anything but the messages. Texts become tokens elsewhe
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -158,6 +159,25 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
         return ChatTemplate(template, {name: token for name, token in tokens.items() if token is not None}, now=now)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+
+
+def beside(tokenizer: str, *, now: Callable[[], datetime]) -> ChatTemplate:
+    """The template of the folder in which a tokenizer lies.
+
+    Args:
+        tokenizer: as `data.tokenizer` names it.
+
+    Raises:
+        ValueError: one line, also if there is none.
+    """
+    path = Path(os.path.expanduser(tokenizer))
+    template = None if tokenizer == "bytes" else load(path if path.is_dir() else path.parent, now=now)
+    if template is None:
+        raise ValueError(
+            f"there is no chat template beside data.tokenizer {tokenizer!r}: name the tokenizer of a model that was "
+            "trained to chat, in its folder, or put a chat_template.jinja there"
+        )
+    return template
 
 
 class _Generation(Extension):

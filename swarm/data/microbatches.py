@@ -3,17 +3,20 @@
 Trainers ask for microbatch i, and any trainer can make any other trainer's microbatches again, because a microbatch is
 a pure function of the configuration and i. Evaluation asks for the held-out windows.
 
-The training part is cut into windows of `sequence_length` tokens, each with one more token, the next window's
-first, as its last target. An epoch visits every window once, in an order of its own.
+The training part of a text is cut into windows of `sequence_length` tokens, each with one more token, the next
+window's first, as its last target. Conversations and completions are sequences already (data/packing). An epoch visits
+every sequence once, in an order of its own.
 """
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from swarm.config import DataConfig
 from swarm.data.corpora import Corpus
+from swarm.training.samples import TOKENS
 
 _NUM_FEISTEL_ROUNDS = 6
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -30,11 +33,16 @@ class Microbatches:
         self._sequence_length = config.sequence_length
         self._microbatch_size = config.microbatch_size
         self._seed = config.seed
-        self.num_windows = (len(self._training) - 1) // self._sequence_length
+        self.num_windows = self._num_sequences(self._training)
         """Samples in an epoch."""
 
     def tokens(self, index: int) -> npt.NDArray[np.int32]:
-        """Microbatch `index`: token ids [microbatch_size, sequence_length + 1].
+        """The token ids of microbatch `index` [microbatch_size, sequence_length + 1]."""
+        tokens: npt.NDArray[np.int32] = self.samples(index)[TOKENS].numpy()
+        return tokens
+
+    def samples(self, index: int) -> dict[str, torch.Tensor]:
+        """Microbatch `index`, as it travels (training/samples).
 
         Sample j of microbatch i is sample i * microbatch_size + j of the run; epochs follow each other without a
         gap, so that a microbatch may begin in one and end in the next.
@@ -44,13 +52,13 @@ class Microbatches:
         epochs, positions = np.divmod(samples, np.uint64(self.num_windows))
         return self._gather(self._training, _permute(positions, self.num_windows, seed=self._seed, epochs=epochs))
 
-    def held_out(self, num_samples: int) -> list[npt.NDArray[np.int32]]:
-        """About `num_samples` windows spread evenly over the held-out part, always the same ones.
+    def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
+        """About `num_samples` sequences spread evenly over the held-out part, always the same ones.
 
-        Returns microbatches [microbatch_size, sequence_length + 1]: the last one is smaller if `num_samples` is no
-        multiple. Asked for more windows than there are, it returns each once.
+        Returns microbatches: the last one is smaller if `num_samples` is no multiple. Asked for more sequences than
+        there are, it returns each once.
         """
-        num_windows = (len(self._held_out) - 1) // self._sequence_length
+        num_windows = self._num_sequences(self._held_out)
         num_samples = min(num_samples, num_windows)
         windows = np.arange(num_samples, dtype=np.uint64) * np.uint64(num_windows) // np.uint64(num_samples)
         return [
@@ -58,9 +66,17 @@ class Microbatches:
             for first in range(0, num_samples, self._microbatch_size)
         ]
 
-    def _gather(self, tokens: npt.NDArray[np.unsignedinteger[Any]], windows: _Words) -> npt.NDArray[np.int32]:
-        starts = windows.astype(np.int64) * self._sequence_length
-        return tokens[starts[:, None] + np.arange(self._sequence_length + 1)].astype(np.int32)
+    def _num_sequences(self, part: npt.NDArray[Any]) -> int:
+        return (len(part) - 1) // self._sequence_length if part.dtype.names is None else len(part)
+
+    def _gather(self, part: npt.NDArray[Any], numbers: _Words) -> dict[str, torch.Tensor]:
+        if part.dtype.names is None:
+            starts = numbers.astype(np.int64) * self._sequence_length
+            fields = {TOKENS: part[starts[:, None] + np.arange(self._sequence_length + 1)]}
+        else:
+            rows = part[numbers.astype(np.int64)]
+            fields = {name: rows[name] for name in part.dtype.names}
+        return {name: torch.from_numpy(values.astype(np.int32)) for name, values in fields.items()}
 
 
 def _permute(positions: _Words, size: int, *, seed: int, epochs: _Words) -> _Words:

@@ -55,6 +55,14 @@ class Tokenizer(Protocol):
         """Token ids [num_tokens] of `text`. Raises ValueError for a text that the tokenizer cannot encode."""
         ...
 
+    def encode_parts(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
+        """As `encode`, and for each token whether some of it lies in one of the parts.
+
+        Args:
+            parts: of the text, as characters [first, last), in order.
+        """
+        ...
+
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
         """The text of `ids`; ids that the tokenizer doesn't know are left out."""
         ...
@@ -72,6 +80,14 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> TokenIds:
         return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def encode_parts(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
+        ids = self.encode(text)
+        is_in_part = np.zeros(len(ids), dtype=bool)
+        for first, last in parts:
+            start = len(text[:first].encode())
+            is_in_part[start : start + len(text[first:last].encode())] = True
+        return ids, is_in_part
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
         known = np.asarray(ids, dtype=np.int64)
@@ -109,10 +125,22 @@ class JsonTokenizer:
         return np.array(known[:1], dtype=self._dtype) if known else self.encode("\n")
 
     def encode(self, text: str) -> TokenIds:
+        return np.array(self._encoding(text).ids, dtype=self._dtype)
+
+    def encode_parts(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
+        encoding = self._encoding(text)
+        ids = np.array(encoding.ids, dtype=self._dtype)
+        firsts, lasts = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        is_in_part = np.zeros(len(ids), dtype=bool)
+        for first, last in parts:
+            is_in_part |= (firsts < last) & (lasts > first)
+        return ids, is_in_part
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
         # One text at a time, though a batch would be faster on many cores. A batch uses the library's threads, and then
         # the library complains whenever a child process starts, so peers/shared/process.py switches them off.
         try:
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
+            return self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             reason = " ".join(str(error).split())
             raise ValueError(f"the tokenizer {self.identity[:12]} cannot encode the text: {reason}") from None

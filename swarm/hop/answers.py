@@ -34,7 +34,6 @@ class HopReply:
     """A microbatch's answer. Its stream stays open until `ack` or `close`."""
 
     loss: float
-    num_tokens: int
     tensors: Tensors
     route: Mapping[int, PeerId]
     num_reroutes: int

@@ -20,6 +20,7 @@ from swarm.rpc.bounds import require_bounds
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import TensorReader, TensorSpec, filled, require_in_range
+from swarm.training import samples
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord
 
@@ -105,9 +106,10 @@ class TrainCalls:
             retries.handed_over(peer_id)
             listener.routed(retries.route)
             done = await self._follow(call, peer_id, microbatch, reader, way, listener, retries)
+            _require_targets(done.num_targets, tensors)
             self._learn(peer_id, microbatch, done, way.seconds)
             return HopReply(
-                loss=done.loss, num_tokens=done.num_tokens, tensors=reader.tensors,
+                loss=done.loss, tensors=reader.tensors,
                 route={**unpack_route(done.route), self._stage: peer_id},
                 num_reroutes=done.num_reroutes + retries.num_failures, num_busy=retries.num_busy, _call=call,
             )  # fmt: skip
@@ -216,6 +218,7 @@ class EvaluateCalls:
                 if reply.HasField("evaluated"):
                     call.cancel()
                     _require_complete(reader)
+                    _require_targets(reply.evaluated.num_targets, tensors)
                     return float(reply.evaluated.loss) if logits is None else reader.tensors["logits"]
 
 
@@ -225,6 +228,12 @@ def _admitted(reply: pb.TrainReply) -> pb.Accepted:
     if not reply.HasField("accepted"):
         raise PeerUnavailable("an answer that neither accepts nor refuses")
     return reply.accepted
+
+
+def _require_targets(num_targets: int, tensors: Tensors) -> None:
+    """A loss is a mean over targets, which both ends know."""
+    if num_targets != (expected := samples.amount(tensors).targets):
+        raise PeerUnavailable(f"it counts {num_targets} targets, and there are {expected}")
 
 
 def _feed(reader: TensorReader, chunks: Iterable[Any]) -> None:

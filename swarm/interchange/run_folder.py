@@ -19,7 +19,8 @@ from torch import Tensor
 
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig, StagesConfig
-from swarm.data import tokenizers
+from swarm.config.data import Format
+from swarm.data import chat, tokenizers
 from swarm.errors import IntegrityError
 from swarm.interchange import weights
 from swarm.interchange.source import Source
@@ -33,6 +34,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
@@ -49,12 +51,14 @@ class ImportOptions:
 
     Attributes:
         num_stages: into how many the model is cut; 0 for two, or one where it has a single layer.
-        dataset: the text to train on; the configuration's default if it is empty.
+        dataset: what to train on; the configuration's default if it is empty.
+        format: what that is.
         run: the run's name; that of the source's folder if it is empty.
     """
 
     num_stages: int = 0
     dataset: str = ""
+    format: Format = "text"
     run: str = ""
 
 
@@ -96,13 +100,15 @@ def _config(source: Source, output: Path, options: ImportOptions) -> RunConfig:
     name = options.run or re.sub(r"[^A-Za-z0-9_-]+", "-", source.folder.resolve().name).strip("-")[:64] or "model"
     longest = min(model.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
     data = DataConfig(sequence_length=longest)
-    if options.dataset:
-        data = dataclasses.replace(data, dataset=options.dataset)
+    data = dataclasses.replace(data, dataset=options.dataset or data.dataset, format=options.format)
     if (source.folder / TOKENIZER).is_file():
         tokenizers.load_for_run(
             dataclasses.replace(data, tokenizer=str(source.folder / TOKENIZER)), vocab_size=model.vocab_size
         )
         data = dataclasses.replace(data, tokenizer=str(output.resolve() / TOKENIZER))
+    if data.format == "chat":
+        # It is wanted once peers begin the run; that it is missing is better known now.
+        chat.beside(str(source.folder / TOKENIZER), now=lambda: chat.TRAINING_DATE)
     num_stages = options.num_stages or min(2, model.num_layers)
     return RunConfig(run=name, model=model, stages=StagesConfig(num_stages=num_stages), data=data)
 

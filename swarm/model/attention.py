@@ -57,23 +57,50 @@ def rotary_frequencies(model: ModelConfig, device: torch.device) -> Tensor:
     return torch.where(share_kept_J > 1, frequencies_J, mixed_J)
 
 
-def attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
+def attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor | None = None) -> Tensor:
     """Scaled dot-product attention to the same and earlier positions. H / G query heads share a key and value head.
 
     There are keys and values of S positions, and queries of the last T of them.
+
+    Args:
+        mask_B1TS: bool, which positions attend to which, if not to all of these.
     """
     group_size, device = q_BHTK.shape[1] // k_BGSK.shape[1], q_BHTK.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    # Flash attention takes no mask.
+    may_be_flash = device.type == "cuda" and mask_B1TS is None
+    capability = torch.cuda.get_device_capability(device) if may_be_flash else None
     if group_size > 1 and not has_grouped_kernel(device.type, capability, q_BHTK.dtype, q_BHTK.shape[-1]):
         k_BGSK, v_BGSK = (heads.repeat_interleave(group_size, dim=1) for heads in (k_BGSK, v_BGSK))
         group_size = 1
     num_queries, num_keys = q_BHTK.shape[2], k_BGSK.shape[2]
-    mask_TS = None
-    if 1 < num_queries < num_keys:
-        mask_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    is_causal = mask_B1TS is None and num_queries == num_keys
+    if mask_B1TS is None and 1 < num_queries < num_keys:
+        mask_B1TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
     return F.scaled_dot_product_attention(
-        q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_TS, is_causal=num_queries == num_keys, enable_gqa=group_size > 1
+        q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, is_causal=is_causal, enable_gqa=group_size > 1
     )
+
+
+class Documents:
+    """Rows of several documents that follow each other: each attends to itself, and begins with position 0."""
+
+    def __init__(self, documents_BT: Tensor) -> None:
+        """
+        Args:
+            documents_BT: which document a token belongs to; in a row the numbers never fall.
+        """
+        self._mask_B1TT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril().unsqueeze(1)
+        places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+        begins_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1]) != 0
+        self._positions_BT = places_T - (places_T * begins_BT).cummax(dim=1).values
+
+    def next_positions(self, count: int, device: torch.device) -> Tensor:
+        """The positions of all tokens: [B, T]."""
+        return self._positions_BT
+
+    def attend(self, layer: str, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+        """Attention of all tokens to their document's."""
+        return attention(q_BHTK, k_BHTK, v_BHTK, self._mask_B1TT)
 
 
 class KeyValueCache:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
-from swarm.model.attention import CacheRows, CausalSelfAttention, KeyValueCache, attention
+from swarm.model.attention import CacheRows, CausalSelfAttention, Documents, KeyValueCache, attention
 from swarm.model.functions import product, swiglu
 from swarm.model.loss import summed_loss
 from swarm.model.masks import DropoutKey, dropout, key_digest
@@ -94,15 +94,16 @@ class TransformerLayer(nn.Module):
         cos_TJ: Tensor | None,
         sin_TJ: Tensor | None,
         key: DropoutKey | None,
-        cache: KeyValueCache | CacheRows | None = None,
+        reach: KeyValueCache | CacheRows | Documents | None = None,
     ) -> Tensor:
         """
         Args:
             fixed_BTC: the columns that are not trained, where there is a bottleneck.
             cos_TJ, sin_TJ: as rotary_tables makes them, where positions are rotary.
-            cache: of the positions before these, and to which these are added.
+            reach: what positions attend to, if not to those before them in their row: to those that a cache has, to
+                which they are added, or to their document.
         """
-        attend = attention if cache is None else functools.partial(cache.attend, self.site)
+        attend = attention if reach is None else functools.partial(reach.attend, self.site)
         if self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
         mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ, attend, key)

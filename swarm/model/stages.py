@@ -37,7 +37,7 @@ from swarm.config import RunConfig
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model import adapters, custom_class
 from swarm.model.adapters import trained_parameters
-from swarm.model.attention import CacheRows, KeyValueCache, rotary_tables
+from swarm.model.attention import CacheRows, Documents, KeyValueCache, rotary_tables
 from swarm.model.functions import as_cast
 from swarm.model.layers import (
     Embedding,
@@ -116,6 +116,7 @@ class StageModule(nn.Module):
         *,
         dropout_key: DropoutKey | None,
         tokens_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
         cache: KeyValueCache | CacheRows | None = None,
         targets_BT: Tensor | None = None,
     ) -> Tensor:
@@ -128,6 +129,7 @@ class StageModule(nn.Module):
             inputs: tokens_BT (int64) at stage 0, and the previous stage's hidden_BTR (float32) at later stages.
             dropout_key: names the microbatch. None turns dropout off.
             tokens_BT: int64, for later stages of a model with a bottleneck.
+            documents_BT: where rows have several documents, as Documents has them.
             cache: of the positions before these, when text is generated; these are added to it.
             targets_BT: int64, for the last stage, with NO_TARGET where there is none.
 
@@ -136,8 +138,9 @@ class StageModule(nn.Module):
             logits_BTV, and with a cache those of the last position alone. In float32 even with autocast.
         """
         num_positions, device = inputs.shape[1], inputs.device
+        reach = cache if documents_BT is None else Documents(documents_BT)
         # Without a cache these are the first ones.
-        positions_T = (KeyValueCache(0) if cache is None else cache).next_positions(num_positions, device)
+        positions_T = (KeyValueCache(0) if reach is None else reach).next_positions(num_positions, device)
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.model.autocast == "bf16"):
             hidden_BTR = inputs
             if self.is_first:
@@ -150,7 +153,7 @@ class StageModule(nn.Module):
             is_rotary = self.model.positions == "rope"
             tables = rotary_tables(self.model, positions_T) if is_rotary else (None, None)
             for layer in self.layers.values():
-                hidden_BTR = self._run_layer(layer, hidden_BTR, fixed_BTC, *tables, dropout_key, cache)
+                hidden_BTR = self._run_layer(layer, hidden_BTR, fixed_BTC, *tables, dropout_key, reach)
             if cache is not None:
                 cache.advance(num_positions)
             if self.head is not None:

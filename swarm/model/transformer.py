@@ -13,9 +13,11 @@ from torch import Tensor
 
 from swarm.config import RunConfig, StagesConfig
 from swarm.model.attention import CacheRows, KeyValueCache
-from swarm.model.loss import count_targets
+from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import StageModule, filled, initialise
+from swarm.training import samples
+from swarm.training.samples import TOKENS, Samples
 
 
 class Transformer(StageModule):
@@ -31,17 +33,33 @@ class Transformer(StageModule):
         *,
         dropout_key: DropoutKey | None = None,
         tokens_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
         cache: KeyValueCache | CacheRows | None = None,
         targets_BT: Tensor | None = None,
     ) -> Tensor:
         """tokens_BT to logits_BTV, or with targets to the sum of their losses (float32). Without a key no dropout."""
-        return super().forward(inputs, dropout_key=dropout_key, tokens_BT=tokens_BT, cache=cache, targets_BT=targets_BT)
+        return super().forward(
+            inputs,
+            dropout_key=dropout_key,
+            tokens_BT=tokens_BT,
+            documents_BT=documents_BT,
+            cache=cache,
+            targets_BT=targets_BT,
+        )
 
     def loss(self, tokens_BT1: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
         """Mean nats a token for T + 1 columns of tokens, of which each predicts the next."""
-        targets_BT = tokens_BT1[:, 1:]
-        summed: Tensor = self(tokens_BT1[:, :-1], dropout_key=dropout_key, targets_BT=targets_BT)
-        return summed / count_targets(targets_BT)
+        return self.summed_loss({TOKENS: tokens_BT1}, dropout_key) / tokens_BT1[:, 1:].numel()
+
+    def summed_loss(self, batch: Samples, dropout_key: DropoutKey | None = None) -> Tensor:
+        """Nats, summed over all targets."""
+        loss: Tensor = self(
+            batch[TOKENS][:, :-1].long(),
+            dropout_key=dropout_key,
+            documents_BT=samples.documents(batch),
+            targets_BT=samples.targets(batch, NO_TARGET),
+        )
+        return loss
 
 
 def build_transformer(config: RunConfig, *, device: torch.device | str) -> Transformer:

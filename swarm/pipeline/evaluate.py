@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from swarm.config import RunConfig
@@ -16,6 +15,8 @@ from swarm.errors import Fatal
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.rpc.wire import TensorSpec
+from swarm.training import samples
+from swarm.training.samples import Samples
 
 _CONCURRENCY = 4
 
@@ -23,7 +24,7 @@ _CONCURRENCY = 4
 async def held_out_loss(
     hop: Hop, data: Microbatches, *, round_number: int, num_samples: int, listener: HopListener | None = None
 ) -> float:
-    """Mean loss in nats per token over about `num_samples` held-out samples.
+    """Mean loss in nats per target over about `num_samples` held-out samples.
 
     Args:
         listener: hears which stage is waited for; that may last until a peer serves it.
@@ -34,10 +35,9 @@ async def held_out_loss(
     batches = data.held_out(num_samples)
     room = asyncio.Semaphore(_CONCURRENCY)
 
-    async def one(batch: npt.NDArray[np.int32]) -> float:
+    async def one(batch: Samples) -> float:
         async with room:
-            tokens = {"tokens": torch.from_numpy(batch)}
-            loss = await hop.evaluate(tokens, round_number=round_number, listener=listener)
+            loss = await hop.evaluate(batch, round_number=round_number, listener=listener)
             assert isinstance(loss, float)
             return loss
 
@@ -47,7 +47,7 @@ async def held_out_loss(
             tasks = [group.create_task(one(batch)) for batch in batches]
     except* Fatal as failures:
         raise Fatal(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
-    weights = [batch.shape[0] for batch in batches]
+    weights = [samples.amount(batch).targets for batch in batches]
     return float(np.average([task.result() for task in tasks], weights=weights))
 
 
@@ -66,9 +66,8 @@ async def generate(
     for _ in range(num_tokens):
         # The chain answers for the last position; the column after it is a target that is not used.
         context = torch.tensor([[*tokens[-config.data.sequence_length :], 0]], dtype=torch.int32)
-        logits = await hop.evaluate(
-            {"tokens": context}, round_number=round_number, logits=logits_spec, listener=listener
-        )
+        batch = samples.plain(context, config.data)
+        logits = await hop.evaluate(batch, round_number=round_number, logits=logits_spec, listener=listener)
         assert isinstance(logits, torch.Tensor)
         weights = torch.softmax(logits[0] / temperature, dim=-1)
         tokens.append(int(torch.multinomial(weights, 1, generator=generator)))

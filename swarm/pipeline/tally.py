@@ -1,6 +1,7 @@
-"""What one trainer has seen of each step: losses, tokens, and how long microbatches were under way. Pure."""
+"""What one trainer has seen of each step: losses, targets, and how long microbatches were under way. Pure."""
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from swarm.machine.clock import Clock
 
@@ -10,15 +11,24 @@ class StepTotals:
     """What one trainer has seen since the last step.
 
     Attributes:
-        losses: of the microbatches that were admitted to the step's round.
+        losses: of the microbatches that were admitted to the step's round: the mean of each, and its targets.
     """
 
-    losses: list[float] = field(default_factory=list)
+    losses: list[tuple[float, int]] = field(default_factory=list)
     busy_seconds: float = 0.0
     """Seconds in which microbatches were under way."""
-    num_tokens: int = 0
+    num_targets: int = 0
     num_microbatches: int = 0
     num_rerouted: int = 0
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the targets; None without any."""
+        num_targets = sum(count for _, count in self.losses)
+        if not num_targets:
+            return None
+        # Peers may report anything that is finite; the exact mean of that is finite too, where a sum may not be.
+        return float(sum(Fraction(loss) * count for loss, count in self.losses) / num_targets)
 
 
 class Tally:
@@ -27,7 +37,7 @@ class Tally:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._totals = StepTotals()
-        self._losses: dict[int, dict[int, float]] = {}
+        self._losses: dict[int, dict[int, tuple[float, int]]] = {}
         """By round and microbatch: one that is run again, since a peer died with it, has one loss all the same."""
         self._counted_until = clock.monotonic()
 
@@ -38,13 +48,13 @@ class Tally:
             self._totals.busy_seconds += now - self._counted_until
         self._counted_until = now
 
-    def answered(self, round_number: int, microbatch: int, loss: float, *, num_tokens: int, is_rerouted: bool) -> None:
+    def answered(self, round_number: int, microbatch: int, loss: float, *, num_targets: int, is_rerouted: bool) -> None:
         """A microbatch was answered that counts for a round, unless it was before."""
         losses = self._losses.setdefault(round_number, {})
         if microbatch in losses:
             return
-        losses[microbatch] = loss
-        self._totals.num_tokens += num_tokens
+        losses[microbatch] = loss, num_targets
+        self._totals.num_targets += num_targets
         self._totals.num_microbatches += 1
         self._totals.num_rerouted += is_rerouted
 

@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import torch
-
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
@@ -24,6 +22,7 @@ from swarm.machine.clock import Clock
 from swarm.pipeline.leased_work import LeasedWork, Work
 from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.pipeline.tally import StepTotals, Tally
+from swarm.training import samples
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 
@@ -146,9 +145,9 @@ class TrainLoop(HopListener):
     async def _train(self, work: Work) -> None:
         microbatch = work.microbatch
         try:
-            tokens = torch.from_numpy(self._data.tokens(microbatch.index))
+            batch = self._data.samples(microbatch.index)
             hints = microbatch.known_by(self._routes.get(microbatch.index, {}))
-            reply = await self._hop.train(microbatch, {"tokens": tokens}, self, hints)
+            reply = await self._hop.train(microbatch, batch, self, hints)
             if self._work.is_overdue:
                 # As after a SIGSTOP: by now another trainer may have it.
                 reply.close()
@@ -157,7 +156,7 @@ class TrainLoop(HopListener):
             # All before the ack: the round cannot commit, and its step be reported, without this microbatch, and
             # another one can have its place.
             self._num_failures = 0
-            self._answered(microbatch, reply)
+            self._answered(microbatch, reply, samples.amount(batch).targets)
             self._events.write(Ack(microbatch=microbatch.index))
             self._work.answered(work, num_busy=reply.num_busy)
             await reply.ack()
@@ -167,7 +166,7 @@ class TrainLoop(HopListener):
         except Fatal as error:
             self._failed(work, error)
 
-    def _answered(self, microbatch: Microbatch, reply: HopReply) -> None:
+    def _answered(self, microbatch: Microbatch, reply: HopReply, num_targets: int) -> None:
         if self._config.rounds.synchronous:
             self._routes[microbatch.index] = reply.route
         is_late = microbatch.round < self._watcher.round
@@ -175,7 +174,7 @@ class TrainLoop(HopListener):
             return  # Its loss has been counted before.
         # With DiLoCo it counts for whichever round is under way: rounds may be shorter than a microbatch's way.
         self._tally.answered(
-            max(microbatch.round, self._watcher.round), microbatch.index, reply.loss, num_tokens=reply.num_tokens,
+            max(microbatch.round, self._watcher.round), microbatch.index, reply.loss, num_targets=num_targets,
             is_rerouted=reply.num_reroutes > 0,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
-from swarm.model.loss import count_targets
+from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import stage_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
@@ -28,6 +28,8 @@ from swarm.stage.buckets import GradientBucket, Source, Version
 from swarm.stage.graphs import GraphBudget, with_gradient
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
+from swarm.training import samples
+from swarm.training.samples import NOTHING
 
 
 @dataclass(eq=False)
@@ -148,7 +150,9 @@ class StageBackend:
         accumulate: bool,
         only_at: int | None = None,
     ) -> tuple[float, Download | None, Accumulated | None]:
-        """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.
+        """The last stage: forward, loss and backward at once. Gives the mean loss in nats per target as well.
+
+        The gradients are those of the sum over the targets. Without any they are 0, and so is the loss.
 
         Raises:
             MalformedMessage: inputs out of range, or a loss or gradient that is not finite.
@@ -164,7 +168,7 @@ class StageBackend:
             forward._outputs = loss
             self.budget.keep()
             # Waits for the device: nothing may come of a loss that is not finite. It is read once.
-            loss_on_cpu = loss.detach().cpu()
+            loss_on_cpu = loss.detach().cpu() / max(1, samples.amount(wire_inputs).targets)
             require_in_range("loss", loss_on_cpu)
             gradient, accumulated = self._collect(forward, loss, None, accumulate=accumulate, only_at=only_at)
             return float(loss_on_cpu), gradient, accumulated
@@ -201,20 +205,22 @@ class StageBackend:
         for accumulated in all_accumulated:
             source, bucket = accumulated.source, accumulated.bucket
             bucket.withdrawn(source)
-            self.events.write(RollBack(microbatch=source.microbatch, samples=source.num_samples, bucket=bucket.number))
+            self.events.write(
+                RollBack(microbatch=source.microbatch, samples=source.amount.samples, bucket=bucket.number)
+            )
             self.settle(accumulated)
 
     def _take_out(self, bucket: GradientBucket, leaving: Set[Source]) -> None:
         staying = [source for source in bucket.sources if source not in leaving]
-        num_leaving, num_staying = (sum(source.num_samples for source in some) for some in (leaving, staying))
+        left, kept = (sum((source.amount for source in some), start=NOTHING) for some in (leaving, staying))
         # With DiLoCo `sources` is empty: what stays is not known, and nothing is summed anew unless all leaves.
-        if len(staying) < len(leaving) and num_leaving + num_staying == bucket.num_samples:
-            bucket.clear(num_samples=num_staying)
+        if len(staying) < len(leaving) and left + kept == bucket.amount:
+            bucket.clear(kept)
             for source in staying:
-                bucket.add(self._again(source), source.num_samples, is_counted=True)
+                bucket.add(self._again(source), source.amount, is_counted=True)
         else:
             for source in leaving:
-                bucket.add(self._again(source), -source.num_samples)
+                bucket.take_out(self._again(source), source.amount)
 
     def _again(self, source: Source) -> Sequence[torch.Tensor]:
         """Compute a gradient again, with the same weights and randomness."""
@@ -234,8 +240,8 @@ class StageBackend:
         """Forward without dropout on given weights, an anchor's as a rule.
 
         Returns:
-            The hidden state for the next stage as it travels; at the last stage the mean loss (shape ()),
-            or the float32 logits of the last position (B, V).
+            The hidden state for the next stage as it travels; at the last stage the mean loss over the targets
+            (shape (); 0 without any), or the float32 logits of the last position (B, V).
         """
         self._check_inputs(wire_inputs)
         # With DiLoCo they are kept on the CPU.
@@ -243,11 +249,13 @@ class StageBackend:
         inputs = self._hidden_or_tokens(wire_inputs)
         with torch.no_grad():
             if self._is_last and want_logits:
-                options = {"dropout_key": None, **self._tokens_too(wire_inputs)}
+                options = {"dropout_key": None, **self._context(wire_inputs)}
                 logits_BTV: torch.Tensor = torch.func.functional_call(self.module, parameters, (inputs,), options)
                 return logits_BTV[:, -1].float().cpu()
             outputs = self._call(parameters, inputs, wire_inputs, None)
-            return outputs.cpu() if self._is_last else self._boundary.encode(outputs, self.staging).wait()
+            if not self._is_last:
+                return self._boundary.encode(outputs, self.staging).wait()
+            return outputs.cpu() / max(1, samples.amount(wire_inputs).targets)
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
@@ -271,11 +279,10 @@ class StageBackend:
         wire_inputs: Mapping[str, torch.Tensor],
         key: DropoutKey | None,
     ) -> torch.Tensor:
-        """The hidden state for the next stage; at the last one the mean loss in nats per token."""
-        options = {"dropout_key": key, **self._tokens_too(wire_inputs)}
+        """The hidden state for the next stage; at the last one the loss in nats, summed over the targets."""
+        options = {"dropout_key": key, **self._context(wire_inputs)}
         if self._is_last:
-            targets_BT = self._targets(wire_inputs)
-            return stage_loss(self.module, parameters, inputs, targets_BT, **options) / count_targets(targets_BT)
+            return stage_loss(self.module, parameters, inputs, self._targets(wire_inputs), **options)
         outputs: torch.Tensor = torch.func.functional_call(self.module, dict(parameters), (inputs,), options)
         return outputs
 
@@ -301,7 +308,7 @@ class StageBackend:
             raise MalformedMessage("the gradient of the weights is not finite")
         source = Source(
             microbatch=forward.microbatch,
-            num_samples=self.config.data.microbatch_size,
+            amount=samples.amount(forward.wire_inputs),
             wire_inputs=forward.wire_inputs,
             wire_gradient=wire_gradient,
             version=forward.version,
@@ -310,7 +317,7 @@ class StageBackend:
         self.events.write(
             Accumulate(
                 microbatch=source.microbatch,
-                samples=source.num_samples,
+                samples=source.amount.samples,
                 bucket=bucket.number,
                 only_at=only_at,
             )
@@ -319,9 +326,7 @@ class StageBackend:
 
     def _check_inputs(self, wire_inputs: Mapping[str, torch.Tensor]) -> None:
         # On the CPU, where it waits for nothing; and a GPU that is asked for an unknown token is lost to the process.
-        tokens = wire_inputs[TOKENS]
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.model.vocab_size:
-            raise MalformedMessage(f"a token is outside the vocabulary of {self.config.model.vocab_size}")
+        samples.require_sound(wire_inputs, self.config.model.vocab_size)
         if not self._is_first:
             require_in_range(HIDDEN, wire_inputs[HIDDEN])
 
@@ -333,14 +338,20 @@ class StageBackend:
     def _tokens(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self.staging.upload(wire_inputs[TOKENS])[:, :-1].long()
 
-    def _tokens_too(self, wire_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the module of a later stage wants beside the hidden state."""
-        if self._is_first or not self.config.model.bottleneck_dim:
-            return {}
-        return {"tokens_BT": self._tokens(wire_inputs)}
+    def _context(self, wire_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the module wants beside its input."""
+        wanted = {}
+        if self.config.model.bottleneck_dim and not self._is_first:
+            wanted["tokens_BT"] = self._tokens(wire_inputs)
+        documents_BT = samples.documents(wire_inputs)
+        if documents_BT is not None:
+            wanted["documents_BT"] = self.staging.upload(documents_BT)
+        return wanted
 
     def _targets(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.staging.upload(wire_inputs[TOKENS])[:, 1:].long()
+        return samples.targets(
+            {name: self.staging.upload(tensor) for name, tensor in samples.of(wire_inputs).items()}, NO_TARGET
+        )
 
     def _decode(self, wire: torch.Tensor, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """A hidden state of the microbatch, or a gradient of one."""

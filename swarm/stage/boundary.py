@@ -16,8 +16,9 @@ from swarm.compression.scaled import ScaledHalf
 from swarm.config import RunConfig
 from swarm.rpc.wire import DTYPES, TensorSpec
 from swarm.stage.staging import Download, Staging
+from swarm.training import samples
 
-TOKENS = "tokens"
+TOKENS = samples.TOKENS
 HIDDEN = "hidden"
 GRADIENT = "hidden_gradient"
 LOGITS = "logits"
@@ -74,10 +75,10 @@ def boundary_of(config: RunConfig) -> Boundary:
 def request_specs(
     config: RunConfig, stage: int, num_samples: int | None = None, sequence_length: int | None = None
 ) -> dict[str, TensorSpec]:
-    """What a microbatch brings to a stage: the tokens with their targets, and from stage 1 on the hidden state."""
+    """What a microbatch brings to a stage: its samples, and from stage 1 on the hidden state."""
     size = config.data.microbatch_size if num_samples is None else num_samples
     length = config.data.sequence_length if sequence_length is None else sequence_length
-    specs = {TOKENS: TensorSpec(shape=(size, length + 1), encoding="int32")}
+    specs = {name: TensorSpec(shape=(size, length + 1), encoding="int32") for name in samples.names(config.data)}
     if stage > 0:
         specs[HIDDEN] = boundary_of(config).spec(size, length)
     return specs

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 
 from swarm.machine.memory import Recycler
+from swarm.training.samples import NOTHING, Amount
 
 Tensors = dict[str, torch.Tensor]
 
@@ -96,7 +97,7 @@ class Source:
     """
 
     microbatch: int
-    num_samples: int
+    amount: Amount
     wire_inputs: Mapping[str, torch.Tensor]
     wire_gradient: torch.Tensor | None
     version: Version
@@ -104,12 +105,12 @@ class Source:
 
 @dataclass(eq=False)
 class GradientBucket:
-    """A sum of per-sample gradients, waiting for a step.
+    """A sum of gradients of single targets' losses, waiting for a step.
 
     Attributes:
         number: counted from 0 at each peer.
-        sums: by parameter, sum over the samples.
-        num_samples: samples in the sum.
+        sums: by parameter, sum over the targets.
+        amount: what is in the sum.
         num_tentative: microbatches in the sum that nobody has acknowledged yet; no step while there are any.
         sources: of what is in the sum, in the order of its coming; kept in the synchronous setting alone.
         versions: how many microbatches in the sum were computed with each version, by its number.
@@ -117,23 +118,34 @@ class GradientBucket:
 
     sums: Tensors
     number: int = 0
-    num_samples: int = 0
+    amount: Amount = NOTHING
     num_tentative: int = 0
     sources: dict[Source, None] = field(default_factory=dict)
     versions: Counter[int] = field(default_factory=Counter)
 
-    def add(self, gradients: Iterable[torch.Tensor], num_samples: int, *, is_counted: bool = False) -> None:
-        """Add mean gradients of `num_samples` samples, in the order of `sums`; a negative number takes them out.
+    @property
+    def num_samples(self) -> int:
+        """Samples in the sum."""
+        return self.amount.samples
+
+    def add(self, gradients: Iterable[torch.Tensor], amount: Amount, *, is_counted: bool = False) -> None:
+        """Add the sum of the gradients of so many targets, in the order of `sums`.
 
         Args:
-            is_counted: `num_samples` of this bucket has them already.
+            is_counted: `amount` of this bucket has them already.
         """
-        torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=num_samples)
-        self.num_samples += 0 if is_counted else num_samples
+        torch._foreach_add_(list(self.sums.values()), list(gradients))
+        if not is_counted:
+            self.amount += amount
+
+    def take_out(self, gradients: Iterable[torch.Tensor], amount: Amount) -> None:
+        """The inverse of `add`."""
+        torch._foreach_sub_(list(self.sums.values()), list(gradients))
+        self.amount -= amount
 
     def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> None:
-        """Add a microbatch's mean gradient, which is tentative until `settled`."""
-        self.add(gradients, source.num_samples)
+        """Add a microbatch's gradient, which is tentative until `settled`."""
+        self.add(gradients, source.amount)
         self.num_tentative += 1
         self.versions[source.version.number] += 1
         source.version.taken()
@@ -148,18 +160,18 @@ class GradientBucket:
         self.versions[source.version.number] -= 1
         self.sources.pop(source, None)
 
-    def clear(self, *, num_samples: int = 0) -> None:
-        """Take all gradients out; so many samples are about to be added again, and counted as if they were there."""
+    def clear(self, amount: Amount = NOTHING) -> None:
+        """Take all gradients out; so much is about to be added again, and counted as if it were there."""
         torch._foreach_zero_(list(self.sums.values()))
-        self.num_samples = num_samples
+        self.amount = amount
 
     @property
     def scale(self) -> float:
         """What the sums are to be multiplied by to be means."""
-        return 1.0 / max(1, self.num_samples)
+        return 1.0 / max(1, self.amount.targets)
 
     def mean(self) -> Tensors:
-        """The mean over the samples; zeros where there are none."""
+        """The mean over the targets; zeros where there are none."""
         return {name: value * self.scale for name, value in self.sums.items()}
 
 

@@ -19,11 +19,12 @@ from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop.answers import HopReply
 from swarm.hop.hop import Hop
 from swarm.stage.backend import Accumulated, Forward, StageBackend
-from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
+from swarm.stage.boundary import GRADIENT, HIDDEN
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority
 from swarm.stage.watched import Watched
+from swarm.training import samples
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 
@@ -35,7 +36,6 @@ class Result:
     """What a computation answers upstream."""
 
     loss: float
-    num_tokens: int
     gradient: torch.Tensor | None
     route: Mapping[int, PeerId]
     num_reroutes: int
@@ -237,10 +237,8 @@ class Computation(Watched):
         gradient = None if download is None else await download.arrived()
         if self.order.has_backward:
             self._on_accumulated()
-        tokens = self.order.wire_inputs[TOKENS]
         return Result(
             loss=loss,
-            num_tokens=tokens.shape[0] * (tokens.shape[1] - 1),
             gradient=gradient,
             route={},
             num_reroutes=0,
@@ -275,7 +273,7 @@ class Computation(Watched):
             hidden = await download.arrived()
         if self.order.accumulate:
             self._wire_hidden = hidden
-        tensors = {TOKENS: self.order.wire_inputs[TOKENS], HIDDEN: hidden}
+        tensors = {**samples.of(self.order.wire_inputs), HIDDEN: hidden}
         self.waiting_stage = self._hop.stage
         try:
             self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self.order.hints)
@@ -295,7 +293,6 @@ class Computation(Watched):
             self._on_accumulated()
         return Result(
             loss=reply.loss,
-            num_tokens=reply.num_tokens,
             gradient=gradient,
             route=reply.route,
             num_reroutes=reply.num_reroutes,

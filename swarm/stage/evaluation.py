@@ -16,10 +16,11 @@ from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller
 from swarm.rpc.channels import send
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.stage.boundary import HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
+from swarm.stage.boundary import HIDDEN, LOGITS, logits_spec, request_specs
 from swarm.stage.incoming import Context, Incoming
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
+from swarm.training import samples
 
 PROGRESS_SECONDS = 1.0
 """Time between two signs of life to the caller."""
@@ -60,13 +61,13 @@ class Evaluation:
         if self._hop is not None:
             awaited = _Awaited(self._hop.stage)
             logits = logits_spec(self._config, opening.num_samples) if opening.want_logits else None
-            inputs = {TOKENS: tensors[TOKENS], HIDDEN: output}
+            inputs = {**samples.of(tensors), HIDDEN: output}
             downstream = asyncio.ensure_future(
                 self._hop.evaluate(inputs, round_number=opening.round, logits=logits, listener=awaited)
             )
             output = await _with_progress(context, downstream, awaited)
         loss = 0.0 if opening.want_logits else float(output)
-        evaluated = pb.Evaluated(loss=loss, num_tokens=opening.num_samples * opening.sequence_length)
+        evaluated = pb.Evaluated(loss=loss, num_targets=samples.amount(tensors).targets)
         return {LOGITS: output} if opening.want_logits else {}, evaluated
 
     def _check_size(self, opening: pb.EvaluateOpen) -> None:

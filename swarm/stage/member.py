@@ -102,6 +102,7 @@ class StageMember:
         contribution = Contribution(
             tensors=closing.tensors,
             num_samples=closing.num_samples,
+            num_targets=closing.amount.targets,
             round_samples=closing.round_samples,
             committed=committed,
             fragment=closing.fragment,
@@ -172,7 +173,7 @@ class StageMember:
                     attempt=result.attempts,
                     samples=result.num_samples,
                     members=result.members,
-                    carried=self._weights.round.stepped_samples,
+                    carried=self._weights.round.stepped.samples,
                     partners=result.partners,
                     total_squared_norm=result.total_squared_norm,
                 )
@@ -276,7 +277,7 @@ class StageMember:
                     state=snapshot.digest,
                     source=source,
                     parent=parent,
-                    carried=self._weights.round.stepped_samples,
+                    carried=self._weights.round.stepped.samples,
                 )
             )
 

@@ -33,6 +33,7 @@ from swarm.stage.evaluation import Evaluation
 from swarm.stage.incoming import Context, Incoming
 from swarm.stage.refusal import refuse
 from swarm.stage.stage import Stage
+from swarm.training import samples
 from swarm.training.microbatch import Microbatch
 
 PROGRESS_SECONDS = 1.0
@@ -225,7 +226,7 @@ class StageServicer(StageServiceServicer):
             reply = await _send_tensors(context, tensors, pb.TrainReply())
             done = pb.Done(
                 loss=result.loss,
-                num_tokens=result.num_tokens,
+                num_targets=samples.amount(computation.order.wire_inputs).targets,
                 route=pack_route(result.route),
                 busy_seconds=result.busy_seconds,
                 queue_length=self._runtime.queue_length,

@@ -22,6 +22,7 @@ from swarm.stage.buckets import Buckets, GradientBucket, Source, Tensors, Versio
 from swarm.stage.staging import staging_of
 from swarm.training import optim
 from swarm.training.inner_steps import InnerSteps
+from swarm.training.samples import NOTHING, Amount
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Round:
 
     Attributes:
         run_samples: samples the run had committed when this round began.
-        stepped_samples: samples that inner steps of this round have used here.
+        stepped: what inner steps of this round have used here.
         num_members: members of the last committed round.
         closed: a contribution has been handed out; until the round commits or is reopened, few inner steps are taken or
             none.
@@ -38,7 +39,7 @@ class Round:
 
     number: int = 0
     run_samples: int = 0
-    stepped_samples: int = 0
+    stepped: Amount = NOTHING
     num_members: int = 1
     lineage: str = ""
     closed: bool = False
@@ -49,16 +50,26 @@ class FrozenContribution:
     """What a stage contributes to a round, frozen.
 
     Attributes:
-        tensors: a mean over the samples, on the CPU.
-        num_samples: samples behind it.
-        round_samples: of these, the ones of this round.
+        tensors: a mean over the targets, on the CPU.
+        amount: what is behind it.
+        round_amount: of that, what is of this round.
         fragment: the part of the parameters it is about.
     """
 
     tensors: Tensors
-    num_samples: int
-    round_samples: int
+    amount: Amount
+    round_amount: Amount
     fragment: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples behind it."""
+        return self.amount.samples
+
+    @property
+    def round_samples(self) -> int:
+        """Of these, the ones of this round."""
+        return self.round_amount.samples
 
 
 class StageWeights(ABC):
@@ -122,7 +133,7 @@ class StageWeights(ABC):
         return self._anchors.on(next(iter(self.masters.values())).device, anchor)
 
     def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> GradientBucket:
-        """Add a microbatch's mean gradient to the sum that is being filled; gives that bucket.
+        """Add a microbatch's gradient to the sum that is being filled; gives that bucket.
 
         It is tentative there until the bucket is told that it is settled.
         """
@@ -194,11 +205,11 @@ class StageWeights(ABC):
             contributed: whether this peer's contribution is in the average.
         """
         rate = self.learning_rate
-        carried_samples, anchor = self._end_round(average, total_squared_norm, rate, contributed=contributed)
+        carried, anchor = self._end_round(average, total_squared_norm, rate, contributed=contributed)
         new_round = Round(
             number=self.round.number + 1,
             run_samples=self.round.run_samples + num_samples,
-            stepped_samples=carried_samples,
+            stepped=carried,
             num_members=num_members,
             lineage=lineage,
         )
@@ -208,8 +219,8 @@ class StageWeights(ABC):
     @abstractmethod
     def _end_round(
         self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
-    ) -> tuple[int, Tensors]:
-        """Take the step that ends a round; gives the samples that are not in the average, and the new anchor."""
+    ) -> tuple[Amount, Tensors]:
+        """Take the step that ends a round; gives what is not in the average, and the new anchor."""
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self.round = new_round

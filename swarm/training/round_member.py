@@ -54,9 +54,10 @@ class Contribution:
     """What a member brings to a round's average.
 
     Attributes:
-        tensors: a mean over this member's samples: of gradients in the synchronous setting, and of anchor minus weights
+        tensors: a mean over this member's targets: of gradients in the synchronous setting, and of anchor minus weights
             with DiLoCo. They may be anything finite if `num_samples` is 0.
-        num_samples: the samples that it was made of, which are its weight.
+        num_samples: the samples that it was made of.
+        num_targets: targets in these, which are its weight.
         round_samples: those of them that count towards the round.
         committed: the microbatches in it, without the dropped ones. Empty with DiLoCo.
         fragment: the part of the member's parameters that it is about.
@@ -64,6 +65,7 @@ class Contribution:
 
     tensors: Tensors
     num_samples: int
+    num_targets: int
     round_samples: int
     committed: frozenset[int]
     fragment: int = 0

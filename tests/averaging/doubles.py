@@ -153,7 +153,8 @@ class FakeStage:
             mean = mean * torch.nan
         return Contribution(
             tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * num_microbatches,
-            round_samples=MICROBATCH * num_microbatches, committed=frozenset(kept),
+            num_targets=MICROBATCH * num_microbatches, round_samples=MICROBATCH * num_microbatches,
+            committed=frozenset(kept),
         )  # fmt: skip
 
     async def reopen(self, round_number: int) -> None:

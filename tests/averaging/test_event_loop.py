@@ -37,7 +37,8 @@ class LargeStage(FakeStage):
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         num_samples = 2 * len(self.indices)
         return Contribution(
-            tensors={"learnt": self._learnt}, num_samples=num_samples, round_samples=num_samples, committed=frozenset()
+            tensors={"learnt": self._learnt}, num_samples=num_samples, num_targets=num_samples,
+            round_samples=num_samples, committed=frozenset(),
         )  # fmt: skip
 
     async def apply(self, result: RoundResult) -> asyncio.Future[str]:

@@ -7,6 +7,7 @@ from torch import nn
 from swarm.config import AveragingConfig, DataConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.stage.settings import weights_of
 from swarm.stage.weights import Round, StageWeights
+from swarm.training.samples import Amount
 
 
 def stage_weights(setting: str, num_fragments: int, seed: int) -> StageWeights:
@@ -46,7 +47,7 @@ def test_a_snapshot_and_the_results_since_give_the_members_bits(setting: str, nu
         results.append(average)
     joiner.install(snapshot, Round(number=3, run_samples=48, lineage="00"))
     # It trains while it is behind: that comes to nothing.
-    joiner.buckets.open().add([torch.ones_like(p) for p in joiner.masters.values()], 8)
+    joiner.buckets.open().add([torch.ones_like(p) for p in joiner.masters.values()], Amount(8, 8))
     joiner.step_if_due()
     for average in results[3:]:
         commit(joiner, average)

@@ -446,7 +446,7 @@ def test_how_far_a_long_preparation_is(
 
 def test_hugging_face_without_the_field(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _Rows([{"content": "buzz", "id": 1}]).install(monkeypatch)
-    _refused(_config("hf:bees"), cache, "has no text in 'text'; set data.hf_text_field to one of: content, id")
+    _refused(_config("hf:bees"), cache, "there is no text in 'text'; set data.text_field to one of: content, id")
 
 
 def test_check_digest(folder: Path, cache: Path) -> None:

@@ -13,7 +13,7 @@ from swarm.data.entropy import bigram_entropy, unigram_entropy
 def _corpus(tokens: list[int], *, training: int, vocab_size: int) -> Corpus:
     return Corpus(
         tokens=np.array(tokens, dtype=np.uint16),
-        num_training_tokens=training,
+        num_training=training,
         vocab_size=vocab_size,
         digest="",
         tokenizer_identity="",

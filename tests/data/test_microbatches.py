@@ -6,6 +6,7 @@ import pytest
 from swarm.config import DataConfig
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import Microbatches
+from swarm.training.samples import TOKENS
 
 SEQUENCE = 4
 
@@ -14,7 +15,7 @@ def _microbatches(*, training: int, held_out: int = 101, seed: int = 0, microbat
     """Token i of the corpus is i, so that a sample says where it comes from."""
     corpus = Corpus(
         tokens=np.arange(training + held_out, dtype=np.uint32),
-        num_training_tokens=training,
+        num_training=training,
         vocab_size=training + held_out,
         digest="",
         tokenizer_identity="",
@@ -93,20 +94,21 @@ def test_a_far_index() -> None:
 def test_training_never_sees_what_is_held_out(training: int) -> None:
     microbatches = _microbatches(training=training)
     assert _samples(microbatches, microbatches.num_windows).max() < training
-    assert min(batch.min() for batch in microbatches.held_out(1000)) == training
+    assert min(batch[TOKENS].min() for batch in microbatches.held_out(1000)) == training
 
 
 def test_held_out_is_spread_evenly() -> None:
     """They are the same windows each time, from the whole part, and none comes twice."""
     microbatches = _microbatches(training=400, held_out=101)
-    batches = microbatches.held_out(7)
+    batches = [batch[TOKENS] for batch in microbatches.held_out(7)]
     assert [len(batch) for batch in batches] == [3, 3, 1]
     firsts = np.concatenate(batches)[:, 0]
     assert np.diff(firsts).min() >= 3 * SEQUENCE
     assert np.diff(firsts).max() <= 4 * SEQUENCE
-    assert np.array_equal(np.concatenate(microbatches.held_out(7))[:, 0], firsts)
+    assert np.array_equal(np.concatenate([batch[TOKENS] for batch in microbatches.held_out(7)])[:, 0], firsts)
 
 
 def test_held_out_has_no_more_than_there_is() -> None:
-    firsts = np.concatenate(_microbatches(training=400, held_out=101).held_out(1000))[:, 0]
+    batches = _microbatches(training=400, held_out=101).held_out(1000)
+    firsts = np.concatenate([batch[TOKENS] for batch in batches])[:, 0]
     assert firsts.tolist() == [400 + window * SEQUENCE for window in range(25)]

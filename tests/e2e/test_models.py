@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -17,8 +16,10 @@ from swarm.config import AveragingConfig, DataConfig, OptimizerConfig, RoundsCon
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
 from swarm.interchange.run_folder import to_toml
+from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 from tests.interchange.small_models import save
 from tests.support.swarm import RealSwarm, run, run_all, wait_until, write_text
+from tests.support.tokenizers import write_chat_tokenizer
 
 pytestmark = [
     pytest.mark.e2e,
@@ -37,15 +38,39 @@ def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
 
 
 def _import(folder: Path, num_stages: int, *, learning_rate: float = 1e-3) -> None:
-    """Import a model, and say in run.toml how it is to be trained, as a user would."""
+    """Import a model to train it on a text."""
     save("llama-3", folder / "model")
-    options = ("--stages", str(num_stages), "--dataset", str(write_text(folder / "text.txt")))
+    _make_run(folder, num_stages, "--dataset", str(write_text(folder / "text.txt")), learning_rate=learning_rate)
+
+
+def _import_to_chat(folder: Path, num_stages: int) -> None:
+    """Import a model that has a chat template, to train it on conversations."""
+    save("llama-3", folder / "model")
+    write_chat_tokenizer(folder / "model")
+    rows = [{"messages": _conversation(number)} for number in range(300)]
+    dataset = folder / "talks.jsonl"
+    dataset.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    _make_run(folder, num_stages, "--dataset", str(dataset), "--format", "chat", sequence_length=48)
+
+
+def _conversation(number: int) -> list[dict[str, str]]:
+    said = {"user": f"{number} bees?", "assistant": "Buzz " * (number % 3 + 1)}
+    return [{"role": role, "content": text} for role, text in said.items()]
+
+
+def _make_run(
+    folder: Path, num_stages: int, *dataset: str, sequence_length: int = 32, learning_rate: float = 1e-3
+) -> None:
+    """Import the model, and say in run.toml how it is to be trained, as a user would."""
+    options = ("--stages", str(num_stages), *dataset)
     result = run("model", "import", str(folder / "model"), "--output", str(folder / "run"), *options)
     assert result.returncode == 0, result.stderr
     config = configs.load(folder / "run" / "run.toml")
     config = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, sequence_length=32, microbatch_size=4, held_out_fraction=0.1),
+        data=dataclasses.replace(
+            config.data, sequence_length=sequence_length, microbatch_size=4, held_out_fraction=0.1
+        ),
         rounds=RoundsConfig(setting="synchronous", round_samples=16),
         optimizer=OptimizerConfig(learning_rate=learning_rate),
         averaging=AveragingConfig(codec="fp32"),
@@ -60,12 +85,20 @@ def _loss_in_transformers(folder: Path, data: DataConfig, cache: Path) -> float:
 
 @torch.no_grad()
 def _loss_of(model: torch.nn.Module, data: DataConfig, cache: Path) -> float:
-    """Of the samples that a trainer evaluates."""
+    """Over the targets of the samples that a trainer evaluates, of which each document is computed alone."""
     model.eval()
-    held_out = Microbatches(corpora.prepare(data, cache_dir=cache), data).held_out(EVALUATED)
-    samples = torch.from_numpy(np.concatenate(held_out)).long()
-    logits = model(samples[:, :-1]).logits
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()))
+    losses = []
+    for batch in Microbatches(corpora.prepare(data, cache_dir=cache), data).held_out(EVALUATED):
+        for row, tokens in enumerate(batch[TOKENS].long()):
+            targets = batch[TARGETS][row] if TARGETS in batch else torch.ones_like(tokens)
+            documents = batch[DOCUMENTS][row] if DOCUMENTS in batch else torch.zeros_like(tokens)
+            for number in range(int(documents.max()) + 1):
+                own = documents == number
+                if len(tokens[own]) > 1:
+                    logits = model(tokens[own][None, :-1]).logits[0]
+                    each = torch.nn.functional.cross_entropy(logits, tokens[own][1:], reduction="none")
+                    losses.append(each[targets[own][1:] == 1])
+    return float(torch.cat(losses).mean())
 
 
 def _train_and_export(swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps: int, *, kills: bool) -> None:
@@ -97,14 +130,23 @@ def _train_and_export(swarm: RealSwarm, num_stages: int, peers_a_stage: int, ste
     summary = json.loads((folder / "train" / "summary.json").read_text())
     expected = summary["validation_loss"]
     assert _loss_in_transformers(folder / "out", data, folder / "cache") == pytest.approx(expected, abs=1e-4)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
-    assert tokenizer("def é")["input_ids"] == list("def é".encode())
     assert f"| Round | {steps} |" in (folder / "out" / "README.md").read_text()
 
 
 def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
     _import(swarm.folder, 2)
     _train_and_export(swarm, 2, 1, 6, kills=False)
+    tokenizer = AutoTokenizer.from_pretrained(swarm.folder / "out")
+    assert tokenizer("def é")["input_ids"] == list("def é".encode())
+
+
+def test_likewise_with_conversations(swarm: RealSwarm) -> None:
+    """Of which what the assistant says is learnt, and evaluated."""
+    _import_to_chat(swarm.folder, 2)
+    _train_and_export(swarm, 2, 1, 6, kills=False)
+    before, after = (AutoTokenizer.from_pretrained(swarm.folder / name) for name in ("model", "out"))
+    talk = _conversation(1)
+    assert after.apply_chat_template(talk, tokenize=False) == before.apply_chat_template(talk, tokenize=False)
 
 
 def test_adapters_learn_beside_a_model_and_go_home(swarm: RealSwarm) -> None:

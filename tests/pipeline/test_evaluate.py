@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.pipeline.evaluate import generate, held_out_loss
 from swarm.rpc.wire import TensorSpec
+from swarm.training.samples import TOKENS
 from tests.support.chain import SYNCHRONOUS
 from tests.support.virtual_time import in_virtual_time
 
@@ -27,10 +26,12 @@ class HeldOut:
     """Batches of so many samples, each filled with its number."""
 
     def __init__(self, *sizes: int) -> None:
-        self.batches = [np.full((size, LENGTH + 1), number, dtype=np.int32) for number, size in enumerate(sizes)]
+        self.batches = [
+            {TOKENS: torch.full((size, LENGTH + 1), number, dtype=torch.int32)} for number, size in enumerate(sizes)
+        ]
 
-    def held_out(self, num_samples: int) -> list[npt.NDArray[np.int32]]:
-        assert num_samples == sum(len(batch) for batch in self.batches)
+    def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
+        assert num_samples == sum(len(batch[TOKENS]) for batch in self.batches)
         return self.batches
 
 
@@ -62,7 +63,7 @@ async def evaluation(scorer: Scorer, *sizes: int) -> float:
 
 
 @in_virtual_time
-async def test_the_loss_is_the_mean_over_samples_and_not_over_batches() -> None:
+async def test_the_loss_is_the_mean_over_targets_and_not_over_batches() -> None:
     assert await evaluation(Scorer(1.0, 2.0, 4.0), 2, 2, 1) == 2.0
 
 

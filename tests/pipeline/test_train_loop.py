@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
-import numpy as np
 import pytest
+import torch
 
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
@@ -19,6 +19,7 @@ from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.training.microbatch import Microbatch
+from swarm.training.samples import TOKENS
 from swarm.types import PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 
@@ -26,7 +27,7 @@ from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 class Reply:
     """A microbatch's answer."""
 
-    loss, num_tokens, num_reroutes, num_busy = 1.0, 1, 0, 0
+    loss, num_reroutes, num_busy = 1.0, 0, 0
 
     def __init__(self) -> None:
         self.route = {0: PeerId("a"), 1: PeerId("b"), 2: PeerId("c")}
@@ -127,8 +128,8 @@ class World:
     async def on_step(self, step: Step) -> None:
         self.steps.append(step)
 
-    def tokens(self, index: int) -> Any:
-        return np.zeros((1, 2), dtype=np.int32)
+    def samples(self, index: int) -> dict[str, torch.Tensor]:
+        return {TOKENS: torch.zeros(1, 2, dtype=torch.int32)}
 
 
 @asynccontextmanager
@@ -258,11 +259,13 @@ async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: world.clock.advance(0.02))
         world.round = 1
         await eventually(lambda: len(world.steps) == 1, meanwhile=lambda: pass_time(world))
-        assert (world.steps[0].totals.losses, world.steps[0].totals.num_microbatches) == ([1.0], 1)
+        assert (world.steps[0].totals.losses, world.steps[0].totals.num_microbatches) == ([(1.0, 1)], 1)
 
 
-@pytest.mark.parametrize(("config", "losses"), [(DILOCO, [1.0]), (SYNCHRONOUS, [])])
-async def test_a_microbatch_may_be_longer_under_way_than_a_round_lasts(config: RunConfig, losses: list[float]) -> None:
+@pytest.mark.parametrize(("config", "losses"), [(DILOCO, [(1.0, 1)]), (SYNCHRONOUS, [])])
+async def test_a_microbatch_may_be_longer_under_way_than_a_round_lasts(
+    config: RunConfig, losses: list[tuple[float, int]]
+) -> None:
     """With DiLoCo its loss is the present step's. A synchronous one is run again for a stage that came back."""
     async with running(config, first=2) as world:
         world.answer.set()

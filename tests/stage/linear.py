@@ -11,6 +11,7 @@ from swarm.events.kinds import Event, Step
 from swarm.stage.buckets import GradientBucket
 from swarm.stage.settings import weights_of
 from swarm.stage.weights import StageWeights
+from swarm.training.samples import Amount
 
 INNER_SAMPLES = 4
 
@@ -70,9 +71,10 @@ def assert_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tens
 
 
 def accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> GradientBucket:
-    """What the backend does with an acknowledged gradient."""
+    """What the backend does with an acknowledged gradient, the mean over samples of one target each."""
     bucket = weights.buckets.open()
-    bucket.add(gradients(number).values(), num_samples)
+    summed = [gradient * num_samples for gradient in gradients(number).values()]
+    bucket.add(summed, Amount(num_samples, num_samples))
     weights.step_if_due()
     return bucket
 

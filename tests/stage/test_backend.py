@@ -93,13 +93,13 @@ def _sums(chain: Sequence[StageBackend]) -> dict[str, torch.Tensor]:
 
 
 def _reference(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and the gradient summed over all samples, in one process."""
+    """Losses, and the gradient summed over all targets, in one process."""
     model = build_transformer(config, device="cpu")
     losses = []
     for microbatch in microbatches:
         key = DropoutKey(seed=config.data.seed, microbatch=microbatch)
         loss = model.loss(_tokens(microbatch).long(), key)
-        (loss * config.data.microbatch_size).backward()  # type: ignore[no-untyped-call]  # torch's
+        (loss * config.data.tokens_per_microbatch).backward()  # type: ignore[no-untyped-call]  # torch's
         losses.append(float(loss.detach()))
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -348,7 +348,7 @@ def test_backward_uses_the_weights_that_forward_used(limit_bytes: int) -> None:
     torch.testing.assert_close(_arrived(answer), expected[0], rtol=0, atol=1e-6)
     assert entry is not None
     for value, expected_value in zip(entry.bucket.sums.values(), expected[1:], strict=True):
-        torch.testing.assert_close(value, 2 * expected_value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(value, expected_value, rtol=0, atol=1e-5)
     new = _middle_gradients(backend, backend.weights.version.parameters)
     assert not torch.allclose(expected[1], new[1], rtol=1e-3), "else this test says nothing"
 

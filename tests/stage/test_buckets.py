@@ -1,19 +1,28 @@
-"""Buckets of gradients: sums and means over samples."""
+"""Buckets of gradients: sums and means over targets."""
 
 import torch
 
+from swarm.training.samples import Amount
 from tests.stage.linear import assert_same, gradients, weights_in
 
 
-def test_a_bucket_is_a_mean_over_samples_and_gives_back_what_is_taken_out() -> None:
+def test_a_bucket_is_a_mean_over_targets_and_gives_back_what_is_taken_out() -> None:
     bucket = weights_in("synchronous").buckets.open()
-    bucket.add(gradients(0).values(), 2)
-    bucket.add(gradients(1).values(), 6)
-    assert_same(bucket.mean(), {n: (gradients(0)[n] + 3 * gradients(1)[n]) / 4 for n in gradients(0)})
-    bucket.add(gradients(1).values(), -6)
-    assert bucket.num_samples == 2
+    bucket.add(gradients(0).values(), Amount(2, 3))
+    bucket.add(gradients(1).values(), Amount(2, 5))
+    assert_same(bucket.mean(), {n: (gradients(0)[n] + gradients(1)[n]) / 8 for n in gradients(0)})
+    bucket.take_out(gradients(1).values(), Amount(2, 5))
+    assert bucket.amount == Amount(2, 3)
     for name, value in bucket.mean().items():
-        torch.testing.assert_close(value, gradients(0)[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(value, gradients(0)[name] / 3, rtol=0, atol=1e-6)
+
+
+def test_samples_without_a_target_count_and_weigh_nothing() -> None:
+    bucket = weights_in("synchronous").buckets.open()
+    zeros = {name: torch.zeros_like(value) for name, value in gradients(0).items()}
+    bucket.add(zeros.values(), Amount(2, 0))
+    assert (bucket.num_samples, bucket.mean().keys()) == (2, zeros.keys())
+    assert_same(bucket.mean(), zeros)
 
 
 def test_the_mean_of_nothing_is_zero() -> None:

@@ -446,7 +446,7 @@ def _assert_mean(contribution: Contribution, microbatches: list[int]) -> None:
     assert contribution.committed == set(microbatches)
     assert contribution.num_samples == 2 * len(microbatches)
     expected = reference(SYNCHRONOUS, microbatches)[1]
-    mean = {name: expected[name] / contribution.num_samples for name in contribution.tensors}
+    mean = {name: expected[name] / contribution.num_targets for name in contribution.tensors}
     assert_close(contribution.tensors, mean, 1e-5)
 
 
@@ -552,7 +552,7 @@ async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> N
         slow_way, fast_way = ([peer.record for peer in [first, *chain.peers[n::2]]] for n in (1, 2))
         chain.update(fast_way)
         await chain.train_all([0, 1])
-        assert first.weights.round.stepped_samples == 4
+        assert first.weights.round.stepped.samples == 4
         chain.update(slow_way)
         async with slow.held():
             late = asyncio.create_task(chain.train(2))
@@ -567,6 +567,6 @@ async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> N
         await eventually(
             lambda: first.weights.num_unstepped_samples == 4, meanwhile=lambda: clock.advance(ORPHAN_SECONDS)
         )
-        assert (_states(chain, 4)[0], first.weights.round.stepped_samples) == (None, 4)
+        assert (_states(chain, 4)[0], first.weights.round.stepped.samples) == (None, 4)
         await chain.train_all([5, 6])
-        assert first.weights.round.stepped_samples == 12
+        assert first.weights.round.stepped.samples == 12

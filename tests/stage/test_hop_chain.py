@@ -31,7 +31,7 @@ from swarm.stage.incoming import Incoming
 from swarm.stage.runtime import Runtime
 from swarm.stage.slots import FEW
 from swarm.stage.task_queue import Priority
-from swarm.training import optim
+from swarm.training import optim, samples
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 from tests.support.chain import (
@@ -45,8 +45,10 @@ from tests.support.chain import (
     eventually,
     reference,
     running_chain,
+    samples_of,
     tokens,
 )  # fmt: skip
+from tests.support.partial import partial_config
 from tests.support.proxy import Direction, Proxy
 from tests.support.rounding import RoundingModel, rounding_reference
 
@@ -98,6 +100,21 @@ async def test_through_a_bottleneck_goes_exactly_what_one_process_computes() -> 
         with torch.no_grad():
             expected = float(build_transformer(config, device="cpu").loss(batch[:, :9].long()))
         assert loss == pytest.approx(expected, abs=1e-5)
+
+
+async def test_conversations_are_learnt_as_in_one_process() -> None:
+    """In rows of several documents, with few targets, and a microbatch that has none."""
+    config = partial_config(num_stages=3)
+    batch = samples_of(config, 7)
+    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
+        losses = await chain.train_all(range(4))
+        assert losses == pytest.approx(reference(config, range(4))[0], abs=1e-5)
+        chain.assert_accumulated(range(4))
+        loss = await chain.trainer.evaluate(batch, round_number=0)
+        with torch.no_grad():
+            expected = float(build_transformer(config, device="cpu").summed_loss(batch))
+        assert loss == pytest.approx(expected / samples.amount(batch).targets, abs=1e-5)
+        chain.assert_idle()
 
 
 async def test_an_int8_replay_is_accumulated_with_the_same_numbers() -> None:
@@ -283,7 +300,9 @@ async def test_a_step_between_forward_and_backward_does_not_change_the_gradient(
     def step(peer: Peer) -> bool:
         """Have an inner batch arrive; whether a step was taken."""
         before = peer.weights.version
-        peer.weights.buckets.open().add([torch.ones_like(p) for p in before.parameters.values()], 16)
+        peer.weights.buckets.open().add(
+            [torch.ones_like(p) for p in before.parameters.values()], samples.Amount(16, 16)
+        )
         peer.weights.step_if_due()
         return peer.weights.version is not before
 
@@ -346,7 +365,8 @@ async def _commit(chain: Chain) -> None:
         )
         for peer in chain.at(stage):
             contribution = await peer.runtime.control(peer.weights.close)
-            bucket.add(contribution.tensors.values(), peer.weights.round_samples)
+            amount = contribution.amount
+            bucket.add([mean * amount.targets for mean in contribution.tensors.values()], amount)
         averages.append(bucket.mean())
     squared_norm = sum(optim.squared_norm(average.values()) for average in averages)
     for peer in chain.peers:

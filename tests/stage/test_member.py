@@ -76,7 +76,7 @@ async def test_a_stage_trains_while_its_state_is_digested(config: RunConfig, dig
         for other in chain.peers[1:]:
             other.weights.round.number = 1
         await chain.train_all(range(8, 16), round_number=1)
-        assert peer.weights.round.stepped_samples == (0 if config.rounds.synchronous else 16)
+        assert peer.weights.round.stepped.samples == (0 if config.rounds.synchronous else 16)
         second = asyncio.create_task(member.apply(_result(1, await member.close(1, drop=()))))
         await asyncio.sleep(0.02)
         assert not digest.done()

@@ -297,6 +297,11 @@ async def test_an_evaluation_that_makes_no_sense_is_refused(
             *(pb.TrainReply(chunks=[chunk]) for chunk in chunks("hidden_gradient", _HIDDEN)),
             pb.TrainReply(done=pb.Done(loss=float("nan"))),
         ],
+        [
+            pb.TrainReply(accepted=pb.Accepted()),
+            *(pb.TrainReply(chunks=[chunk]) for chunk in chunks("hidden_gradient", _HIDDEN)),
+            pb.TrainReply(done=pb.Done(loss=1.0, num_targets=31)),
+        ],
     ],
 )
 async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from swarm.config import RunConfig
-from swarm.model.loss import token_loss
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage
 from tests.support.chain import tokens
@@ -62,7 +61,8 @@ class RoundingModel(torch.nn.Module):
                 hidden = _Boundary.apply(hidden, self._config.wire.dtype)  # type: ignore[no-untyped-call]
             context = {"tokens_BT": tokens_BT} if self._config.model.bottleneck_dim else {}
             hidden = stage(hidden, dropout_key=key, **context)
-        return token_loss(hidden, tokens_BT1[:, 1:].long())
+        targets_BT = tokens_BT1[:, 1:].long()
+        return torch.nn.functional.cross_entropy(hidden.flatten(0, 1), targets_BT.flatten())
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """As accumulated so far, by parameter."""
@@ -71,10 +71,10 @@ class RoundingModel(torch.nn.Module):
 
 
 def rounding_reference(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and the gradient summed over all samples, with the initial weights."""
+    """Losses, and the gradient summed over all targets, with the initial weights."""
     model, losses = RoundingModel(config), []
     for microbatch in microbatches:
         loss = model.loss(tokens(config, microbatch), DropoutKey(seed=config.data.seed, microbatch=microbatch))
         torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
-    return losses, {name: value * config.data.microbatch_size for name, value in model.gradients().items()}
+    return losses, {name: value * config.data.tokens_per_microbatch for name, value in model.gradients().items()}

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -33,6 +33,7 @@ from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
+from swarm.training.samples import TOKENS
 from swarm.types import TRAINER_STAGE
 from tests.support.chain import tokens
 from tests.support.memory_store import MemoryStore
@@ -146,8 +147,8 @@ class WholeSwarm:
 class _Data:
     config: RunConfig
 
-    def tokens(self, index: int) -> Any:
-        return tokens(self.config, index).numpy()
+    def samples(self, index: int) -> dict[str, torch.Tensor]:
+        return {TOKENS: tokens(self.config, index)}
 
 
 @asynccontextmanager

@@ -5,12 +5,12 @@ Used by the benches that compare how different ways to train learn. Never trains
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.transformer import build_transformer
+from swarm.training import samples
 
 NUM_SAMPLES = 2048
 NUM_BATCHES = 16
@@ -21,8 +21,10 @@ class HeldOut:
 
     def __init__(self, config: RunConfig, data: Microbatches) -> None:
         self._model = build_transformer(config, device="cpu")
-        samples = np.concatenate(data.held_out(NUM_SAMPLES))
-        self._batches = torch.from_numpy(samples).long().chunk(NUM_BATCHES)
+        batches = data.held_out(NUM_SAMPLES)
+        merged = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        pieces = {name: tensor.chunk(NUM_BATCHES) for name, tensor in merged.items()}
+        self._batches = [dict(zip(pieces, each, strict=True)) for each in zip(*pieces.values(), strict=True)]
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -31,7 +33,7 @@ class HeldOut:
 
     @torch.no_grad()
     def loss(self, weights: Mapping[str, torch.Tensor]) -> float:
-        """Mean nats a token with these weights, by their names in the whole model."""
+        """Mean nats a target with these weights, by their names in the whole model."""
         self._model.load_state_dict(dict(weights))
-        losses = [float(self._model.loss(batch)) * len(batch) for batch in self._batches]
-        return sum(losses) / sum(len(batch) for batch in self._batches)
+        losses = [float(self._model.summed_loss(batch)) for batch in self._batches]
+        return sum(losses) / sum(samples.amount(batch).targets for batch in self._batches)

@@ -58,7 +58,6 @@ class NextStage(Hop):
         gradient_BTD = 1e-3 * torch.randn_like(tensors[HIDDEN])
         return Answer(
             loss=0.0,
-            num_tokens=0,
             tensors={GRADIENT: gradient_BTD},
             route={},
             num_reroutes=0,

@@ -59,26 +59,32 @@ class PlainDiloco:
     def step(self, number: int) -> float:
         """Train round `number`; gives its mean loss."""
         size = self._config.microbatches_per_round
-        all_losses: list[float] = []
+        loss, amounts = 0.0, list[int]()
         learnt: list[Mapping[str, torch.Tensor]] = []
         for worker, adamw in enumerate(self._inner):
             indices = range(number * size + worker, (number + 1) * size, len(self._inner))
             self._whole.load(self._anchor)
-            all_losses += self._inner_steps(adamw, indices, number)
+            own_loss, num_targets = self._inner_steps(adamw, indices, number)
+            loss, amounts = loss + own_loss, [*amounts, num_targets]
             learnt.append({name: self._anchor[name] - value for name, value in self._whole.weights.items()})
-        average = {name: torch.stack([each[name] for each in learnt]).mean(dim=0) for name in self._anchor}
+        weights = torch.tensor(amounts) / sum(amounts)
+        average = {
+            name: torch.tensordot(weights, torch.stack([each[name] for each in learnt]), 1) for name in self._anchor
+        }
         optim.step(self._outer, self._anchor, average, self._config.outer.learning_rate)
-        return sum(all_losses) / len(all_losses)
+        return loss / sum(amounts)
 
-    def _inner_steps(self, adamw: optim.AdamW, indices: Sequence[int], number: int) -> list[float]:
+    def _inner_steps(self, adamw: optim.AdamW, indices: Sequence[int], number: int) -> tuple[float, int]:
+        """Gives the sum of the losses, and the number of targets."""
         rounds, size = self._config.rounds, self._config.data.microbatch_size
         batch = rounds.inner_batch_samples // size
-        losses: list[float] = []
+        loss, num_targets = 0.0, 0
         for first in range(0, len(indices), batch):
             chosen = indices[first : first + batch]
-            losses += [self._whole.accumulate(index, 1 / len(chosen)) for index in chosen]
+            of_step = self._whole.accumulate_mean(dict.fromkeys(chosen, 1))
+            loss, num_targets = loss + of_step[0], num_targets + of_step[1]
             self._whole.update_with(adamw, number * rounds.round_samples + first * len(self._inner) * size)
-        return losses
+        return loss, num_targets
 
 
 def train(

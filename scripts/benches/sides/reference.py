@@ -1,7 +1,7 @@
 """Training without a swarm: what the benches compare it with.
 
-One optimizer step a round on the mean gradient of the round's microbatches, clipped by its global norm: what the
-synchronous setting promises. The model, the loss and the optimizer are the swarm's own; nothing else is.
+One optimizer step a round on the mean gradient over all targets of the round's microbatches, clipped by its global
+norm: what the synchronous setting promises. The model, the loss and the optimizer are the swarm's own; nothing else is.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from swarm.data.microbatches import Microbatches
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
-from swarm.training import optim
+from swarm.training import optim, samples
 
 
 class BareStage(nn.Module):
@@ -56,7 +56,7 @@ class Reference:
 
     def warm_up(self) -> None:
         """Train on the first microbatch alone, so that memory and the optimizer's state are there."""
-        self.accumulate(0, 1.0)
+        self.accumulate_mean({0: 1})
         self.update(0)
 
     def step(self, number: int, counts: Mapping[int, int] | None = None) -> float:
@@ -66,15 +66,26 @@ class Reference:
             counts: how often a microbatch counts, where that is not once.
         """
         size = self._config.microbatches_per_round
-        weights = {index: (counts or {}).get(index, 1) for index in range(number * size, (number + 1) * size)}
-        losses = [self.accumulate(index, weight / sum(weights.values())) for index, weight in weights.items()]
+        indices = range(number * size, (number + 1) * size)
+        loss, num_targets = self.accumulate_mean({index: (counts or {}).get(index, 1) for index in indices})
         self.update(number)
-        return sum(losses) / len(losses)
+        return loss / num_targets
+
+    def accumulate_mean(self, counts: Mapping[int, int]) -> tuple[float, int]:
+        """Add the mean gradient over all targets of microbatches, each counted so often, to the sum.
+
+        Gives the sum of their losses, each counted once, and the number of their targets.
+        """
+        num_targets = {index: samples.amount(self._data.samples(index)).targets for index in counts}
+        weight = 1 / max(1, sum(counts[index] * num_targets[index] for index in counts))
+        losses = [self.accumulate(index, count * weight) for index, count in counts.items()]
+        return sum(losses), sum(num_targets.values())
 
     def accumulate(self, index: int, weight: float) -> float:
-        """Add a microbatch's gradient to the sum, times `weight`; gives its loss."""
+        """Add the gradient of a microbatch's loss, summed over its targets, to the sum, times `weight`; gives that
+        loss."""
         key = DropoutKey(seed=self._config.data.seed, microbatch=index)
-        loss = self._model.loss(torch.from_numpy(self._data.tokens(index)).long(), key)
+        loss = self._model.summed_loss(self._data.samples(index), key)
         (loss * weight).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         return float(loss.detach())
 

@@ -53,7 +53,9 @@ class Member:
     def __init__(self, tensors: Tensors) -> None:
         self.held = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         self.round, self.run_samples, self.lineage = 0, 0, ""
-        self.contribution = Contribution(tensors=tensors, num_samples=0, round_samples=0, committed=frozenset())
+        self.contribution = Contribution(
+            tensors=tensors, num_samples=0, num_targets=0, round_samples=0, committed=frozenset()
+        )
         self.last: RoundResult | None = None
         self.finished_at = 0.0
         self.finished = asyncio.Event()

@@ -31,7 +31,7 @@ def main(config_path: Path, folder: Path, threads: int, num_rounds: int, num_sam
         for number in itertools.islice(numbers, num_rounds):
             started_at = time.perf_counter()
             for index in itertools.islice(indices, num_sampled):
-                reference.accumulate(index, 1 / num_sampled)
+                reference.accumulate(index, 1 / (num_sampled * config.data.tokens_per_microbatch))
             computed_at = time.perf_counter()
             reference.update(number)
             seconds += (computed_at - started_at) * config.microbatches_per_round / num_sampled

@@ -83,6 +83,7 @@ class Participant:
             )
             return pb.BeginReply(
                 num_samples=contribution.num_samples,
+                num_targets=contribution.num_targets,
                 round_samples=contribution.round_samples,
                 committed_gaps=messages.pack_indices(contribution.committed),
                 prepared=result.prepared if result and self._group.prepared else None,

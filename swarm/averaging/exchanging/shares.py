@@ -104,6 +104,7 @@ class Offer:
 
     Attributes:
         num_samples: behind the contribution.
+        num_targets: in these.
         round_samples: of these, the ones that count towards the round.
         norm: of the contribution.
         bytes_per_second: what its line carries away; 0 if that is not known.
@@ -111,6 +112,7 @@ class Offer:
 
     peer_id: str
     num_samples: int
+    num_targets: int
     round_samples: int
     norm: float
     bytes_per_second: float = 0.0
@@ -146,11 +148,17 @@ def divide(
 
 
 def _weights(offers: Sequence[Offer], clip_to_median: float) -> list[float]:
-    total = sum(offer.num_samples for offer in offers)
-    assert total > 0, "a round without samples is never averaged"
+    """Of each member, its part of all targets: so the weighted sum of means is the mean over them."""
+    assert any(offer.num_samples for offer in offers), "a round without samples is never averaged"
+    # Without any target all gradients are 0; what steps did without them is averaged by samples.
+    has_targets = any(offer.num_targets for offer in offers)
+    amounts = [offer.num_targets if has_targets else offer.num_samples for offer in offers]
     median = statistics.median(offer.norm for offer in offers if offer.num_samples)
     limit = clip_to_median * median if clip_to_median and median else math.inf
-    return [offer.num_samples / total * min(1.0, limit / max(offer.norm, 1e-300)) for offer in offers]
+    return [
+        amount / sum(amounts) * min(1.0, limit / max(offer.norm, 1e-300))
+        for offer, amount in zip(offers, amounts, strict=True)
+    ]
 
 
 def part_sizes(num_elements: int, bandwidths: Sequence[float], *, tile: int) -> list[int]:

@@ -147,11 +147,14 @@ def _refusing(replies: Mapping[PeerId, Any], ballot: Ballot) -> set[PeerId]:
     }
 
 
-def without_the_useless(begun: Mapping[PeerId, pb.BeginReply], num_elements: int) -> AttemptFailed | None:
+def without_the_useless(
+    begun: Mapping[PeerId, pb.BeginReply], num_elements: int, sequence_length: int
+) -> AttemptFailed | None:
     """That members closed with what is of no use, and are left out; None if there are none.
 
     Args:
         num_elements: that a contribution has.
+        sequence_length: targets that a sample has at most.
     """
     useless = {
         peer: fault
@@ -161,6 +164,7 @@ def without_the_useless(begun: Mapping[PeerId, pb.BeginReply], num_elements: int
             ("of a norm below zero", reply.norm < 0.0),
             ("of another size", reply.num_elements != num_elements),
             ("of no samples, and some count towards the round", reply.num_samples == 0 < reply.round_samples),
+            ("of more targets than its samples can have", reply.num_targets > reply.num_samples * sequence_length),
         )
         if is_so
     }

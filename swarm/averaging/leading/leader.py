@@ -151,12 +151,13 @@ class Leader:
         sizes = Counter(reply.num_elements for reply in begun.values())
         own = begun.get(self._context.own_id)
         size = own.num_elements if own is not None else sizes.most_common(1)[0][0]
-        if (failed := without_the_useless(begun, size)) is not None:
+        if (failed := without_the_useless(begun, size, self._config.data.sequence_length)) is not None:
             raise failed
         offers = [
             Offer(
                 peer_id=peer,
                 num_samples=reply.num_samples,
+                num_targets=reply.num_targets,
                 round_samples=reply.round_samples,
                 norm=reply.norm,
                 bytes_per_second=reply.bytes_per_second,

@@ -410,8 +410,9 @@ class BeginReply(_message.Message):
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     ROUND_SAMPLES_FIELD_NUMBER: _builtins.int
     CLOSING_FIELD_NUMBER: _builtins.int
+    NUM_TARGETS_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
-    """Behind the contribution: its weight."""
+    """Behind the contribution."""
     norm: _builtins.float
     """Of the contribution, with what it catches up from the residual. Not finite: the contribution is of no use."""
     num_elements: _builtins.int
@@ -420,6 +421,8 @@ class BeginReply(_message.Message):
     """What the member's line carried away in earlier exchanges; 0 before the first."""
     round_samples: _builtins.int
     """Samples that count towards the round; fewer than num_samples where fragments are averaged in turn."""
+    num_targets: _builtins.int
+    """Targets in the samples behind the contribution: its weight."""
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
     @_builtins.property
@@ -434,7 +437,7 @@ class BeginReply(_message.Message):
 
     @_builtins.property
     def closing(self) -> Global___Closing:
-        """Instead of all of the above: the member is still at it."""
+        """Instead of all the other fields: the member is still at it."""
 
     def __init__(
         self,
@@ -449,10 +452,11 @@ class BeginReply(_message.Message):
         bytes_per_second: _builtins.float = ...,
         round_samples: _builtins.int = ...,
         closing: Global___Closing | None = ...,
+        num_targets: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closing", b"closing", "prepared", b"prepared", "refusal", b"refusal", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "closing", b"closing", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "closing", b"closing", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "num_targets", b"num_targets", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -497,7 +501,7 @@ class Share(_message.Message):
     ROUND_SAMPLES_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     weight: _builtins.float
-    """What its contribution is multiplied by in the sum: its part of the samples, less where it is clipped."""
+    """What its contribution is multiplied by in the sum: its part of the targets, less where it is clipped."""
     num_elements: _builtins.int
     """Length of its part; parts follow each other in the order of the shares."""
     round_samples: _builtins.int

@@ -293,15 +293,16 @@ class Done(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOSS_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TARGETS_FIELD_NUMBER: _builtins.int
     ROUTE_FIELD_NUMBER: _builtins.int
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
     QUEUE_LENGTH_FIELD_NUMBER: _builtins.int
     CREDITS_FIELD_NUMBER: _builtins.int
     NUM_REROUTES_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
-    """Mean over the microbatch's tokens, in nats."""
-    num_tokens: _builtins.int
+    """Mean over the microbatch's targets, in nats; 0 if it has none."""
+    num_targets: _builtins.int
+    """Its targets, as the last stage counts them. A caller that counts others refuses the answer."""
     busy_seconds: _builtins.float
     """Seconds of this peer's compute thread, without anything downstream."""
     queue_length: _builtins.int
@@ -315,7 +316,7 @@ class Done(_message.Message):
         self,
         *,
         loss: _builtins.float = ...,
-        num_tokens: _builtins.int = ...,
+        num_targets: _builtins.int = ...,
         route: _abc.Iterable[Global___RouteEntry] | None = ...,
         busy_seconds: _builtins.float = ...,
         queue_length: _builtins.int = ...,
@@ -324,7 +325,7 @@ class Done(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "credits", b"credits", "loss", b"loss", "num_reroutes", b"num_reroutes", "num_tokens", b"num_tokens", "queue_length", b"queue_length", "route", b"route"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "credits", b"credits", "loss", b"loss", "num_reroutes", b"num_reroutes", "num_targets", b"num_targets", "queue_length", b"queue_length", "route", b"route"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -439,19 +440,19 @@ class Evaluated(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOSS_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TARGETS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
-    """Mean over the tokens, in nats; 0 where logits were asked for."""
-    num_tokens: _builtins.int
+    """Mean over the targets, in nats; 0 where logits were asked for, or there are none."""
+    num_targets: _builtins.int
     def __init__(
         self,
         *,
         loss: _builtins.float = ...,
-        num_tokens: _builtins.int = ...,
+        num_targets: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "num_targets", b"num_targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

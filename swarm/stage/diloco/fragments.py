@@ -1,13 +1,15 @@
 """The parts of a stage's parameters that are averaged in turn (Streaming DiLoCo, arXiv 2501.18512).
 
-Used by stage/diloco/weights. Knows names and numbers of samples, never a tensor.
+Used by stage/diloco/weights. Knows names and numbers of samples and targets, never a tensor.
 """
 
 from collections.abc import Iterable, Sequence
 
+from swarm.training.samples import NOTHING, Amount
+
 
 class Fragments:
-    """Fragments, and by how many samples each has been stepped since it was last averaged.
+    """Fragments, and by how much each has been stepped since it was last averaged.
 
     Args:
         names: of all parameters.
@@ -18,8 +20,8 @@ class Fragments:
 
     def __init__(self, names: Iterable[str], num_fragments: int) -> None:
         self._dealt = dealt(names, num_fragments)
-        self.unaveraged_samples = [0] * num_fragments
-        """By fragment, samples of inner steps since it was last averaged."""
+        self.unaveraged = [NOTHING] * num_fragments
+        """By fragment, what inner steps have used since it was last averaged."""
 
     def turn(self, round_number: int) -> int:
         """The fragment that a round averages."""
@@ -29,17 +31,17 @@ class Fragments:
         """The names of its parameters."""
         return self._dealt[fragment]
 
-    def stepped(self, num_samples: int) -> None:
-        """An inner step has used so many samples."""
-        self.unaveraged_samples = [samples + num_samples for samples in self.unaveraged_samples]
+    def stepped(self, amount: Amount) -> None:
+        """An inner step has used so much."""
+        self.unaveraged = [before + amount for before in self.unaveraged]
 
-    def averaged(self, fragment: int, *, but_samples: int) -> None:
-        """A fragment was averaged, with all that was learnt of it but what these samples taught."""
-        self.unaveraged_samples[fragment] = but_samples
+    def averaged(self, fragment: int, *, but: Amount) -> None:
+        """A fragment was averaged, with all that was learnt of it but from these."""
+        self.unaveraged[fragment] = but
 
     def forget(self) -> None:
         """Nothing is left of what was learnt."""
-        self.unaveraged_samples = [0] * len(self._dealt)
+        self.unaveraged = [NOTHING] * len(self._dealt)
 
 
 def dealt(names: Iterable[str], num_fragments: int) -> list[list[str]]:

@@ -24,6 +24,7 @@ from swarm.stage.diloco.fragments import Fragments
 from swarm.stage.weights import FrozenContribution, Round, StageWeights
 from swarm.training import optim
 from swarm.training.inner_steps import InnerSteps
+from swarm.training.samples import NOTHING, Amount
 
 LATE_VERSIONS = 2
 """Versions that are kept, beside the newest and those that `max_staleness` asks for, for microbatches that take much
@@ -99,20 +100,20 @@ class DilocoWeights(StageWeights):
         optim.step(self._adamw, self.masters, gradients, self.learning_rate)
         self._events.write(Step(bucket=bucket.number, samples=bucket.num_samples))
         self.inner_steps.add(bucket.num_samples, bucket.versions, newest=self.version.number)
-        self.round.stepped_samples += bucket.num_samples
-        self._fragments.stepped(bucket.num_samples)
+        self.round.stepped += bucket.amount
+        self._fragments.stepped(bucket.amount)
         self._versions.publish()
 
     # -- rounds ------------------------------------------------------------------------------------------------
 
     @property
     def learning_rate(self) -> float:
-        elsewhere = self.round.stepped_samples * self.round.num_members
+        elsewhere = self.round_samples * self.round.num_members
         return optim.learning_rate(self._config.optimizer, self.round.run_samples + elsewhere)
 
     @property
     def round_samples(self) -> int:
-        return self.round.stepped_samples
+        return self.round.stepped.samples
 
     def close(self) -> FrozenContribution:
         """Freeze the pseudo-gradient, anchor minus weights, of this round's fragment."""
@@ -125,8 +126,8 @@ class DilocoWeights(StageWeights):
                 self._staging.download(self.masters[name].detach(), subtract).wait()
         contribution = FrozenContribution(
             tensors=tensors,
-            num_samples=self._fragments.unaveraged_samples[fragment],
-            round_samples=self.round_samples,
+            amount=self._fragments.unaveraged[fragment],
+            round_amount=self.round.stepped,
             fragment=fragment,
         )
         self._closing = _Closing(contribution, self.version, self.inner_steps.count)
@@ -134,36 +135,36 @@ class DilocoWeights(StageWeights):
 
     def _end_round(
         self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
-    ) -> tuple[int, Tensors]:
+    ) -> tuple[Amount, Tensors]:
         """Step from the anchor.
 
         What was learnt from samples that are not in the average is carried over: the weights get it on top of the new
         anchor.
         """
         anchor, fragment = self._anchor, self._fragments.turn(self.round.number)
-        carried, carried_samples = self._carried(list(average), fragment, contributed=contributed)
+        carried, carried_amount = self._carried(list(average), fragment, contributed=contributed)
         self._closing = None  # Memory for what follows.
         if contributed or not carried:
-            self._fragments.averaged(fragment, but_samples=carried_samples)
+            self._fragments.averaged(fragment, but=carried_amount)
         stepped = self._memory.copies({name: anchor[name] for name in average})
         optim.step(self._ends_rounds, stepped, average, self._config.outer.learning_rate)
         self._load_masters(stepped)
         if carried:
             self._add_to_masters(carried)
         self._versions.publish(None if carried else stepped)
-        return carried_samples, {**anchor, **stepped}
+        return carried_amount, {**anchor, **stepped}
 
-    def _carried(self, names: list[str], fragment: int, *, contributed: bool) -> tuple[Tensors, int]:
-        """What was learnt that the round's average does not hold, and from how many samples of this round."""
+    def _carried(self, names: list[str], fragment: int, *, contributed: bool) -> tuple[Tensors, Amount]:
+        """What was learnt that the round's average does not hold, and from how much of this round."""
         if not contributed:
-            learnt = self._learnt(names, self._fragments.unaveraged_samples[fragment])
-            return learnt, self.round.stepped_samples if learnt else 0
+            learnt = self._learnt(names, self._fragments.unaveraged[fragment].samples)
+            return learnt, self.round.stepped if learnt else NOTHING
         # A result that was decided without this peer's knowledge, after a restart of the attempt, has no closing.
         closing = self._closing
         if closing is None or closing.version is self.version or set(closing.contribution.tensors) != set(names):
-            return {}, 0
+            return {}, NOTHING
         since = {name: (self.masters[name] - closing.version.parameters[name]).detach() for name in names}
-        return since, self.round.stepped_samples - closing.contribution.round_samples
+        return since, self.round.stepped - closing.contribution.round_amount
 
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
         """What inner steps have added to parameters since their last average.
@@ -181,9 +182,13 @@ class DilocoWeights(StageWeights):
         return learnt if all(bool(value.isfinite().all()) for value in learnt.values()) else {}
 
     def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round, *, carry: bool = False) -> None:
-        learnt = self._learnt(self.masters, sum(self._fragments.unaveraged_samples)) if carry else {}
+        learnt = (
+            self._learnt(self.masters, sum(fragment.samples for fragment in self._fragments.unaveraged))
+            if carry
+            else {}
+        )
         if learnt:
-            new_round.stepped_samples = self.round.stepped_samples
+            new_round.stepped = self.round.stepped
         else:
             self._fragments.forget()
         super().install(tensors, new_round)

@@ -14,6 +14,7 @@ from swarm.errors import NotReady
 from swarm.stage.buckets import GradientBucket, Source, Tensors, Version
 from swarm.stage.weights import FrozenContribution, Round, StageWeights
 from swarm.training import optim
+from swarm.training.samples import NOTHING, Amount
 
 
 class SynchronousWeights(StageWeights):
@@ -78,16 +79,16 @@ class SynchronousWeights(StageWeights):
     def close(self) -> FrozenContribution:
         """Freeze the mean gradient itself: as a difference of weights it would lose its small entries to rounding."""
         self.round.closed = True
-        mean = self.buckets.open().mean()
+        bucket = self.buckets.open()
         return FrozenContribution(
-            tensors={name: self._staging.download(value).wait() for name, value in mean.items()},
-            num_samples=self.num_unstepped_samples,
-            round_samples=self.round_samples,
+            tensors={name: self._staging.download(value).wait() for name, value in bucket.mean().items()},
+            amount=bucket.amount,
+            round_amount=bucket.amount,
         )
 
     def _end_round(
         self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
-    ) -> tuple[int, Tensors]:
+    ) -> tuple[Amount, Tensors]:
         factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
         gradients = {name: self._staging.upload(value) for name, value in average.items()}
         if factor != 1.0:
@@ -101,7 +102,7 @@ class SynchronousWeights(StageWeights):
         del gradients  # Memory for what follows.
         self.buckets.clear()
         self._versions.publish()
-        return 0, self.version.parameters
+        return NOTHING, self.version.parameters
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self._earlier = None

@@ -470,7 +470,7 @@ async def test_first_contribution_of_a_joiner_leaves_equal_weights_unchanged(mon
         async def close(self: FakeStage, round_number: int, *, drop: Collection[int]) -> Contribution:
             vector = self.anchor - weights
             return Contribution(
-                tensors={"b": vector[:5], "a": vector[5:].reshape(3, 4)}, num_samples=2, round_samples=2,
+                tensors={"b": vector[:5], "a": vector[5:].reshape(3, 4)}, num_samples=2, num_targets=2, round_samples=2,
                 committed=frozenset(self.indices),
             )  # fmt: skip
 

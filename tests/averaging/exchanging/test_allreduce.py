@@ -24,7 +24,7 @@ FP32 = simple_codec("fp32")
 
 def shares_of(samples: list[int], num_elements: int, tile: int = 1, only_owner: str | None = None) -> Shares:
     offers = [
-        Offer(peer_id=str(i), num_samples=n, round_samples=n, norm=1.0, bytes_per_second=0.0)
+        Offer(peer_id=str(i), num_samples=n, num_targets=n, round_samples=n, norm=1.0, bytes_per_second=0.0)
         for i, n in enumerate(samples)
     ]
     return divide(offers, num_elements=num_elements, tile=tile, clip_to_median=0.0, only_owner=only_owner)

@@ -75,15 +75,16 @@ class Members:
 def _offer(name: str, closed: Closed, bandwidth: float) -> Offer:
     count = closed.contribution.num_samples
     return Offer(
-        peer_id=name, num_samples=count, round_samples=count, norm=closed.norm, bytes_per_second=bandwidth
+        peer_id=name, num_samples=count, num_targets=count, round_samples=count, norm=closed.norm,
+        bytes_per_second=bandwidth,
     )  # fmt: skip
 
 
 def _contribution(seed: int, num_samples: int, *, fragment: int = 0, scale: float = 1.0) -> Contribution:
     values = scale * torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(seed))
     return Contribution(
-        tensors={"a": values}, num_samples=num_samples, round_samples=num_samples, committed=frozenset(),
-        fragment=fragment,
+        tensors={"a": values}, num_samples=num_samples, num_targets=num_samples, round_samples=num_samples,
+        committed=frozenset(), fragment=fragment,
     )  # fmt: skip
 
 

@@ -8,16 +8,23 @@ from swarm.averaging.exchanging.shares import Offer, Share, Shares, divide, part
 from swarm.errors import MalformedMessage
 
 
-def offer(name: str, samples: int, norm: float = 1.0) -> Offer:
-    return Offer(peer_id=name, num_samples=samples, round_samples=samples, norm=norm)
+def offer(name: str, samples: int, norm: float = 1.0, targets: int | None = None) -> Offer:
+    num_targets = samples if targets is None else targets
+    return Offer(peer_id=name, num_samples=samples, num_targets=num_targets, round_samples=samples, norm=norm)
 
 
 def weights(offers: list[Offer], clip: float) -> list[float]:
     return [s.weight for s in divide(offers, num_elements=8, tile=1, clip_to_median=clip).members]
 
 
-def test_weights_are_the_parts_of_the_samples() -> None:
+def test_weights_are_the_parts_of_the_targets() -> None:
     assert weights([offer("a", 1), offer("b", 0), offer("c", 3)], 3.0) == [0.25, 0.0, 0.75]
+    unequal = [offer("a", 5, targets=10), offer("b", 5, targets=0), offer("c", 1, targets=30)]
+    assert weights(unequal, 3.0) == [0.25, 0.0, 0.75]
+
+
+def test_weights_without_any_target_are_the_parts_of_the_samples() -> None:
+    assert weights([offer("a", 1, targets=0), offer("b", 3, targets=0)], 3.0) == [0.25, 0.75]
 
 
 def test_a_norm_far_above_the_median_counts_for_less() -> None:

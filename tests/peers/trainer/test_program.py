@@ -20,6 +20,7 @@ from swarm.data.corpora import Corpus
 from swarm.errors import CorpusMismatch
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
+from swarm.training.samples import TOKENS
 from tests.support.chain import SYNCHRONOUS
 from tests.support.tokenizers import write_tokenizer
 
@@ -52,7 +53,7 @@ def test_the_tokenizer_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.Mon
         open_corpus(config, None)
     corpus, data = open_corpus(config, None, str(copy))
     assert corpus.digest == config.data.digest
-    assert data.held_out(1)[0].max() == 3
+    assert data.held_out(1)[0][TOKENS].max() == 3
 
 
 def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(
@@ -90,7 +91,7 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     corpus = Corpus(
-        tokens=np.arange(9, dtype=np.uint16) % 3, num_training_tokens=6, vocab_size=3, digest="", tokenizer_identity=""
+        tokens=np.arange(9, dtype=np.uint16) % 3, num_training=6, vocab_size=3, digest="", tokenizer_identity=""
     )
     for name in stuck:
         (tmp_path / name).mkdir()

@@ -35,7 +35,7 @@ def _step(
 ) -> Step:
     figures: dict[str, Any] = {name: 0 for name in StepReport.__dataclass_fields__}
     report = StepReport(**{**figures, "run_samples": run_samples, "inner_steps": inner_steps})
-    return Step(number=number, seconds=2.0, totals=StepTotals(losses=list(losses)), report=report)
+    return Step(number=number, seconds=2.0, totals=StepTotals(losses=[(loss, 1) for loss in losses]), report=report)
 
 
 def test_a_speed_is_never_negative(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import pytest
+import torch
 from rich.console import Console
 
 from peers.trainer import session as sessions
@@ -27,14 +26,15 @@ from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import TrainLoop
 from swarm.stage import servicer
+from swarm.training.samples import TOKENS
 from tests.support.chain import SYNCHRONOUS, Chain, eventually, running_chain, tokens
 
 
 class _HeldOut:
     """A few held-out microbatches."""
 
-    def held_out(self, num_samples: int) -> list[npt.NDArray[np.int32]]:
-        return [tokens(SYNCHRONOUS, 99 + index).numpy() for index in range(num_samples)]
+    def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
+        return [{TOKENS: tokens(SYNCHRONOUS, 99 + index)} for index in range(num_samples)]
 
 
 def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1) -> Session:

@@ -6,6 +6,7 @@ import torch
 from swarm.stage.settings import weights_of
 from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
+from swarm.training.samples import Amount
 from tests.stage.linear import (
     accumulate,
     assert_same,
@@ -83,7 +84,7 @@ def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> 
     first.num_tentative = 2
     for number in range(3):
         accumulate(weights, number)
-    first.add(gradients(0).values(), -2)
+    first.take_out([2 * gradient for gradient in gradients(0).values()], Amount(2, 2))
     first.num_tentative = 0
     weights.step_if_due()
     assert events.taken == [], "half a batch is left of it"
@@ -100,7 +101,7 @@ def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
     for number in range(2):
         accumulate(weights, number)
     for number in range(2):
-        closing.add(gradients(number).values(), -2)
+        closing.take_out([2 * gradient for gradient in gradients(number).values()], Amount(2, 2))
     closing.num_tentative = 0
     weights.step_if_due()
     assert weights.version is version
@@ -302,7 +303,8 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
     for number in range(3):
         for weights in (elsewhere, here):
             for inner in range(2):
-                weights.buckets.open().add([g.to(weights.masters["bias"].device) for g in gradients(inner).values()], 2)
+                summed = [2 * g.to(weights.masters["bias"].device) for g in gradients(inner).values()]
+                weights.buckets.open().add(summed, Amount(2, 2))
                 weights.step_if_due()
             assert all(value.device.type == "cpu" for value in weights.close().tensors.values())
             weights.commit(gradients(10 + number), total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
@@ -348,7 +350,7 @@ def test_who_was_left_out_of_a_round_keeps_what_it_has_learnt(num_fragments: int
     assert_same(
         dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
     )
-    assert weights.round.stepped_samples == 8
+    assert weights.round.stepped.samples == 8
     closing = weights.close()
     assert (closing.num_samples, closing.round_samples) == (8, 8)
     for name, value in closing.tensors.items():
@@ -368,7 +370,7 @@ def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes
         dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
     )
     assert_same(weights.version.parameters, dict(weights.masters))
-    assert (weights.round.stepped_samples, weights.num_unstepped_samples) == (8, 0)
+    assert (weights.round.stepped.samples, weights.num_unstepped_samples) == (8, 0)
     for _ in range(num_fragments):
         closing = weights.close()
         assert closing.num_samples == 8
@@ -386,7 +388,7 @@ def test_who_has_not_stepped_yet_in_this_round_keeps_what_no_round_of_its_fragme
         commit_without_steps(others)
     # Round 1 averages the bias with what this peer has learnt; the weight's turn is round 2.
     commit_without_steps(weights)
-    assert weights.round.stepped_samples == 0
+    assert weights.round.stepped.samples == 0
     if moment == "commit":
         commit_without_steps(weights, contributed=False)
     else:
@@ -396,7 +398,7 @@ def test_who_has_not_stepped_yet_in_this_round_keeps_what_no_round_of_its_fragme
     expected["weight"] += learnt["weight"]
     assert_same(dict(weights.masters), expected)
     assert_same(weights.version.parameters, expected)
-    assert weights.round.stepped_samples == 0, "they have counted towards round 1"
+    assert weights.round.stepped.samples == 0, "they have counted towards round 1"
     assert weights.close().num_samples == 0
     commit_without_steps(weights)
     closing = weights.close()
@@ -417,5 +419,5 @@ def test_who_went_astray_keeps_nothing(moment: str) -> None:
     else:
         weights.install(others.state_tensors(), Round(number=2), carry=True)
     assert_same(dict(weights.masters), dict(others.masters))
-    assert weights.round.stepped_samples == 0
+    assert weights.round.stepped.samples == 0
     assert weights.close().num_samples == 0

@@ -1,0 +1,106 @@
+"""Documents to learn from in part: conversations and completions as tokens, of which some are targets.
+
+Used by data/corpora. Of a conversation what the assistant says is a target, of a completion all that follows the
+prompt, with the token that ends it. What has more tokens than a sequence is cut or dropped, and what has no target
+left is dropped; all of it is counted.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.config import DataConfig
+from swarm.data.chat import ChatTemplate
+from swarm.data.rows import Row
+from swarm.data.tokenizers import TokenIds, Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One of them.
+
+    Attributes:
+        targets: bool [num_tokens], which tokens are to be predicted; the first one never is.
+    """
+
+    tokens: TokenIds
+    targets: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class Counts:
+    """What became of the rows."""
+
+    taken: int = 0
+    cut: int = 0
+    dropped: int = 0
+    """Because they were too long."""
+    without_target: int = 0
+
+
+@dataclass
+class Documents:
+    """Makes documents of rows."""
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """Of conversations."""
+    counts: Counts = field(default_factory=Counts)
+
+    def of(self, rows: Iterator[Row]) -> Iterator[Document]:
+        """Those that there is something to learn from. Raises ValueError with one line that names the row."""
+        longest = self.config.sequence_length + 1
+        for row in rows:
+            document = self._of_row(row)
+            if len(document) > longest:
+                if self.config.too_long == "drop":
+                    self.counts.dropped += 1
+                    continue
+                document = Document(document.tokens[:longest], document.targets[:longest])
+                self.counts.cut += bool(document.targets.any())
+            if document.targets.any():
+                self.counts.taken += 1
+                yield document
+            else:
+                self.counts.without_target += 1
+
+    def _of_row(self, row: Row) -> Document:
+        try:
+            document = self._conversation(row) if self.config.format == "chat" else self._completion(row)
+        except ValueError as error:
+            reason = str(error)
+            raise row.fault(reason.removeprefix(f"{row.place}: ")) from None
+        if len(document):
+            document.targets[0] = False
+        return document
+
+    def _conversation(self, row: Row) -> Document:
+        assert self.template is not None, "conversations are read with a template"
+        rendered = self.template.render_training(_messages(row))
+        return Document(*self.tokenizer.encode_parts(rendered.text, rendered.spans))
+
+    def _completion(self, row: Row) -> Document:
+        prompt, completion = row.text("prompt"), row.text("completion")
+        text = prompt + completion
+        tokens, targets = self.tokenizer.encode_parts(text, [(len(prompt), len(text))])
+        end = self.tokenizer.separator
+        return Document(np.concatenate([tokens, end]), np.concatenate([targets, np.ones(len(end), dtype=bool)]))
+
+
+def _messages(row: Row) -> list[Mapping[str, Any]]:
+    messages = row.values.get("messages")
+    if not isinstance(messages, list):
+        raise ValueError(f"there are no 'messages'; the row has {', '.join(row.values) or 'no fields'}")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {number} has no 'role'")
+        if not isinstance(message.get("content"), str):
+            raise ValueError(f"message {number} has no text in 'content'")
+    return messages

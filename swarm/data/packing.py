@@ -1,0 +1,80 @@
+"""Packing: documents side by side in sequences of one length, as records that can be read by number.
+
+Used by data/corpora, which writes the records, and by data/microbatches, which reads them. Documents stay whole. The
+order of the sequences follows from the documents alone. A bounded number of sequences is open at a time.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.config import DataConfig
+from swarm.data.documents import Document
+from swarm.data.tokenizers import token_dtype
+from swarm.training import samples
+from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
+
+NUM_OPEN = 64
+"""Sequences that still have room. With so many, next to nothing is left empty."""
+
+
+def record_dtype(config: DataConfig, vocab_size: int) -> np.dtype[np.void]:
+    """One sequence: the fields of training/samples, each [sequence_length + 1]."""
+    shape = (config.sequence_length + 1,)
+    types = {
+        TOKENS: token_dtype(vocab_size),
+        TARGETS: np.dtype("u1"),
+        DOCUMENTS: token_dtype(config.sequence_length + 2),
+    }
+    return np.dtype([(name, types[name], shape) for name in samples.names(config)])
+
+
+def sequences(documents: Iterator[Document], config: DataConfig, vocab_size: int) -> Iterator[npt.NDArray[np.void]]:
+    """Sequences, as records of shape (); the rest of each is padding, which is a document without targets."""
+    dtype = record_dtype(config, vocab_size)
+    if not config.is_packed:
+        for document in documents:
+            yield _record([document], dtype)
+        return
+    for group in pack(documents, config.sequence_length + 1):
+        yield _record(group, dtype)
+
+
+def pack(documents: Iterator[Document], capacity: int) -> Iterator[list[Document]]:
+    """Documents in groups of at most `capacity` tokens: each into the fullest open group that it fits into.
+
+    Best fit with a bounded number of bins (Johnson 1974): of too many the fullest is closed.
+    """
+    groups: list[list[Document]] = []
+    rooms: list[int] = []
+    for document in documents:
+        fitting = [index for index, room in enumerate(rooms) if room >= len(document)]
+        if fitting:
+            index = min(fitting, key=rooms.__getitem__)
+        else:
+            index = len(groups)
+            groups.append([])
+            rooms.append(capacity)
+        groups[index].append(document)
+        rooms[index] -= len(document)
+        if rooms[index] == 0 or len(groups) > NUM_OPEN:
+            fullest = min(range(len(rooms)), key=rooms.__getitem__)
+            rooms.pop(fullest)
+            yield groups.pop(fullest)
+    yield from groups
+
+
+def _record(documents: list[Document], dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
+    record, names = np.zeros((), dtype=dtype), dtype.names or ()
+    start = 0
+    for number, document in enumerate(documents):
+        end = start + len(document)
+        record[TOKENS][start:end] = document.tokens
+        record[TARGETS][start:end] = document.targets
+        if DOCUMENTS in names:
+            record[DOCUMENTS][start:end] = number
+        start = end
+    if DOCUMENTS in names:
+        record[DOCUMENTS][start:] = len(documents)
+    return record

@@ -1,0 +1,112 @@
+"""Rows: records with named fields, from JSONL and Parquet files or a Hugging Face dataset, one after another.
+
+Used by data/sources. Each row knows where it stands, so that a fault in it can be found. A few of them are in memory.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarm.config import DataConfig
+
+HUGGING_FACE = "hf:"
+"""What the name of a Hugging Face dataset begins with."""
+JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
+"""Endings of files that have rows."""
+LONGEST_ROW_BYTES = 16 << 20
+"""A line of JSONL that is longer is refused: it has to be in memory."""
+_BATCH_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of them.
+
+    Attributes:
+        place: file and number, counted from 1, for error lines.
+    """
+
+    place: str
+    values: Mapping[str, Any]
+
+    def fault(self, reason: str) -> ValueError:
+        """What is wrong with it, as an error."""
+        return ValueError(f"{self.place}: {' '.join(reason.split())}")
+
+    def text(self, field: str) -> str:
+        """What a field says. Raises ValueError with one line unless it is a text."""
+        value = self.values.get(field)
+        if not isinstance(value, str):
+            raise self.fault(f"there is no text in {field!r}; the row has {', '.join(self.values) or 'no fields'}")
+        return value
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a file has rows, by its name."""
+    return path.suffix.lower() in (*JSONL, *PARQUET)
+
+
+def of_file(path: Path) -> Iterator[Row]:
+    """The rows of a file. Raises ValueError with one line for what is none; OSError."""
+    return _jsonl(path) if path.suffix.lower() in JSONL else _parquet(path)
+
+
+def of_hugging_face(config: DataConfig) -> Iterator[Row]:
+    """The rows of the dataset that `data.dataset` names, as they are downloaded. Raises ValueError with one line."""
+    try:
+        # The library is an extra, and slow to import.
+        from datasets import load_dataset
+    except ImportError:
+        raise _missing(config.dataset, "hf") from None
+    name = config.dataset.removeprefix(HUGGING_FACE)
+    try:
+        rows = load_dataset(name, config.hf_config or None, split=config.hf_split, streaming=True)
+        for number, values in enumerate(rows, start=1):
+            yield Row(f"data.dataset {config.dataset!r}, row {number}", values)
+    except Exception as error:  # noqa: BLE001 - the library raises many kinds, and as late as at the last row
+        reason = " ".join(str(error).split())
+        raise ValueError(f"cannot load data.dataset {config.dataset!r}: {reason}") from None
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    number = 0
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_ROW_BYTES + 1):
+            number += 1
+            row = Row(f"{path}, row {number}", {})
+            if len(line) > LONGEST_ROW_BYTES:
+                raise row.fault(f"the line is longer than {LONGEST_ROW_BYTES >> 20} MiB")
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+                raise row.fault(f"the line is no JSON: {error}") from None
+            if not isinstance(values, dict):
+                raise row.fault("the line is no JSON object with fields")
+            yield Row(row.place, values)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise _missing(str(path), "parquet") from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path}, row {number}", values)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is no Parquet file that can be read: {' '.join(str(error).split())}") from None
+
+
+def _missing(what: str, extra: str) -> ValueError:
+    return ValueError(
+        f"{what} needs an extra; in swarm's folder: .venv/bin/pip install -c constraints.txt -e '.[{extra}]'"
+    )

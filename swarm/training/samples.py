@@ -1,0 +1,106 @@
+"""The samples of a microbatch as they travel: what every stage gets of them, unchanged.
+
+Made by data/microbatches, read by stage/ and by trainers. A target is a token whose prediction counts; losses are sums
+over targets, and what a microbatch weighs is how many it has. For plain text every token but a sample's first is one.
+
+    tokens      [B, T + 1]  each column predicts the next one
+    targets     [B, T + 1]  1 for a token that is a target, else 0: in runs on conversations or completions
+    documents   [B, T + 1]  a row's documents, counted from 0 and following each other: where samples are packed
+
+All are int32. Nothing is predicted across the border of two documents.
+
+Shapes: B samples (rows), T tokens, T1 = T + 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swarm.config import DataConfig
+from swarm.errors import MalformedMessage
+
+TOKENS, TARGETS, DOCUMENTS = "tokens", "targets", "documents"
+
+Samples = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much was learnt from: samples, by which rounds are counted, and their targets, by which means are taken."""
+
+    samples: int = 0
+    targets: int = 0
+
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(self.samples + other.samples, self.targets + other.targets)
+
+    def __sub__(self, other: "Amount") -> "Amount":
+        return Amount(self.samples - other.samples, self.targets - other.targets)
+
+
+NOTHING = Amount()
+
+
+def names(data: DataConfig) -> list[str]:
+    """What travels in a run."""
+    return [TOKENS, *([TARGETS] if data.has_targets else []), *([DOCUMENTS] if data.is_packed else [])]
+
+
+def plain(tokens_BT1: torch.Tensor, data: DataConfig) -> dict[str, torch.Tensor]:
+    """Tokens of which each is a target, and each row one document, as a run has them travel."""
+    extra = {TARGETS: torch.ones_like(tokens_BT1), DOCUMENTS: torch.zeros_like(tokens_BT1)}
+    return {name: tokens_BT1 if name == TOKENS else extra[name] for name in names(data)}
+
+
+def of(tensors: Samples) -> dict[str, torch.Tensor]:
+    """What a stage hands on as it got it."""
+    return {name: tensors[name] for name in (TOKENS, TARGETS, DOCUMENTS) if name in tensors}
+
+
+def has_target(samples: Samples) -> torch.Tensor | None:
+    """Whether a column's next token is a target of its: bool [B, T]; None if all are."""
+    if TARGETS not in samples:
+        return None
+    has_target_BT = samples[TARGETS][:, 1:] == 1
+    if DOCUMENTS in samples:
+        documents_BT1 = samples[DOCUMENTS]
+        has_target_BT &= documents_BT1[:, 1:] == documents_BT1[:, :-1]
+    return has_target_BT
+
+
+def targets(samples: Samples, no_target: int) -> torch.Tensor:
+    """What each column is to predict: int64 [B, T], on whatever device the samples are.
+
+    Args:
+        no_target: stands where there is nothing to predict.
+    """
+    targets_BT, has_target_BT = samples[TOKENS][:, 1:].long(), has_target(samples)
+    return targets_BT if has_target_BT is None else targets_BT.masked_fill(~has_target_BT, no_target)
+
+
+def documents(samples: Samples) -> torch.Tensor | None:
+    """The document of each column that predicts: int32 [B, T]; None where each row is one document."""
+    return samples[DOCUMENTS][:, :-1] if DOCUMENTS in samples else None
+
+
+def amount(samples: Samples) -> Amount:
+    """How much there is to learn from."""
+    num_rows, num_columns = samples[TOKENS].shape
+    has_target_BT = has_target(samples)
+    num_targets = num_rows * (num_columns - 1) if has_target_BT is None else int(has_target_BT.sum())
+    return Amount(num_rows, num_targets)
+
+
+def require_sound(samples: Samples, vocab_size: int) -> None:
+    """Raise MalformedMessage for a token beyond the vocabulary, and for targets and documents that cannot be."""
+    tokens_BT1 = samples[TOKENS]
+    if int(tokens_BT1.min()) < 0 or int(tokens_BT1.max()) >= vocab_size:
+        raise MalformedMessage(f"a token is outside the vocabulary of {vocab_size}")
+    if TARGETS in samples and not bool(((samples[TARGETS] == 0) | (samples[TARGETS] == 1)).all()):
+        raise MalformedMessage("a token neither is a target nor is none")
+    if DOCUMENTS in samples:
+        documents_BT1 = samples[DOCUMENTS]
+        steps_BT = documents_BT1[:, 1:] - documents_BT1[:, :-1]
+        if bool(documents_BT1[:, 0].any()) or not bool(((steps_BT == 0) | (steps_BT == 1)).all()):
+            raise MalformedMessage("a row's documents do not follow each other from 0 on")

@@ -1,0 +1,164 @@
+"""Corpora of conversations and completions, and of texts in rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from swarm.config import DataConfig
+from swarm.data import corpora
+from swarm.data.microbatches import Microbatches
+from swarm.training import samples
+from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
+from tests.support.tokenizers import CHAT_TEMPLATE, write_chat_tokenizer
+
+NUM_TALKS = 120
+
+
+def _talk(number: int) -> dict[str, Any]:
+    said = {"user": f"{number}?", "assistant": "Buzz. " * (number % 4)}
+    return {"messages": [{"role": role, "content": text} for role, text in said.items()]}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    return _write(tmp_path / "talks.jsonl", [_talk(number) for number in range(NUM_TALKS)])
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def _config(dataset: Path, **changes: Any) -> DataConfig:
+    settings = {"format": "chat", "sequence_length": 99, "microbatch_size": 2, "held_out_fraction": 0.1, **changes}
+    tokenizer = dataset.parent / "tokenizer"
+    if not tokenizer.exists():
+        write_chat_tokenizer(tokenizer)
+    return DataConfig(**{"dataset": str(dataset), "tokenizer": str(tokenizer / "tokenizer.json"), **settings})
+
+
+def test_every_conversation_is_in_one_sample(talks: Path, cache: Path) -> None:
+    """And what travels of samples is what was stored, wherever it stands."""
+    config = _config(talks)
+    corpus = corpora.prepare(config, cache_dir=cache)
+    assert not corpus.is_text
+    data = Microbatches(corpus, config)
+    assert data.num_windows + len(corpus.held_out) == len(corpus.tokens)
+    seen = [data.samples(index) for index in range(data.num_windows // 2)] + data.held_out(1000)
+    for batch in seen:
+        samples.require_sound(batch, corpus.vocab_size)
+        assert batch.keys() == {TOKENS, TARGETS, DOCUMENTS}
+    num_documents = sum(
+        len(np.unique(record[DOCUMENTS][record[TOKENS] != 0])) for record in (*corpus.training, *corpus.held_out)
+    )
+    assert num_documents == NUM_TALKS
+    assert int(corpus.tokens[TARGETS].sum()) == sum(
+        len(_talk(number)["messages"][1]["content"]) + 1 for number in range(NUM_TALKS)
+    )
+
+
+def test_without_packing_each_has_a_sample(talks: Path, cache: Path) -> None:
+    config = _config(talks, packing=False)
+    corpus = corpora.prepare(config, cache_dir=cache)
+    assert len(corpus.tokens) == NUM_TALKS
+    assert Microbatches(corpus, config).samples(0).keys() == {TOKENS, TARGETS}
+
+
+def test_the_digest_is_of_what_is_learnt_and_how(talks: Path, tmp_path: Path) -> None:
+    """Not of where it lies, nor of the kind of the file."""
+    config = _config(talks)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    tokenizer = str(talks.parent / "tokenizer" / "tokenizer.json")
+    alike = [
+        config,
+        _config(_write(copy / "talks.jsonl", [_talk(n) for n in range(NUM_TALKS)]), tokenizer=tokenizer),
+        _config(_write(tmp_path / "talks.parquet", [_talk(n) for n in range(NUM_TALKS)])),
+    ]
+    others = [
+        _config(talks, packing=False),
+        _config(talks, sequence_length=98),
+        _config(_write(tmp_path / "other.jsonl", [_talk(n) for n in range(1, NUM_TALKS)])),
+    ]
+    digests = [corpora.prepare(each, cache_dir=tmp_path / str(n)).digest for n, each in enumerate(alike + others)]
+    assert len(set(digests[:3])) == 1
+    assert len(set(digests)) == 1 + len(others)
+
+
+def test_another_template_is_another_corpus(talks: Path, cache: Path) -> None:
+    """Also where a corpus was prepared with the one before."""
+    config = _config(talks)
+    before = corpora.prepare(config, cache_dir=cache)
+    write_chat_tokenizer(talks.parent / "tokenizer", CHAT_TEMPLATE.replace("{{ '\n' }}", ""))
+    assert corpora.prepare(config, cache_dir=cache).digest != before.digest
+
+
+def test_what_became_of_rows_is_told_each_time(tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "a" * 5, "completion": "b" * length} for length in (1, 2, 3, 50)] * 5
+    rows += [{"prompt": "a" * 60, "completion": "b"}] * 3
+    config = _config(_write(tmp_path / "a.jsonl", rows), format="completion", sequence_length=9, packing=False)
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            corpora.prepare(config, cache_dir=cache)
+        assert caplog.messages == [
+            f"{config.dataset} has 20 completions in 20 samples of 9 tokens",
+            f"5 completions of {config.dataset} were cut to 10 tokens",
+            f"3 completions of {config.dataset} are left out: no token of theirs within 10 is to be learnt",
+        ]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_texts_may_be_rows(suffix: str, tmp_path: Path, cache: Path) -> None:
+    path = _write(tmp_path / f"a{suffix}", [{"body": f"line {number}", "id": number} for number in range(99)])
+    config = DataConfig(
+        dataset=str(path), text_field="body", sequence_length=8, microbatch_size=2, held_out_fraction=0.1
+    )
+    corpus = corpora.prepare(config, cache_dir=cache)
+    assert corpus.tokens.tobytes().decode().splitlines() == [f"line {number}" for number in range(99)]
+
+
+def test_max_tokens_ends_it_sooner(talks: Path, cache: Path) -> None:
+    assert len(corpora.prepare(_config(talks, max_tokens=1000), cache_dir=cache).tokens) == 11
+
+
+def _refused(config: DataConfig, cache: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        corpora.prepare(config, cache_dir=cache)
+    assert "\n" not in str(caught.value)
+    assert not any(cache.glob(".preparing-*"))
+
+
+def test_rows_that_lack_their_fields_are_named(tmp_path: Path, cache: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", [_talk(1), {"text": "x"}])
+    _refused(_config(path), cache, "a.jsonl, row 2: there are no 'messages'; the row has text")
+    _refused(_config(path, format="completion"), cache, "a.jsonl, row 1: there is no text in 'prompt'")
+    _refused(_config(path, format="text"), cache, "a.jsonl, row 1: there is no text in 'text'; set data.text_field")
+
+
+def test_what_has_no_rows_is_named(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("no rows")
+    _refused(_config(tmp_path / "a.txt"), cache, r"has no rows \(.*a.txt: it ends in none of .jsonl, .ndjson, .parquet")
+    _write(tmp_path / "b.jsonl", [{"messages": _talk(1)["messages"][:1]}])
+    _refused(_config(tmp_path / "b.jsonl"), cache, r"has nothing to learn: 0 rows are longer .* and 1 have no token")
+    _write(tmp_path / "c.jsonl", [_talk(1)])
+    _refused(_config(tmp_path / "c.jsonl"), cache, "too short: it makes 0 samples to train on and 1 held out")
+
+
+def test_chat_needs_a_template(talks: Path, cache: Path) -> None:
+    _refused(_config(talks, tokenizer="bytes"), cache, "no chat template beside data.tokenizer")
+    with pytest.raises(ValueError, match=r"needs a data.dataset with such rows"):
+        DataConfig(format="chat")

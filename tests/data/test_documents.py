@@ -1,0 +1,122 @@
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from swarm.config import DataConfig
+from swarm.data import chat, tokenizers
+from swarm.data.documents import Document, Documents
+from swarm.data.rows import Row
+from tests.support.tokenizers import CHAT_TEMPLATE, write_chat_tokenizer
+
+TALK = [
+    {"role": "user", "content": "Hi \U0001f41d"},
+    {"role": "assistant", "content": "na\u00efve"},
+    {"role": "user", "content": "Again"},
+    {"role": "assistant", "content": "No \U0001f41d"},
+]
+
+
+def _rows(*values: dict[str, Any]) -> Iterator[Row]:
+    return iter([Row(f"a.jsonl, row {number}", each) for number, each in enumerate(values, start=1)])
+
+
+def _documents(folder: Path, template: str = CHAT_TEMPLATE, **data: Any) -> Documents:
+    config = DataConfig(**{"dataset": "a.jsonl", "format": "chat", "sequence_length": 200, **data})
+    path = write_chat_tokenizer(folder, template)
+    return Documents(config, tokenizers.load(path), chat.load(folder, now=lambda: datetime(2026, 1, 1)))
+
+
+def _learnt(documents: Documents, document: Document) -> str:
+    return documents.tokenizer.decode(document.tokens[document.targets])
+
+
+def _of(documents: Documents, *values: dict[str, Any]) -> Sequence[Document]:
+    return list(documents.of(_rows(*values)))
+
+
+def test_of_a_conversation_the_assistants_words_are_learnt(tmp_path: Path) -> None:
+    """By hand, and as transformers marks them."""
+    documents = _documents(tmp_path)
+    (document,) = _of(documents, {"messages": TALK, "source": "kept out"})
+    assert _learnt(documents, document) == "na\u00efve<|im_end|>No \U0001f41d<|im_end|>"
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        TALK, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert document.tokens.tolist() == theirs["input_ids"]
+    assert document.targets.tolist() == [bool(value) for value in theirs["assistant_masks"]]
+
+
+def test_without_marks_the_end_of_the_turn_is_learnt_too(tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    documents = _documents(tmp_path, template)
+    (document,) = _of(documents, {"messages": TALK})
+    assert _learnt(documents, document) == "na\u00efve<|im_end|>\nNo \U0001f41d<|im_end|>\n"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chat"])
+def test_of_a_completion_the_rest_is_learnt_with_its_end(tokenizer: str, tmp_path: Path) -> None:
+    documents = _documents(tmp_path, format="completion")
+    if tokenizer == "bytes":
+        documents.tokenizer = tokenizers.load("bytes")
+    (document,) = _of(documents, {"prompt": "2 + \u00fc =", "completion": " 4\u00fc"})
+    text = documents.tokenizer.decode(document.tokens)
+    assert text == "2 + \u00fc = 4\u00fc\n"
+    assert _learnt(documents, document) == " 4\u00fc\n"
+
+
+def test_the_first_token_is_never_a_target(tmp_path: Path) -> None:
+    """Nothing comes before it that would predict it."""
+    documents = _documents(tmp_path, format="completion")
+    (document,) = _of(documents, {"prompt": "", "completion": "ab"})
+    assert _learnt(documents, document) == "b\n"
+
+
+def test_what_is_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
+    values = [
+        {"prompt": "a" * 4, "completion": "b" * 20},
+        {"prompt": "a" * 20, "completion": "b"},
+        {"prompt": "a", "completion": "bc"},
+    ]
+    cut = _documents(tmp_path, format="completion", sequence_length=7)
+    assert [len(document) for document in _of(cut, *values)] == [8, 4]
+    assert (cut.counts.taken, cut.counts.cut, cut.counts.dropped, cut.counts.without_target) == (2, 1, 0, 1)
+    dropping = _documents(tmp_path, format="completion", sequence_length=7, too_long="drop")
+    assert [len(document) for document in _of(dropping, *values)] == [4]
+    assert (dropping.counts.taken, dropping.counts.cut, dropping.counts.dropped) == (1, 0, 2)
+
+
+def test_a_conversation_in_which_nobody_answers_is_left_out_and_counted(tmp_path: Path) -> None:
+    documents = _documents(tmp_path)
+    assert _of(documents, {"messages": TALK[:1]}, {"messages": []}) == []
+    assert documents.counts.without_target == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "reason"),
+    [
+        ({}, {"text": "x"}, "there are no 'messages'; the row has text"),
+        ({}, {"messages": "x"}, "there are no 'messages'"),
+        ({}, {"messages": [TALK[0], {"content": "x"}]}, "message 2 has no 'role'"),
+        ({}, {"messages": [TALK[0], "x"]}, "message 2 has no 'role'"),
+        ({}, {"messages": [{"role": "user", "content": [1]}]}, "message 1 has no text in 'content'"),
+        ({"format": "completion"}, {"prompt": "x"}, "there is no text in 'completion'; the row has prompt"),
+        ({"format": "completion"}, {"prompt": 1, "completion": "x"}, "there is no text in 'prompt'"),
+    ],
+)
+def test_a_row_that_lacks_something_is_named(
+    config: dict[str, Any], values: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    documents = _documents(tmp_path, **config)
+    with pytest.raises(ValueError, match=f"^a.jsonl, row 1: {reason}") as raised:
+        _of(documents, values)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_the_template_refuses_is_named(tmp_path: Path) -> None:
+    documents = _documents(tmp_path, "{{ raise_exception('roles\nmust alternate') }}")
+    with pytest.raises(ValueError, match=r"^a.jsonl, row 1: the chat template cannot .* roles must alternate$"):
+        _of(documents, {"messages": TALK})

@@ -1,0 +1,82 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from swarm.data import rows
+
+VALUES = [{"text": f"line {number}", "id": number} for number in range(200)]
+
+
+def _write(path: Path, values: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(values), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, values)) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.parquet", "A.JSONL"])
+def test_rows_come_in_order_and_know_their_place(name: str, tmp_path: Path) -> None:
+    path = _write(tmp_path / name, VALUES)
+    assert rows.has_rows(path)
+    found = list(rows.of_file(path))
+    assert [row.values for row in found] == VALUES
+    assert found[99].place == f"{path}, row 100"
+
+
+def test_messages_come_alike_from_both_kinds(tmp_path: Path) -> None:
+    talk = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 2
+    found = [[row.values for row in rows.of_file(_write(tmp_path / name, talk))] for name in ("a.jsonl", "a.parquet")]
+    assert found == [talk, talk]
+
+
+def test_empty_lines_are_no_rows_but_count(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n\n{"text": "b"}')
+    assert [row.place for row in rows.of_file(path)] == [f"{path}, row 1", f"{path}, row 3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "row 2: the line is no JSON: Expecting property name"),
+        (b'{"text": "\xff"}', "row 2: the line is no JSON: 'utf-8' codec"),
+        (b"[1]", "row 2: the line is no JSON object"),
+        (b"[" * 100_000, "row 2: the line is no JSON"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(line: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + line)
+    with pytest.raises(ValueError, match=reason) as raised:
+        list(rows.of_file(path))
+    assert "\n" not in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LONGEST_ROW_BYTES", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * (3 << 20))
+    with pytest.raises(ValueError, match="row 1: the line is longer than 1 MiB"):
+        list(rows.of_file(path))
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"no parquet at all")
+    with pytest.raises(ValueError, match=r"a\.parquet is no Parquet file") as raised:
+        list(rows.of_file(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_parquet_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _write(tmp_path / "a.parquet", VALUES)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"needs an extra; in swarm's folder: .*'\.\[parquet\]'"):
+        list(rows.of_file(path))

@@ -1,0 +1,193 @@
+"""Microbatches with few targets, or none: gradients, steps and averages weigh targets, as one process would."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import pytest
+import torch
+
+from scripts.benches.sides.reference import Reference
+from swarm.averaging.exchanging.shares import Offer, divide
+from swarm.config import OuterConfig, RoundsConfig, RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.errors import MalformedMessage
+from swarm.model.stages import build_stage
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import HIDDEN
+from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings import weights_of
+from swarm.stage.staging import Download, Staging
+from swarm.stage.weights import FrozenContribution
+from swarm.training import optim, samples
+from swarm.training.samples import DOCUMENTS, TARGETS, Amount
+from tests.support.chain import assert_close
+from tests.support.partial import PartialData, partial_config, partial_samples
+
+DILOCO = RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=4)
+
+
+class Member:
+    """A chain of stages in one process, which accumulates alone."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
+
+    def _stage(self, stage: int) -> StageBackend:
+        module = build_stage(self.config, stage, device="cpu")
+        return StageBackend(
+            config=self.config, stage=stage, module=module, weights=weights_of(self.config, module, lineage=""),
+            staging=Staging(), budget=GraphBudget(limit_bytes=1 << 30),
+        )  # fmt: skip
+
+    def train(self, number: int) -> float:
+        """A microbatch, which is acknowledged; gives its loss."""
+        batch, round_number = partial_samples(self.config, number), self.stages[0].weights.round.number
+        inputs: Mapping[str, torch.Tensor] = batch
+        forwards = []
+        for stage in self.stages[:-1]:
+            forwards.append(stage.forward(number, round_number, inputs))
+            inputs = {**batch, HIDDEN: _arrived(forwards[-1].wire_hidden)}
+        loss, gradient, accumulated = self.stages[-1].forward_loss(number, round_number, inputs, accumulate=True)
+        entries = [(self.stages[-1], accumulated)]
+        for stage, forward in zip(reversed(self.stages[:-1]), reversed(forwards), strict=True):
+            gradient, accumulated = stage.backward(forward, _arrived(gradient), accumulate=True)
+            entries.append((stage, accumulated))
+        for stage, entry in entries:
+            assert entry is not None
+            stage.settle(entry)
+        return loss
+
+    def close(self) -> list[FrozenContribution]:
+        return [stage.weights.close() for stage in self.stages]
+
+
+def _arrived(download: Download | None) -> torch.Tensor:
+    assert download is not None
+    return download.wait()
+
+
+def _reference(config: RunConfig) -> Reference:
+    return Reference(config, cast(Microbatches, PartialData(config)))
+
+
+def _average(contributions: Sequence[FrozenContribution]) -> dict[str, torch.Tensor]:
+    """As a group averages them."""
+    offers = [
+        Offer(
+            peer_id=str(number), num_samples=each.num_samples, num_targets=each.amount.targets,
+            round_samples=each.round_samples, norm=1.0,
+        )
+        for number, each in enumerate(contributions)
+    ]  # fmt: skip
+    shares = divide(offers, num_elements=1, tile=1, clip_to_median=0.0)
+    weights_M = torch.tensor([share.weight for share in shares.members])
+    stacked = {name: torch.stack([each.tensors[name] for each in contributions]) for name in contributions[0].tensors}
+    return {name: torch.tensordot(weights_M, tensors, 1) for name, tensors in stacked.items()}
+
+
+def _commit(members: Sequence[Member], *, num_samples: int) -> None:
+    averages = [_average(of_stage) for of_stage in zip(*(member.close() for member in members), strict=True)]
+    squared_norm = sum(optim.squared_norm(average.values()) for average in averages)
+    for member in members:
+        for stage, average in zip(member.stages, averages, strict=True):
+            stage.weights.commit(
+                average, total_squared_norm=squared_norm, num_samples=num_samples, num_members=len(members), lineage=""
+            )
+
+
+def _weights(member: Member) -> dict[str, torch.Tensor]:
+    return {name: value for stage in member.stages for name, value in stage.weights.masters.items()}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("packing", [True, False])
+def test_synchronous_rounds_follow_one_process(num_stages: int, packing: bool) -> None:
+    """Whatever targets each member had: one has nearly all, another none in the first round."""
+    config = partial_config(num_stages=num_stages, packing=packing)
+    members, reference = [Member(config), Member(config), Member(config)], _reference(config)
+    for number in range(2):
+        losses = [members[member].train(4 * number + index) for index, member in enumerate((0, 1, 2, 1))]
+        counts = [samples.amount(partial_samples(config, 4 * number + index)).targets for index in range(4)]
+        assert max(counts) > 10 * min(counts)
+        _commit(members, num_samples=8)
+        mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+        assert mean == pytest.approx(reference.step(number), abs=1e-5)
+        for member in members:
+            assert_close(_weights(member), dict(reference.weights), 1e-5)
+
+
+def test_diloco_rounds_follow_one_process_for_each_member() -> None:
+    """Inner steps are means over the targets of their batch, and the average weighs members by their targets."""
+    # Of one stage: with DiLoCo each clips by its own norm.
+    config = partial_config(num_stages=1, rounds=DILOCO, outer=OuterConfig(learning_rate=0.5, momentum=0.0))
+    members, work = [Member(config), Member(config)], [(0, 1, 2, 3), (1, 2, 5, 6)]
+    anchor = {name: value.detach().clone() for name, value in _weights(members[0]).items()}
+    learnt, targets = [], []
+    for member, numbers in zip(members, work, strict=True):
+        for number in numbers:
+            member.train(number)
+        reference, adamw = _reference(config), optim.AdamW(config.optimizer)
+        for step, batch in enumerate((numbers[:2], numbers[2:])):
+            reference.accumulate_mean(dict.fromkeys(batch, 1))
+            reference.update_with(adamw, 4 * step)
+        assert_close(_weights(member), dict(reference.weights), 1e-5)
+        learnt.append({name: anchor[name] - value for name, value in reference.weights.items()})
+        targets.append(sum(samples.amount(partial_samples(config, number)).targets for number in numbers))
+    assert targets[0] > 5 * targets[1]
+    _commit(members, num_samples=16)
+    shares = [count / sum(targets) for count in targets]
+    expected = {
+        name: value - 0.5 * sum(share * each[name] for share, each in zip(shares, learnt, strict=True))
+        for name, value in anchor.items()
+    }
+    for member in members:
+        assert_close(_weights(member), expected, 1e-5)
+
+
+def test_a_microbatch_without_targets_counts_once_and_teaches_nothing() -> None:
+    member = Member(partial_config())
+    assert member.train(2) == 0.0
+    for contribution in member.close():
+        assert contribution.amount == Amount(2, 0)
+        assert not any(bool(value.any()) for value in contribution.tensors.values())
+
+
+def test_a_round_without_targets_moves_nothing_by_gradients() -> None:
+    """It is a step all the same, as it is for one process."""
+    config = partial_config()
+    members, reference = [Member(config), Member(config)], _reference(config)
+    for member, number in zip((0, 1, 0, 1), (2, 6, 10, 14), strict=True):
+        members[member].train(number)
+    _commit(members, num_samples=8)
+    reference.accumulate_mean(dict.fromkeys((2, 6, 10, 14), 1))
+    reference.update(0)
+    assert_close(_weights(members[0]), dict(reference.weights), 1e-7)
+
+
+@pytest.mark.parametrize(("name", "value"), [(TARGETS, 2), (TARGETS, -1), (DOCUMENTS, 3), (DOCUMENTS, -1)])
+def test_what_cannot_be_is_refused_at_every_stage(name: str, value: int) -> None:
+    config = partial_config()
+    batch = partial_samples(config, 0)
+    batch[name] = batch[name].index_fill(1, torch.tensor([0]), value)
+    for stage in Member(config).stages:
+        with pytest.raises(MalformedMessage):
+            stage.forward(0, 0, {**batch, HIDDEN: torch.zeros(2, 16, 32)})
+        assert stage.weights.buckets.num_samples == 0
+
+
+def test_what_is_taken_out_leaves_what_others_taught() -> None:
+    config = dataclasses.replace(partial_config(num_stages=1))
+    member, stage = Member(config), Member(config).stages[0]
+    member.train(3)
+    expected = member.close()[0]
+    _, _, kept = stage.forward_loss(3, 0, partial_samples(config, 3), accumulate=True)
+    _, _, undone = stage.forward_loss(0, 0, partial_samples(config, 0), accumulate=True)
+    assert kept is not None
+    assert undone is not None
+    stage.roll_back([undone])
+    stage.settle(kept)
+    closing = stage.weights.close()
+    assert closing.amount == expected.amount
+    assert_close(closing.tensors, expected.tensors, 1e-5)

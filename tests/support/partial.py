@@ -1,0 +1,49 @@
+"""Microbatches of which few tokens are targets, in rows of several documents."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
+
+SHARES = (1.0, 0.02, 0.0, 0.3)
+"""Of tokens that are targets, by a microbatch's number modulo 4."""
+
+
+def partial_config(*, num_stages: int = 2, packing: bool = True, **sections: Any) -> RunConfig:
+    """A run on conversations."""
+    config = RunConfig(
+        model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
+        stages=StagesConfig(num_stages=num_stages),
+        data=DataConfig(dataset="x.jsonl", format="chat", packing=packing, sequence_length=16, microbatch_size=2),
+        rounds=RoundsConfig(setting="synchronous", round_samples=8),
+        # Where a gradient is 0 but for rounding, AdamW would otherwise make whole steps of that.
+        optimizer=OptimizerConfig(learning_rate=1e-2, epsilon=1e-3),
+    )
+    return dataclasses.replace(config, **sections)
+
+
+def partial_samples(config: RunConfig, number: int) -> dict[str, torch.Tensor]:
+    """Microbatch `number`, a function of its number, as it travels."""
+    data = config.data
+    shape = (data.microbatch_size, data.sequence_length + 1)
+    generator = torch.Generator().manual_seed(number)
+    tokens_BT1 = torch.randint(config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+    targets_BT1 = (torch.rand(shape, generator=generator) < SHARES[number % len(SHARES)]).int()
+    steps_BT1 = (torch.rand(shape, generator=generator) < 0.2).int()
+    steps_BT1[:, 0] = 0
+    samples = {TOKENS: tokens_BT1, TARGETS: targets_BT1}
+    return {**samples, DOCUMENTS: steps_BT1.cumsum(dim=1, dtype=torch.int32)} if data.is_packed else samples
+
+
+class PartialData:
+    """These microbatches, as data/microbatches gives others."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def samples(self, index: int) -> dict[str, torch.Tensor]:
+        """Microbatch `index`."""
+        return partial_samples(self._config, index)
