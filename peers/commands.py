@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 
-from peers.shared import process
+from peers.shared import cli, process
 
 LEAST_BYTES = 1000 << 20
 """Addresses that a stage peer takes until it serves the smallest stage, on a CPU: for libraries' code and for stacks of
@@ -19,12 +19,12 @@ threads, most of them."""
 
 def peer() -> None:
     """Run `swarm-peer`."""
-    _run("swarm-peer", "peers.stage_peer.program", address_bytes=LEAST_BYTES)
+    _run("swarm-peer", "peers.stage_peer.program", ("peers.stage_peer.options", "PeerOptions"), LEAST_BYTES)
 
 
 def trainer() -> None:
     """Run `swarm-trainer`."""
-    _run("swarm-trainer", "peers.trainer.program", address_bytes=LEAST_BYTES)
+    _run("swarm-trainer", "peers.trainer.program", ("peers.trainer.options", "TrainerOptions"), LEAST_BYTES)
 
 
 def status() -> None:
@@ -60,11 +60,20 @@ def command_line(program: str, arguments: Iterable[str]) -> list[str]:
     return [sys.executable, "-P", "-c", f"from peers.commands import {program}; {program}()", *arguments]
 
 
-def _run(prog: str, module: str, *, address_bytes: int = 0) -> None:
+def _run(prog: str, module: str, options: tuple[str, str] | None = None, address_bytes: int = 0) -> None:
+    """Run a program, and end the process.
+
+    Args:
+        options: module and name of its options, if these are there much sooner than the program. Then --help is, too.
+        address_bytes: that it takes.
+    """
     process.prepare_environment()
     process.keep_freed_memory()
 
     def main() -> int:
+        if options is not None and not {"-h", "--help"}.isdisjoint(sys.argv):
+            options_module, name = options
+            cli.parse(getattr(import_module(options_module), name), prog=prog, argv=sys.argv[1:])
         process.require_addresses(address_bytes)
         exit_code: int = load(module).main(sys.argv[1:])
         return exit_code

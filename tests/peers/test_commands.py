@@ -2,6 +2,7 @@
 
 import gc
 import subprocess
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -49,3 +50,20 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
         commands.command_line("keys", ["--help"]), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert program.returncode == 0, program.stderr
+
+
+@pytest.mark.parametrize("program", ["peer", "trainer", "status", "keys", "local"])
+def test_help_is_all_that_is_printed_and_needs_no_large_library(program: str) -> None:
+    script = f"""
+import sys
+from peers import commands
+sys.argv = ["x", "--help"]
+try:
+    commands.{program}()
+finally:
+    assert not {{"torch", "hivemind"}} & sys.modules.keys(), "these take seconds"
+"""
+    run = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"swarm-{program}" in done.stdout.splitlines()[0]
