@@ -21,6 +21,7 @@ from swarm.generation.text_model import TextModel, read_text_model
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
+from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
 
 
@@ -64,7 +65,15 @@ async def _engine(member: Membership) -> AsyncIterator[SwarmEngine]:
     hop = Hop(
         run_id=member.config.run_id, stage=0, reply_specs={}, router=known.router, channels=channels, clock=clock
     )  # fmt: skip
-    engine = SwarmEngine(hop, member.config)
+    watcher = RoundWatcher(
+        run_id=member.config.run_id,
+        num_stages=len(member.stages),
+        synchronous=member.config.rounds.synchronous,
+        peers=known.peers,
+        channels=channels,
+    )
+    await watcher.poll()
+    engine = SwarmEngine(hop, member.config, round_number=watcher.known_round)
     try:
         async with asyncio.TaskGroup() as tasks:
             watching = [

@@ -31,7 +31,7 @@ class Engine(Protocol):
 
     @property
     def round(self) -> int | None:
-        """The round whose weights continue a sequence that begins now; None while that is not known."""
+        """The round whose weights continue the newest sequence, or one that begins now; None if it is not known."""
         ...
 
     def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:

@@ -23,13 +23,14 @@ class SwarmEngine:
     """A run's stages, as peers serve them now.
 
     Attributes:
-        round: of the weights with which the newest text is written; None before the first.
+        round: of the weights with which the newest text is written; before the first, what the engine was told.
     """
 
-    def __init__(self, hop: Hop, config: RunConfig) -> None:
+    def __init__(self, hop: Hop, config: RunConfig, *, round_number: int | None = None) -> None:
         """
         Args:
             hop: to stage 0.
+            round_number: at which the run is, if that is known.
 
         Raises:
             ValueError: the run's model cannot generate text.
@@ -38,7 +39,7 @@ class SwarmEngine:
             raise ValueError(
                 f"no text from a run with model.custom_class {config.model.custom_class!r}: it has no cache"
             )
-        self.round: int | None = None
+        self.round = round_number
         self._hop = hop
         self._vocab_size = config.model.vocab_size
         self._longest = config.model.max_positions or config.data.sequence_length
@@ -63,11 +64,12 @@ class SwarmEngine:
         tokens = list(prompt)
         order = Order(sampling=sampling, num_positions=len(prompt) + max_tokens, vocab_size=self._vocab_size)
         while len(tokens) < order.num_positions:
-            session = _Session(self._hop.continuation(order), tokens, max_tokens)
+            session, num_before = _Session(self._hop.continuation(order), tokens, max_tokens), len(tokens)
             try:
                 async with aclosing(session.tokens()) as stream:
                     async for token in stream:
-                        self.round = session.round
+                        if len(tokens) == num_before:
+                            self.round = session.round
                         tokens.append(token)
                         yield token
             except RoundGone as error:

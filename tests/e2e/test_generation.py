@@ -2,15 +2,19 @@
 
 import asyncio
 import dataclasses
+import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from peers.commands import command_line
 from peers.generate.options import GenerateOptions
 from peers.generate.swarm_model import open_swarm
 from peers.local.supervisor import Supervisor
@@ -101,6 +105,31 @@ async def _kill_in_mid_text(swarm: RealSwarm, engine: Engine) -> list[int]:
     return found
 
 
+def _serve(swarm: RealSwarm, expected: str) -> None:
+    """The swarm answers OpenAI's client with the same text."""
+    arguments = ["--initial-peers", swarm.address, "--serve", "0"]
+    server = subprocess.Popen(command_line("generate", arguments), stderr=subprocess.PIPE, text=True)
+    with server:
+        try:
+            assert server.stderr is not None
+            [url] = [word for _, line in zip(range(2), server.stderr, strict=False) for word in line.split()[-1:]][1:]
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60.0) as client:
+                [listed] = client.models.list().data
+                assert listed.id.endswith("@0")
+                prompt = bytes(PROMPT).decode()
+                answer = client.completions.create(
+                    model=listed.id, prompt=prompt, temperature=0, max_tokens=COUNT, stream=True
+                )
+                found = prompt + "".join(chunk.choices[0].text for chunk in answer)
+            # Files of a model name end tokens, and a run on bytes has none.
+            assert len(expected) > len(prompt) + 10
+            assert found.startswith(expected)
+            server.send_signal(signal.SIGINT)
+            assert server.wait(20.0) == 0
+        finally:
+            server.kill()
+
+
 def test_text_is_that_of_transformers_whatever_happens(swarm: RealSwarm) -> None:
     theirs = _theirs(_import(swarm.folder))
     swarm.model = swarm.folder / "run"
@@ -139,3 +168,13 @@ def test_text_is_that_of_transformers_whatever_happens(swarm: RealSwarm) -> None
     assert found == _theirs(AutoModelForCausalLM.from_pretrained(swarm.folder / "out").eval())
     peers = [peer for stage in swarm.status()["stages"] for peer in stage["peers"]]
     assert all(peer["generated_tokens"] > 0 and not peer["sessions"] for peer in peers)
+
+
+def test_a_swarm_answers_openai_s_client(swarm: RealSwarm) -> None:
+    _import(swarm.folder)
+    swarm.model = swarm.folder / "run"
+    swarm.start_peers([0])
+    swarm.start_peers([1, 2], "--model", str(swarm.model))
+    command = ("--prompt", bytes(PROMPT).decode(), "--temperature", "0", "--max-tokens", str(COUNT))
+    told = run("generate", "--model", str(swarm.model), *command)
+    _serve(swarm, told.stdout.removesuffix("\n"))

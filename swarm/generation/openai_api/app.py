@@ -42,7 +42,7 @@ class Api:
         self._default_tokens = default_tokens
         self._clock = clock
         self._numbers = numbers
-        self._first_round = model.engine.round or 0
+        self._first_round = self._newest_round = model.engine.round or 0
         self._began = int(clock.time())
 
     def app(self) -> Starlette:
@@ -134,12 +134,14 @@ class Api:
         return num_tokens
 
     def _require_model(self, name: str) -> None:
+        # Of two texts that are under way, the one that began later may have the older weights.
+        self._newest_round = max(self._newest_round, self._model.engine.round or 0)
         run, _, number = name.rpartition("@")
         is_ours = name == self._model.run or (
             run == self._model.run
             and number.isdecimal()
             and len(number) < 16
-            and self._first_round <= int(number) <= (self._model.engine.round or 0)
+            and self._first_round <= int(number) <= self._newest_round
         )
         if not is_ours:
             raise Refusal(

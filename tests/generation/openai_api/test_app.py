@@ -56,6 +56,9 @@ async def test_the_model_is_listed_with_run_and_round(client: httpx2.AsyncClient
     assert (await client.get("/models")).json()["data"][0]["id"] == f"{RUN}@9"
     for name in (RUN, f"{RUN}@7", f"{RUN}@9"):
         assert (await client.get(f"/models/{name}")).json()["id"] == f"{RUN}@9"
+    # Another text that is under way has older weights.
+    engine.round = 8
+    assert (await client.get(f"/models/{RUN}@9")).json()["id"] == f"{RUN}@8"
 
 
 @pytest.mark.parametrize("name", ["gpt-4", "", f"{RUN}@6", f"{RUN}@8", f"{RUN}@", f"{RUN}@x", f"{RUN}@7@7", f"@{RUN}"])
