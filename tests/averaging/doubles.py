@@ -442,10 +442,11 @@ async def network_of(config: RunConfig, *numbers: int, timing: Timing = QUICK) -
 
 
 async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
-    """Wait for a condition; fails after a while."""
+    """Wait for a condition; fails after a while. What takes long in virtual time is looked at less often."""
+    look_seconds = min(0.1, max(0.005, seconds / 2000))
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for is spread over many peers
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(look_seconds)
 
 
 def stages(network: Network, *numbers: int) -> list[FakeStage]:

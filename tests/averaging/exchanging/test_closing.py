@@ -57,7 +57,7 @@ def now() -> float:
 @in_virtual_time
 async def test_a_closing_of_minutes_is_waited_for(setting: str) -> None:
     """As of a stage of several GB, or where a task of the compute thread takes ten seconds."""
-    async with slow_network(setting, 1, 2, 3) as network:
+    async with slow_network(setting, 1, 2, 3, timing=Timing()) as network:
         stage(network, 3).seconds = 200.0
         for number in (1, 2, 3):
             stage(network, number).learn(2 * number - 2, 2 * number - 1)
