@@ -61,12 +61,7 @@ def summed_loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The mean over all targets."""
-    return summed_loss_of_logits(logits_BTV, targets_BT) / count_targets(targets_BT)
-
-
-def count_targets(targets_BT: Tensor) -> Tensor:
-    """How many positions have a target: a scalar, int64."""
-    return (targets_BT != NO_TARGET).sum()
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET)
 
 
 def chunk_length(num_positions: int, d_model: int, vocab_size: int) -> int:

@@ -12,6 +12,7 @@ Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that 
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +20,10 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
+from swarm.model.attention import KeyValueCache
 from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import stage_loss, with_shared_casts
+from swarm.model.stages import StageModule, stage_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import HIDDEN, TOKENS, Boundary, boundary_of
 from swarm.stage.buckets import GradientBucket, Source, Version
@@ -249,7 +251,10 @@ class StageBackend:
         inputs = self._hidden_or_tokens(wire_inputs)
         with torch.no_grad():
             if self._is_last and want_logits:
-                options = {"dropout_key": None, **self._context(wire_inputs)}
+                options: dict[str, Any] = {"dropout_key": None, **self._context(wire_inputs)}
+                if isinstance(self.module, StageModule):
+                    # With it the last position's logits are all that is made.
+                    options["cache"] = KeyValueCache(inputs.shape[1])
                 logits_BTV: torch.Tensor = torch.func.functional_call(self.module, parameters, (inputs,), options)
                 return logits_BTV[:, -1].float().cpu()
             outputs = self._call(parameters, inputs, wire_inputs, None)

@@ -467,6 +467,8 @@ def test_evaluation_is_the_references_without_dropout(length: int) -> None:
     model = build_transformer(_DROPOUT, device="cpu")
     tokens = _tokens(0)[:1, : length + 1]
     outputs: dict[bool, torch.Tensor] = {}
+    shapes: list[torch.Size] = []
+    chain[-1].module.register_forward_hook(lambda module, inputs, outputs: shapes.append(outputs.shape))
     for want_logits in (False, True):
         inputs = {TOKENS: tokens}
         for backend in chain:
@@ -475,6 +477,7 @@ def test_evaluation_is_the_references_without_dropout(length: int) -> None:
     with torch.no_grad():
         assert float(outputs[False]) == pytest.approx(float(model.loss(tokens.long())), abs=1e-5)
         torch.testing.assert_close(outputs[True], model(tokens[:, :-1].long())[:, -1], rtol=0, atol=1e-5)
+    assert shapes == [(), (len(tokens), 1, _CONFIG.model.vocab_size)], "logits are made of the last position alone"
 
 
 def test_evaluation_refuses_what_training_refuses() -> None:
