@@ -44,7 +44,7 @@ def keys() -> None:
 
 def model() -> None:
     """Run `swarm-model`."""
-    _run("swarm-model", "peers.model")
+    _run("swarm-model", "peers.model.program")
 
 
 def generate() -> None:

@@ -8,15 +8,15 @@ Works on files alone: it needs no swarm and no network. Whoever has the owner's 
 """
 
 import datetime
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from peers.shared import cli, process
+from peers.shared import subcommands
+from peers.shared.subcommands import Command
 from peers.shared.token_option import read_token
 from swarm.credentials.certificates import Role
 from swarm.credentials.token import OwnerKey, new_owner
@@ -67,16 +67,7 @@ class ShowOptions:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
-    name, *arguments = argv or [""]
-    if name in ("-h", "--help"):
-        print(f"{__doc__}\n{PROG} new --help, {PROG} issue --help and {PROG} show --help explain the options.")
-        return 0
-    if name not in _COMMANDS:
-        print(f"{PROG}: error: say new, issue or show, not {name!r} (see {PROG} --help)", file=sys.stderr)
-        return process.EXIT_USAGE
-    options, command = _COMMANDS[name]
-    command(cli.parse(options, prog=f"{PROG} {name}", argv=arguments))
-    return 0
+    return subcommands.run(PROG, __doc__, _COMMANDS, argv)
 
 
 def new(options: NewOptions) -> None:
@@ -106,6 +97,8 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-_COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
-    "new": (NewOptions, new), "issue": (IssueOptions, issue), "show": (ShowOptions, show),
-}  # fmt: skip
+_COMMANDS: dict[str, Command[Any]] = {
+    "new": Command(NewOptions, new),
+    "issue": Command(IssueOptions, issue),
+    "show": Command(ShowOptions, show),
+}

@@ -14,7 +14,7 @@ import pytest
 from peers.generate.options import GenerateOptions
 from peers.keys import IssueOptions
 from peers.local.options import LocalOptions
-from peers.model import ExportModelOptions, ImportModelOptions, PushModelOptions
+from peers.model.options import ExportModelOptions, ImportModelOptions, PushModelOptions
 from peers.shared import cli
 from peers.stage_peer.options import PeerOptions
 from peers.status.program import StatusOptions
@@ -28,7 +28,7 @@ from scripts.benches.compare import Options as CompareOptions
 from scripts.benches.shared.common import BenchOptions
 from scripts.benches.simulate import __main__ as simulate
 from swarm.metrics.log import StepMetrics
-from swarm.rpc.v1 import averaging_pb2, directory_pb2, lease_pb2, stage_pb2
+from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_pb2, lease_pb2, stage_pb2
 from swarm.simulation.study import StudyOptions
 
 ROOT = Path(__file__).parents[1]
@@ -194,7 +194,7 @@ def test_architecture_says_which_file_keeps_each_sentence() -> None:
 
 def test_protocol_names_every_call() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
-    files = (stage_pb2, lease_pb2, averaging_pb2, directory_pb2)
+    files = (stage_pb2, lease_pb2, averaging_pb2, directory_pb2, content_pb2, generation_pb2)
     services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
     spoken_of = {*_rows(text), *(f"`{heading}`" for heading in re.findall(r"^### (\w+)$", text, re.MULTILINE))}
     assert {f"`{method.name}`" for service in services for method in service.methods} <= spoken_of

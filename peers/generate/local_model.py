@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 
 from peers.generate.options import GenerateOptions
-from swarm.data import tokenizers
+from swarm.data import tokenizer_files, tokenizers
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.generation.engine import LocalEngine
 from swarm.generation.room import Room, bytes_per_position
@@ -30,7 +29,7 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     """
     found = _origin(options)
     config = found.config
-    data = dataclasses.replace(config.data, tokenizer=options.tokenizer or config.data.tokenizer)
+    data = dataclasses.replace(config.data, tokenizer=options.tokenizer or found.tokenizer)
     tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
     longest = config.model.max_positions or data.sequence_length
     num_positions = int(options.cache_gib * 2**30 / bytes_per_position(config.model))
@@ -64,5 +63,5 @@ def _origin(options: GenerateOptions) -> Origin:
 
 def _text_folders(options: GenerateOptions, tokenizer: str) -> list[Path]:
     """Where the chat template and the end tokens may be told: beside the tokenizer, and in the model's folder."""
-    beside = [] if tokenizer == ByteTokenizer.identity else [Path(os.path.expanduser(tokenizer)).parent]
+    beside = [] if tokenizer == ByteTokenizer.identity else [tokenizer_files.located(tokenizer).parent]
     return beside + [folder for folder in (options.model, options.base) if folder is not None]

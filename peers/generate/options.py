@@ -40,7 +40,7 @@ class GenerateOptions:
     model: Path | None = None
     """Run folder, or a model's folder of Hugging Face, instead of checkpoints."""
     tokenizer: str | None = None
-    """bytes, or the path of a tokenizer.json, if it is not where the model's configuration says."""
+    """bytes, a folder with a tokenizer.json, or the path of one, if it is not with the model; a swarm has its own."""
     max_tokens: int | None = None
     """Tokens to write at most: left out, 200 for a prompt, and 1,024 for an answer. A request may ask for another
     number."""

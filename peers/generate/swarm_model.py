@@ -9,12 +9,14 @@ from datetime import datetime
 from pathlib import Path
 
 from peers.generate.options import GenerateOptions
+from peers.shared.cache import cache_folder
 from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS, agree_on_config
 from peers.shared.token_option import admitted, find_token
+from peers.shared.tokenizer import have_tokenizer
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
-from swarm.data import tokenizers
+from swarm.data import tokenizer_files, tokenizers
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.dht import node as dht_node
 from swarm.generation.text_model import TextModel, read_text_model
@@ -30,9 +32,9 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
     """Enter the DHT as a client, and write text with the run that is found there, until the block ends.
 
     Raises:
-        ValueError: the run's tokenizer is not here, a token is missing, or the model generates no text.
+        ValueError: a token is missing, or the model generates no text.
         CorpusMismatch: the tokenizer is another one.
-        PeerUnavailable: nobody answers.
+        PeerUnavailable: nobody answers, or gives the run's tokenizer.
     """
     clock = SystemClock()
     addresses, token = find_token(
@@ -43,10 +45,11 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
     try:
         identity = admitted(generate(), token)
         config = await agree_on_config(node, None, addresses, clock, identity.authority)
-        data = dataclasses.replace(config.data, tokenizer=options.tokenizer or config.data.tokenizer)
-        tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         member = Membership.enter(config, node, identity, clock, insecure=options.insecure)
         await member.known.look_first(member.directory, member.stages, clock)
+        named = options.tokenizer or await have_tokenizer(member, cache_folder())
+        data = dataclasses.replace(config.data, tokenizer=named)
+        tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         async with _engine(member) as engine:
             yield read_text_model(config.run_id, engine, tokenizer, folders=_beside(data.tokenizer), now=datetime.now)
     finally:
@@ -55,7 +58,7 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
 
 def _beside(tokenizer: str) -> list[Path]:
     """Where the chat template and the end tokens may be told."""
-    return [] if tokenizer == ByteTokenizer.identity else [Path(os.path.expanduser(tokenizer)).parent]
+    return [] if tokenizer == ByteTokenizer.identity else [tokenizer_files.located(tokenizer).parent]
 
 
 @asynccontextmanager

@@ -88,6 +88,10 @@ class KnownPeers:
         """The other peers that serve a stage."""
         return self._others(stage, PeerState.SERVING)
 
+    def everyone(self) -> list[PeerRecord]:
+        """The other peers that serve any stage."""
+        return [record for stage in sorted(self.records) for record in self.others(stage)]
+
     def leaving(self, stage: int) -> list[PeerRecord]:
         """The other peers that are about to leave a stage, or have just left it."""
         return self._others(stage, PeerState.LEAVING)

@@ -8,7 +8,7 @@ whose state it has not got, and never leaves one that nobody else serves. When t
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,9 @@ class Listen:
     dht_address: str
 
 
-ServerFactory = Callable[[int, int, bool, asyncio.TaskGroup], StageServer]
-"""Makes a stage's server: stage, moves so far, whether it comes from another stage, tasks."""
+ServerFactory = Callable[[int, int, bool, asyncio.TaskGroup], Awaitable[StageServer]]
+"""Makes a stage's server, once it has what that begins with: stage, moves so far, whether it comes from another stage,
+tasks."""
 
 
 class Mover:
@@ -125,10 +126,10 @@ class Mover:
         try:
             async with asyncio.TaskGroup() as tasks:
                 has_moved = move is not None and stage == move.to_stage
-                server = self._make_server(stage, self._num_moves + has_moved, move is not None, tasks)
                 listen = self._listen
                 async with asyncio.timeout(None) as entering:
                     stopping = tasks.create_task(self._end_at_stop(entering))
+                    server = await self._make_server(stage, self._num_moves + has_moved, move is not None, tasks)
                     async with server.serving(
                         listen.host, listen.port, listen.announced_host, listen.dht_address
                     ) as endpoint:

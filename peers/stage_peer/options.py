@@ -33,16 +33,17 @@ class PeerOptions:
     """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it."""
     config: Path | None = None
     """TOML file of a new run."""
-    model: Path | None = None
-    """Folder made by swarm-model import: a new run begins with its configuration and its weights. With --initial-peers,
-    where nobody holds the stage yet, the stage's weights are taken from it."""
+    model: str | None = None
+    """A new run begins with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its
+    name on the hub. With --initial-peers, where nobody holds the stage yet, the stage's weights are taken from it."""
     preset: str | None = None
     """Configuration of a new run that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m,
     sparseloco or targon."""
     dataset: str | None = None
     """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
     tokenizer: str | None = None
-    """Tokenizer of a new run, instead of the configuration's: bytes, or the path of a tokenizer.json."""
+    """Tokenizer of a new run, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one,
+    or the name of a model on the hub."""
     stages: int | None = None
     """Number of stages of a new run, instead of the configuration's."""
     lora_rank: int | None = None

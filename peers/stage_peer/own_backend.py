@@ -10,7 +10,7 @@ from peers.stage_peer.resume import genesis
 from swarm.config import RunConfig
 from swarm.errors import Fatal
 from swarm.events.kinds import Events
-from swarm.interchange.weights import WeightsFolder
+from swarm.interchange.weights import Weights
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.model.loss import loss_bytes
 from swarm.model.stages import build_stage, parameter_shapes
@@ -21,7 +21,7 @@ from swarm.stage.staging import Staging
 
 
 def own_backend(
-    config: RunConfig, stage: int, *, device: torch.device, staging: Staging, given: WeightsFolder | None,
+    config: RunConfig, stage: int, *, device: torch.device, staging: Staging, given: Weights | None,
     graph_bytes: int | None, events: Events,
 ) -> StageBackend:  # fmt: skip
     """Make the model and its weights, at their initial values.

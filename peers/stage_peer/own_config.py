@@ -7,20 +7,24 @@ import dataclasses
 import shlex
 from pathlib import Path
 
+from peers.shared.tokenizer import kept_tokenizer
 from peers.stage_peer.options import PeerOptions
+from peers.stage_peer.own_model import OwnModel
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.token import Token
-from swarm.data import corpora, tokenizers
-from swarm.interchange import run_folder
+from swarm.data import corpora, tokenizer_files, tokenizers
+from swarm.data.tokenizers import ByteTokenizer
 
 
-def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunConfig | None:
+def own_config(
+    options: PeerOptions, token: Token | None, cache: Path, *, model: OwnModel | None = None
+) -> RunConfig | None:  # fmt: skip
     """The configuration that the command line names, complete with data's digest and owner; None if it names none."""
     if not options.names_a_run:
         return None
-    if options.model is not None:
-        config = run_folder.load_config(options.model)
+    if model is not None:
+        config = model.config(cache, num_stages=options.stages or 0)
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
     if options.stages is not None:
@@ -43,7 +47,12 @@ def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunCon
     tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
     corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
     corpora.check_digest(config.data, corpus)
-    return dataclasses.replace(config, data=corpora.published(config.data, corpus))
+    files = None
+    if config.data.tokenizer != ByteTokenizer.identity:
+        files = tokenizer_files.read(tokenizer_files.located(config.data.tokenizer))
+        # From here the peer gives it to others.
+        files.keep(kept_tokenizer(cache, files.digest))
+    return dataclasses.replace(config, data=corpora.published(config.data, corpus, files))
 
 
 def require_stage(config: RunConfig, stage: int) -> None:

@@ -35,19 +35,23 @@ from peers.shared.token_option import admitted, find_token, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.arrival import Arrival, outside_addresses, require_ready_file
 from peers.stage_peer.claim import Claim
+from peers.stage_peer.contents import Contents
 from peers.stage_peer.identity_file import claim_identity
 from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.mover import Listen, Mover
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_addresses import own_hosts
 from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
+from peers.stage_peer.own_model import OwnModel, open_model
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer
 from peers.stage_peer.server_options import ServerOptions
 from swarm import config as configs
+from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
+from swarm.content.servicer import Shelves
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity
 from swarm.credentials.token import Token
@@ -57,8 +61,7 @@ from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.events.kinds import Events
-from swarm.interchange import run_folder
-from swarm.interchange.weights import WeightsFolder
+from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.stage.places import SessionLimits
 
@@ -84,7 +87,8 @@ def main(argv: Sequence[str]) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     with process.interruptible():
-        own = own_config(options, token, cache)
+        model = open_model(options.model) if options.model is not None else None
+        own = own_config(options, token, cache, model=model)
     identity = claim_identity(options.identity, cache / "identities", options.label.replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
@@ -99,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     node = enter_dht(options, member, identity.libp2p_path)
     try:
         start = Start(
-            options=options, config=own, token=token, identity=member, node=node, device=device,
+            options=options, config=own, model=model, token=token, identity=member, node=node, device=device,
             checkpoints=checkpoints, events=events, returns=returns,
         )  # fmt: skip
         run_loop(run(start))
@@ -151,6 +155,7 @@ class Start:
     options: PeerOptions
     config: RunConfig | None
     """The configuration that the command line names, if it names one."""
+    model: OwnModel | None
     token: Token | None
     identity: Identity
     node: DhtNode
@@ -161,7 +166,7 @@ class Start:
     """Whether others may remember this peer at its address."""
 
     def server_options(
-        self, moves: int, *, moved: bool, incarnation: Incarnation, weights: WeightsFolder | None
+        self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves
     ) -> ServerOptions:
         """What a server is told; `moved` where the peer comes from another stage."""
         options, checkpoints = self.options, self.checkpoints
@@ -185,6 +190,7 @@ class Start:
             events=self.events,
             resume=resume,
             weights=weights,
+            shelves=shelves,
             movable=options.rebalance_seconds > 0,
             moves=moves,
             incarnation=incarnation,
@@ -203,7 +209,6 @@ async def run(start: Start) -> None:
     options, identity, clock = start.options, start.identity, SystemClock()
     config = await agree_on_config(start.node, start.config, options.initial_peers, clock, identity.authority)
     require_allowed_class(config, start.config, options.allow_class)
-    weights = None if options.model is None else run_folder.open_weights(options.model, config)
     if options.stage != "auto":
         require_stage(config, options.stage)
     member = Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
@@ -219,8 +224,14 @@ async def run(start: Start) -> None:
         is_new=not (options.initial_peers or start.returns or options.resume),
     )  # fmt: skip
 
-    def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
-        local = start.server_options(moves, moved=moved, incarnation=incarnation, weights=weights)
+    contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
+
+    async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
+        resumes = options.resume is not None and bool(file.names(options.resume))
+        weights = await contents.initial_weights(stage, resumes=resumes, always=config.lora.is_on)
+        local = start.server_options(
+            moves, moved=moved, incarnation=incarnation, weights=weights, shelves=contents.shelves
+        )
         return StageServer(member, stage, tasks, local)
 
     async with asyncio.TaskGroup() as tasks:
@@ -240,6 +251,7 @@ async def run(start: Start) -> None:
             tasks.create_task(member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS)),
             tasks.create_task(stop_or_expiry(stop, identity, clock)),
             tasks.create_task(rivals.watch()),
+            tasks.create_task(contents.keep_tokenizer()),
         ]
         mover = Mover(
             make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=start.events, stop=stop,

@@ -220,8 +220,8 @@ def _begin_with(restored: Restored) -> Beginning:
 def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOptions) -> Beginning | None:
     if config.model.weights and not options.has_weights and (others.latest == 0 or options.starts_over):
         raise Fatal(
-            f"nobody holds stage {stage}, and the run begins with a model's weights: start a peer of stage {stage} "
-            "where that model is, with --model DIR"
+            f"nobody holds stage {stage}, and no peer that answers has the weights with which it begins: start a peer "
+            "where the run's model is, with --model DIR"
         )
     if others.latest == 0:
         return None

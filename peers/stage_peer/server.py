@@ -28,6 +28,7 @@ from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.checkpoint.folder import CheckpointFolder
+from swarm.content.servicer import ContentServicer
 from swarm.dht import keys
 from swarm.dht.lookup import DirectoryServicer
 from swarm.errors import Fatal, NotReady
@@ -43,6 +44,7 @@ from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import Guard
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
@@ -209,11 +211,16 @@ class StageServer:
             keys=keys.of_run(self._config.run_id, self._config.stages.num_stages),
             clock=self._clock,
         )  # fmt: skip
+        content_servicer = ContentServicer(
+            self._config.run_id, self._options.shelves, is_exchanging=lambda: self.averager.is_exchanging,
+            clock=self._clock,
+        )  # fmt: skip
         add_StageServiceServicer_to_server(stage_servicer, server)
         add_GenerationServiceServicer_to_server(self._generation, server)
         add_LeaseServiceServicer_to_server(lease_servicer, server)
         add_AveragingServiceServicer_to_server(averaging_servicer, server)
         add_DirectoryServiceServicer_to_server(directory_servicer, server)
+        add_ContentServiceServicer_to_server(content_servicer, server)
         add_HealthServicer_to_server(self.presence.health, server)
 
     @property

@@ -7,8 +7,9 @@ import torch
 from peers.stage_peer.incarnation import Incarnation
 from peers.stage_peer.resume import ResumeOptions
 from swarm.checkpoint.writer import CheckpointWriter
+from swarm.content.servicer import Shelves
 from swarm.events.kinds import Events
-from swarm.interchange.weights import WeightsFolder
+from swarm.interchange.weights import Weights
 from swarm.stage.places import SessionLimits
 
 
@@ -27,8 +28,10 @@ class ServerOptions:
     events: Events
     sessions: SessionLimits = field(default_factory=SessionLimits)
     """How much text it helps to write."""
-    weights: WeightsFolder | None = None
+    weights: Weights | None = None
     """What the run begins with, if it is here."""
+    shelves: Shelves = field(default_factory=Shelves)
+    """What it gives to others."""
     movable: bool = False
     """Whether the peer may be needed elsewhere and go there."""
     moves: int = 0

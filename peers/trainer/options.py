@@ -23,7 +23,8 @@ class TrainerOptions:
     dataset: str | None = None
     """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it."""
     tokenizer: str | None = None
-    """Likewise, the path of this machine's copy of the run's tokenizer.json."""
+    """This machine's copy of the run's tokenizer (a folder, or a tokenizer.json); left out, it comes from the run's
+    peers."""
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png, sample.txt and evaluation.json."""
     evaluate_every: int = 10

@@ -28,6 +28,7 @@ from peers.shared.network import (
 )
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import admitted, find_token, stop_or_expiry
+from peers.shared.tokenizer import have_tokenizer
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
@@ -74,6 +75,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         identity = admitted(generate(), token)
         config = run_loop(agree_on_config(node, None, addresses, clock, identity.authority))
+        if options.tokenizer is None:
+            fetching = fetch_tokenizer(config, node, identity, insecure=options.insecure)
+            options = dataclasses.replace(options, tokenizer=run_loop(fetching))
         # In the main thread, outside of any event loop: to prepare text may take minutes, and a thread cannot be ended.
         with process.interruptible():
             corpus, data = open_corpus(config, options.dataset, options.tokenizer)
@@ -81,6 +85,15 @@ def main(argv: Sequence[str]) -> int:
         return run_loop(run(options, config, corpus, data, node, identity, events))
     finally:
         node.shutdown()
+
+
+async def fetch_tokenizer(config: RunConfig, node: DhtNode, identity: Identity, *, insecure: bool) -> str:
+    """What names the run's tokenizer on this machine. Raises what have_tokenizer raises."""
+    member = Membership.enter(config, node, identity, SystemClock(), insecure=insecure)
+    try:
+        return await have_tokenizer(member, cache_folder())
+    finally:
+        await member.channels.close()
 
 
 async def run(

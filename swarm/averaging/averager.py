@@ -23,6 +23,7 @@ from swarm.averaging.leading.barrier import Barrier
 from swarm.averaging.leading.beginning import Beginning
 from swarm.averaging.leading.blame import Blame
 from swarm.averaging.leading.broadcast import Broadcast
+from swarm.averaging.leading.group import Phase
 from swarm.averaging.leading.lead_loop import LeadLoop
 from swarm.averaging.leading.leader import Leader
 from swarm.averaging.leading.watch import RoundWatch
@@ -112,6 +113,11 @@ class Averager:
     def is_behind(self) -> bool:
         """Whether the group is at a later round, and its state is being had."""
         return self.place.is_catching_up
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether an exchange is under way, which needs this peer's line first."""
+        return self.place.group.phase is Phase.EXCHANGING
 
     @property
     def last_members(self) -> Collection[str]:

@@ -21,6 +21,7 @@ from swarm.credentials.certificates import peer_id_of
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate
+from swarm.rpc.download import download
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
 from swarm.rpc.wire import CHUNK_BYTES
@@ -30,8 +31,6 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 
-SLOWEST_BYTES_PER_SECOND = 32 << 10
-"""A download that comes more slowly than this, beyond the wait for one piece, is given up: another peer may send."""
 TELLING_BYTES = 4 << 20
 """An upload of so much tells how fast a line is."""
 
@@ -192,35 +191,11 @@ class GrpcTransport:
             call.cancel()
         return encoded.whole()
 
-    async def download(
+    def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:
         call: Any = self._stub(peer, bulk=True).Download(request)
-        time = asyncio.get_running_loop().time
-        waited_seconds = num_bytes = 0.0
-        try:
-            while True:
-                asked_at = time()
-                async with asyncio.timeout(silence_seconds):
-                    reply = await call.read()
-                if reply is grpc.aio.EOF:
-                    # The status, if it is a bad one, comes only now.
-                    if await call.code() is not grpc.StatusCode.OK:
-                        raise PeerUnavailable(f"the download from {peer.peer_id} ended early")
-                    return
-                waited_seconds += time() - asked_at
-                num_bytes += reply.ByteSize()
-                if waited_seconds > silence_seconds + num_bytes / SLOWEST_BYTES_PER_SECOND:
-                    raise DeadlineExceeded(
-                        f"only {num_bytes:.0f} bytes came from {peer.peer_id} in {waited_seconds:.0f} s"
-                    )
-                yield reply
-        except TimeoutError:
-            raise DeadlineExceeded(f"nothing came from {peer.peer_id} for {silence_seconds} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
-        finally:
-            call.cancel()
+        return download(call, peer.peer_id, silence_seconds=silence_seconds)
 
     async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
         health: Any = HealthStub(self._channels.channel(peer))

@@ -24,9 +24,9 @@ _FREE_FIELDS = (
 )
 _DILOCO_FIELDS = ("rounds.round_samples",)
 """Free with DiLoCo alone: in the synchronous setting a round's number tells which microbatches it consists of."""
-_NO_CHANGE = ("data.dataset", "data.tokenizer", "data.tokenizer_identity")
+_NO_CHANGE = ("data.dataset", "data.tokenizer", "data.tokenizer_identity", "data.tokenizer_files")
 """They say where the text and the tokenizer lie, and `data.digest` is over the contents of both. Earlier releases did
-not write the last one."""
+not write the last two."""
 
 
 def forbidden(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:

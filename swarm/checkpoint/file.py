@@ -12,20 +12,21 @@ import json
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from swarm import config as configs
 from swarm.checkpoint import changes
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
+from swarm.machine import tensor_file
 from swarm.machine.disk import put_in_place, sync
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def read_header(path: Path, config: RunConfig) -> Header:
         IntegrityError: the file is cut short, altered, of another run, or holds NaN or infinity. The message names the
             file and the fault.
     """
-    with _opened(path) as file:
+    with tensor_file.opened(path, IntegrityError) as file:
         metadata: dict[str, str] = file.metadata() or {}
         stated = metadata.pop("sha256", "")
         if _sha256(metadata, file) != stated:
@@ -160,7 +161,7 @@ def read_header(path: Path, config: RunConfig) -> Header:
 def lineage(path: Path) -> str:
     """The lineage that a file states. Empty if there is no such file, or it is unreadable."""
     try:
-        with _opened(path) as file:
+        with tensor_file.opened(path, IntegrityError) as file:
             return str((file.metadata() or {}).get("lineage", ""))
     except IntegrityError:
         return ""
@@ -180,7 +181,7 @@ def set_aside(path: Path) -> Path:
 def difference(path: Path, config: RunConfig) -> str:
     """Why a file is of another run than this, by its header. Empty if it is of this run, or unreadable."""
     try:
-        with _opened(path) as file:
+        with tensor_file.opened(path, IntegrityError) as file:
             return _difference(_unpack(file.metadata() or {}, path).config, config)
     except IntegrityError:
         return ""
@@ -188,13 +189,13 @@ def difference(path: Path, config: RunConfig) -> str:
 
 def config_of(path: Path) -> RunConfig:
     """The configuration that a file was written under, as it says itself. Raises IntegrityError if it is unreadable."""
-    with _opened(path) as file:
+    with tensor_file.opened(path, IntegrityError) as file:
         return _unpack(file.metadata() or {}, path).config
 
 
 def parameters(path: Path) -> set[str]:
     """Names of the parameters whose state a file holds. Raises IntegrityError if it cannot be read."""
-    with _opened(path) as file:
+    with tensor_file.opened(path, IntegrityError) as file:
         return {key.removeprefix("anchor/") for key in file.keys() if key.startswith("anchor/")}  # noqa: SIM118
 
 
@@ -203,17 +204,8 @@ def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
 
     Raises IntegrityError if the file cannot be read.
     """
-    with _opened(path) as file:
+    with tensor_file.opened(path, IntegrityError) as file:
         return {key: file.get_tensor(key) for key in file.keys() if key.split("/")[1] in wanted}  # noqa: SIM118
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise IntegrityError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _pack(header: Header) -> dict[str, str]:

@@ -31,10 +31,13 @@ class DataConfig:
     text_field: str = "text"
     """Field of a row that holds the text, where `format` is `text`."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a tokenizer.json."""
+    """`bytes`, a folder with a tokenizer.json, the path of one, or the name of a model on the hub. The first peer
+    publishes `served` where it is not `bytes`: others have the files from the run's peers."""
     tokenizer_identity: str = ""
-    """`bytes`, or the SHA-256 of the tokenizer.json; the first peer fills it in. A trainer may have its copy at another
-    path, but it has to be this one."""
+    """`bytes`, or the SHA-256 of the tokenizer.json; the first peer fills it in."""
+    tokenizer_files: str = ""
+    """Digest of the tokenizer's files, the chat template included, by which peers give them to others; empty for
+    `bytes`; the first peer fills it in."""
     max_tokens: int = 0
     """Use at most this many tokens of the corpus; 0 means all."""
     sequence_length: int = 128
@@ -70,6 +73,10 @@ class DataConfig:
         require(
             self.tokenizer_identity in ("", "bytes") or is_sha256(self.tokenizer_identity),
             f"data.tokenizer_identity must be 'bytes' or 64 hexadecimal digits, not {self.tokenizer_identity[:80]!r}",
+        )
+        require(
+            not self.tokenizer_files or is_sha256(self.tokenizer_files),
+            f"data.tokenizer_files must be 64 hexadecimal digits, not {self.tokenizer_files[:80]!r}",
         )
         require(0 <= self.seed < 1 << 63, f"data.seed must be at least 0 and below 2^63, not {self.seed}")
         require(

@@ -7,7 +7,6 @@ sandbox without access to anything but the messages. Texts become tokens elsewhe
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,6 +18,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from swarm.data import tokenizer_files
 
 Message = Mapping[str, Any]
 """`role` and `content`, and whatever else a template looks at."""
@@ -170,8 +171,7 @@ def beside(tokenizer: str, *, now: Callable[[], datetime]) -> ChatTemplate:
     Raises:
         ValueError: one line, also if there is none.
     """
-    path = Path(os.path.expanduser(tokenizer))
-    template = None if tokenizer == "bytes" else load(path if path.is_dir() else path.parent, now=now)
+    template = None if tokenizer == "bytes" else load(tokenizer_files.located(tokenizer).parent, now=now)
     if template is None:
         raise ValueError(
             f"there is no chat template beside data.tokenizer {tokenizer!r}: name the tokenizer of a model that was "

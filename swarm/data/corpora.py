@@ -31,6 +31,7 @@ from swarm.data import chat, packing, text_files, tokenizers
 from swarm.data.documents import Documents
 from swarm.data.rows import HUGGING_FACE
 from swarm.data.sources import Source, Text
+from swarm.data.tokenizer_files import SERVED, TokenizerFiles
 from swarm.data.tokenizers import TokenIds, Tokenizer
 from swarm.errors import CorpusMismatch
 from swarm.training.samples import TARGETS
@@ -129,9 +130,19 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     )
 
 
-def published(config: DataConfig, corpus: Corpus) -> DataConfig:
-    """`config` as a run's first peer publishes it, so that others can tell whether they have the same text."""
-    return dataclasses.replace(config, digest=corpus.digest, tokenizer_identity=corpus.tokenizer_identity)
+def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) -> DataConfig:
+    """`config` as a run's first peer publishes it, so that others can tell whether they have the same text.
+
+    Args:
+        files: of the tokenizer, which others have from the run's peers; None for bytes.
+    """
+    return dataclasses.replace(
+        config,
+        digest=corpus.digest,
+        tokenizer=config.tokenizer if files is None else SERVED,
+        tokenizer_identity=corpus.tokenizer_identity,
+        tokenizer_files="" if files is None else files.digest,
+    )
 
 
 def check_digest(config: DataConfig, corpus: Corpus) -> None:

@@ -1,14 +1,12 @@
 """Tokenizers: text to token ids and back.
 
 data/corpora tokenizes with them, and the programs decode what a model generates. A tokenizer is either the bytes of
-UTF-8 or any tokenizer.json. None is downloaded, and none adds tokens of its own to a text (no BOS, no padding).
+UTF-8 or any tokenizer.json. None adds tokens of its own to a text (no BOS, no padding).
 """
 
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +14,7 @@ import numpy.typing as npt
 import tokenizers
 
 from swarm.config import DataConfig
+from swarm.data import tokenizer_files
 from swarm.errors import CorpusMismatch
 
 logger = logging.getLogger(__name__)
@@ -150,20 +149,23 @@ class JsonTokenizer:
 
 
 def load(spec: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `bytes`, or the path of a tokenizer.json.
+    """The tokenizer that `data.tokenizer` names: `bytes`, or a tokenizer.json by its path, its folder, or a hub name.
 
     Raises:
         ValueError: one line, if the file is missing, unreadable or no tokenizer.
+        PeerUnavailable: the hub does not give it.
     """
     if spec == ByteTokenizer.identity:
         return ByteTokenizer()
+    if spec == tokenizer_files.SERVED:
+        raise ValueError("the run's tokenizer is not on this machine: name a copy with --tokenizer")
     try:
-        definition = Path(os.path.expanduser(spec)).read_text(encoding="utf-8")
+        definition = tokenizer_files.located(spec).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(
-            f"cannot read data.tokenizer {spec!r}: {reason}; give --tokenizer 'bytes' or the path of a tokenizer.json "
-            "(that of a Hugging Face model: hf download gpt2 tokenizer.json --local-dir .)"
+            f"cannot read data.tokenizer {spec!r}: {reason}; give --tokenizer 'bytes', a folder with a tokenizer.json, "
+            "the path of one, or the name of a model on the hub"
         ) from None
     try:
         return JsonTokenizer(definition)
@@ -188,8 +190,7 @@ def load_for_run(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     if data.tokenizer_identity not in ("", tokenizer.identity):
         raise CorpusMismatch(
             f"data.tokenizer {data.tokenizer!r} is another tokenizer here ({tokenizer.identity[:12]}) than in the run "
-            f"({data.tokenizer_identity[:12]}); copy the run's from a machine that has it, and name the copy with "
-            "--tokenizer"
+            f"({data.tokenizer_identity[:12]}); leave --tokenizer out: the run's peers have the right one"
         )
     _check_vocabulary(tokenizer, vocab_size)
     return tokenizer

@@ -4,23 +4,25 @@ Called by swarm-model. Either all of the folder is there at the end, or nothing.
 ours: config.json, generation_config.json, safetensors with an index, the tokenizer's files, and a model card.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
+import tokenizers as library
 import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data import tokenizer_files, tokenizers
+from swarm.data.tokenizer_files import TOKENIZER
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
-from swarm.interchange.run_folder import TOKENIZER, copy_tokenizer
 from swarm.interchange.source import parameter_shapes
 from swarm.machine.disk import whole_folder
 
@@ -36,11 +38,14 @@ class Card:
         round: at which its weights were taken.
         num_samples: that the run had trained on by then.
         losses: by what was measured, nats a token.
+        digest: tells these weights from others: before the first round the digest of the weights that the run begins
+            with, then the lineage, a hash chain over its rounds. Empty where it is not known.
     """
 
     round: int
     num_samples: int
     losses: Mapping[str, float]
+    digest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +56,13 @@ class Origin:
         config: the run's.
         load: gives parameters of the whole model, by name; with what adapters add to them, if the run has some.
         adapters: gives parameters of these, if it has some.
+        tokenizer: names the tokenizer on this machine, as `data.tokenizer` does.
     """
 
     config: RunConfig
     load: Load
     card: Card
+    tokenizer: str
     adapters: Load | None = None
 
 
@@ -65,12 +72,12 @@ class Target:
 
     Attributes:
         dtype: to store them in; None leaves them as they are.
-        tokenizer_folder: where the tokenizer's files are, if it is not made of bytes.
+        tokenizer: names the tokenizer, if it is not where the origin says.
         shard_bytes: of one file of weights, if a single tensor is not larger: that much is in memory.
     """
 
     dtype: torch.dtype | None = None
-    tokenizer_folder: Path | None = None
+    tokenizer: str | None = None
     shard_bytes: int = 2 << 30
 
 
@@ -85,7 +92,7 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
     target = target or Target()
     with whole_folder(output) as folder:
         family = family_of(origin.config.model)
-        _write_tokenizer(origin.config, target.tokenizer_folder, folder)
+        _write_tokenizer(origin.config, target.tokenizer or origin.tokenizer, folder)
         dtype = _write_weights(origin, family, folder, target)
         _write_json(folder / "config.json", _config(origin.config, family, dtype))
         if not (folder / "generation_config.json").exists():
@@ -146,21 +153,19 @@ def _config(config: RunConfig, family: Family, dtype: torch.dtype) -> dict[str, 
     return {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": name, **values}
 
 
-def _write_tokenizer(config: RunConfig, source: Path | None, folder: Path) -> None:
-    if config.data.tokenizer == ByteTokenizer.identity:
+def _write_tokenizer(config: RunConfig, spec: str, folder: Path) -> None:
+    if spec == ByteTokenizer.identity:
         _byte_tokenizer().save(str(folder / TOKENIZER))
     else:
-        if source is None or not (source / TOKENIZER).is_file():
-            raise ValueError(
-                f"the run's tokenizer {config.data.tokenizer!r} is not on this machine: copy it to here, and "
-                "name the copy with --tokenizer"
-            )
-        copy_tokenizer(source, folder)
+        tokenizers.load_for_run(
+            dataclasses.replace(config.data, tokenizer=spec), vocab_size=config.model.vocab_size
+        )  # fmt: skip
+        tokenizer_files.read(tokenizer_files.located(spec)).write(folder)
     if not (folder / "tokenizer_config.json").exists():
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def _byte_tokenizer() -> tokenizers.Tokenizer:
+def _byte_tokenizer() -> library.Tokenizer:
     """A tokenizer.json whose tokens are the 256 bytes, each under its own number."""
     # The library writes a byte as a printable character: one of Latin-1 stands for itself, the others for what comes
     # after it, in the order of the bytes (GPT-2's bytes_to_unicode).
@@ -168,7 +173,7 @@ def _byte_tokenizer() -> tokenizers.Tokenizer:
     others = [byte for byte in range(256) if byte not in itself]
     characters = {byte: chr(byte) for byte in itself} | {byte: chr(256 + n) for n, byte in enumerate(others)}
     vocabulary = {character: byte for byte, character in characters.items()}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = library.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -179,6 +184,7 @@ def _card(origin: Origin, family: Family, dtype: torch.dtype) -> str:
     rows = {
         "Run": f"`{config.run_id}`",
         "Round": str(card.round),
+        **({"Digest": f"`{card.digest}`"} if card.digest else {}),
         "Tokens seen": f"{card.num_samples * config.data.sequence_length:,}",
         "Text": f"`{config.data.dataset}`, digest `{config.data.digest or 'not known'}`",
         "Weights at the beginning": f"`{config.model.weights}`" if config.model.weights else "random",

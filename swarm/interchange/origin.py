@@ -12,26 +12,33 @@ from torch import Tensor
 from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import DataConfig, RunConfig, StagesConfig
+from swarm.data import tokenizer_files
+from swarm.data.tokenizer_files import TOKENIZER
 from swarm.errors import IntegrityError
 from swarm.interchange import run_folder
 from swarm.interchange.export import Card, Load, Origin
 from swarm.interchange.source import Source
+from swarm.interchange.weights import Weights
 from swarm.model.adapters import adapter_names, merged
 from swarm.model.stages import drawn, parameter_shapes, trained_shapes
+
+TOKENIZER_FOLDER = "tokenizer"
+"""Of a folder of checkpoints: a stage peer puts the run's tokenizer there."""
 
 
 def from_run_folder(folder: Path) -> Origin:
     """The model as it was before the run. Raises ValueError, IntegrityError."""
     config = run_folder.load_config(folder)
     weights = run_folder.open_weights(folder, config)
-    return Origin(config=config, load=weights.load, card=Card(round=0, num_samples=0, losses={}))
+    card = Card(round=0, num_samples=0, losses={}, digest=config.model.weights)
+    return Origin(config=config, load=weights.load, card=card, tokenizer=config.data.tokenizer)
 
 
 def from_model_folder(folder: Path) -> Origin:
     """A model as transformers saved it. Raises ValueError."""
     source = Source(folder)
     longest = source.model.max_positions
-    tokenizer = str(folder / run_folder.TOKENIZER) if (folder / run_folder.TOKENIZER).is_file() else "bytes"
+    tokenizer = str(folder) if (folder / TOKENIZER).is_file() else "bytes"
     config = RunConfig(
         run="model",
         model=source.model,
@@ -42,16 +49,17 @@ def from_model_folder(folder: Path) -> Origin:
         config=config,
         load=lambda wanted: dict(source.tensors(wanted)),
         card=Card(round=0, num_samples=0, losses={}),
+        tokenizer=tokenizer,
     )
 
 
-def from_checkpoints(folder: Path, round_number: int | None, base: Path | None = None) -> Origin:
+def from_checkpoints(folder: Path, round_number: int | None, base: Path | Weights | None = None) -> Origin:
     """The model as the newest round has it that is whole in a folder, or as a given round has it. Blocks.
 
     Every file that is used is checked against its own digest.
 
     Args:
-        base: the run folder, where the run trains adapters of a model: they alone are in checkpoints.
+        base: the run folder, or its weights, where the run trains adapters of a model: they alone are in checkpoints.
 
     Raises:
         ValueError: there is no such run folder.
@@ -70,22 +78,27 @@ def from_checkpoints(folder: Path, round_number: int | None, base: Path | None =
     def trained(wanted: set[str]) -> Mapping[str, Tensor]:
         return {name: restored.tensors[f"anchor/{name}"] for name in wanted}
 
-    card = Card(round=restored.round, num_samples=restored.run_samples, losses={})
-    return of_trained(restored.config, trained, base, card)
+    card = Card(round=restored.round, num_samples=restored.run_samples, losses={}, digest=restored.lineage)
+    data = restored.config.data
+    tokenizer = tokenizer_files.place_of(data.tokenizer_files, data.tokenizer, [folder / TOKENIZER_FOLDER])
+    return of_trained(restored.config, trained, base, card, tokenizer=tokenizer)
 
 
-def of_trained(config: RunConfig, trained: Load, base: Path | None, card: Card) -> Origin:
+def of_trained(
+    config: RunConfig, trained: Load, base: Path | Weights | None, card: Card, *, tokenizer: str
+) -> Origin:  # fmt: skip
     """A model of which what is trained is at hand: all of it, or adapters.
 
     Args:
-        base: the run folder with the weights that adapters belong to, if the run began with a model's. Without it the
-            adapters can be had alone.
+        base: the weights that adapters belong to, or a run folder with them, if the run began with a model's. Without
+            them the adapters can be had alone.
+        tokenizer: as in Origin.
 
     Raises:
         ValueError, IntegrityError: it is no run folder, or has other weights.
     """
     if not config.lora.is_on:
-        return Origin(config=config, load=trained, card=card)
+        return Origin(config=config, load=trained, card=card, tokenizer=tokenizer)
     frozen = _frozen(config, base)
     names, scale = adapter_names(config), config.lora.scale
 
@@ -97,13 +110,15 @@ def of_trained(config: RunConfig, trained: Load, base: Path | None, card: Card) 
             tensors[name] = merged(tensors[name], adapter[a], adapter[b], scale)
         return tensors
 
-    return Origin(config=config, load=load, adapters=trained, card=card)
+    return Origin(config=config, load=load, adapters=trained, card=card, tokenizer=tokenizer)
 
 
-def _frozen(config: RunConfig, base: Path | None) -> Load:
+def _frozen(config: RunConfig, base: Path | Weights | None) -> Load:
     """The weights that adapters belong to."""
+    if isinstance(base, Path):
+        base = run_folder.open_weights(base, config)
     if base is not None:
-        return run_folder.open_weights(base, config).load
+        return base.load
     if config.model.weights:
 
         def missing(_: set[str]) -> Mapping[str, Tensor]:

@@ -10,7 +10,6 @@
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,15 @@ from torch import Tensor
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.config.data import Format
-from swarm.data import chat, tokenizers
+from swarm.data import chat, tokenizer_files, tokenizers
+from swarm.data.tokenizer_files import TOKENIZER
 from swarm.errors import IntegrityError
 from swarm.interchange import weights
 from swarm.interchange.source import Source
-from swarm.interchange.weights import WeightsFolder
+from swarm.interchange.weights import Index, Weights
 from swarm.machine.disk import whole_folder
 
-CONFIG, WEIGHTS, TOKENIZER = "run.toml", "weights", "tokenizer.json"
-TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "generation_config.json",
-)
-"""What is copied from a model's folder, and given back by an export."""
+CONFIG, WEIGHTS = "run.toml", "weights"
 LONGEST_SEQUENCE = 1024
 """Tokens of a sample, if the user says nothing, in a run of a model that could take more."""
 
@@ -71,19 +58,11 @@ def import_model(source: Source, output: Path, options: ImportOptions) -> RunCon
         OSError: the folder cannot be written.
     """
     with whole_folder(output) as folder:
-        config = _config(source, output, options)
-        digest = weights.write(folder / WEIGHTS, _parts(source))
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=digest))
-        copy_tokenizer(source.folder, folder)
+        config = config_of(source, options, tokenizer=output)
+        config = with_weights(config, weights.write(folder / WEIGHTS, _parts(source)))
+        tokenizer_files.copy(source.folder, folder)
         (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
     return config
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy what a folder has of TOKENIZER_FILES. Raises OSError."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -94,23 +73,33 @@ def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield part, dict(source.tensors(members))
 
 
-def _config(source: Source, output: Path, options: ImportOptions) -> RunConfig:
-    """The run's configuration, but for the digest of its weights. Raises ValueError."""
+def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> RunConfig:
+    """The configuration of a run that begins with a model, but for the digest of its weights.
+
+    Args:
+        tokenizer: the folder in which it will lie, if the source has one.
+
+    Raises:
+        ValueError: it makes no run, or the tokenizer has more tokens than the model.
+    """
     model = source.model
     name = options.run or re.sub(r"[^A-Za-z0-9_-]+", "-", source.folder.resolve().name).strip("-")[:64] or "model"
     longest = min(model.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
     data = DataConfig(sequence_length=longest)
     data = dataclasses.replace(data, dataset=options.dataset or data.dataset, format=options.format)
     if (source.folder / TOKENIZER).is_file():
-        tokenizers.load_for_run(
-            dataclasses.replace(data, tokenizer=str(source.folder / TOKENIZER)), vocab_size=model.vocab_size
-        )
-        data = dataclasses.replace(data, tokenizer=str(output.resolve() / TOKENIZER))
+        tokenizers.load_for_run(dataclasses.replace(data, tokenizer=str(source.folder)), vocab_size=model.vocab_size)
+        data = dataclasses.replace(data, tokenizer=str(tokenizer.resolve()))
     if data.format == "chat":
         # It is wanted once peers begin the run; that it is missing is better known now.
-        chat.beside(str(source.folder / TOKENIZER), now=lambda: chat.TRAINING_DATE)
+        chat.beside(str(source.folder), now=lambda: chat.TRAINING_DATE)
     num_stages = options.num_stages or min(2, model.num_layers)
     return RunConfig(run=name, model=model, stages=StagesConfig(num_stages=num_stages), data=data)
+
+
+def with_weights(config: RunConfig, index: Index) -> RunConfig:
+    """The configuration of a run that begins with these weights."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=index.digest))
 
 
 def load_config(folder: Path) -> RunConfig:
@@ -121,15 +110,16 @@ def load_config(folder: Path) -> RunConfig:
     if not (folder / TOKENIZER).is_file():
         return config
     # The folder may have been copied from another machine.
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(folder / TOKENIZER)))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(folder)))
 
 
-def open_weights(folder: Path, config: RunConfig) -> WeightsFolder:
+def open_weights(folder: Path, config: RunConfig) -> Weights:
     """The weights of a run folder. Raises IntegrityError if they are not those that the run begins with."""
-    found = WeightsFolder(folder / WEIGHTS)
-    if found.digest != config.model.weights:
+    found = weights.open_folder(folder / WEIGHTS)
+    if found.index.digest != config.model.weights:
         raise IntegrityError(
-            f"{folder} has other weights ({found.digest[:12]}) than the run begins with ({config.model.weights[:12]})"
+            f"{folder} has other weights ({found.index.digest[:12]}) than the run begins with "
+            f"({config.model.weights[:12]})"
         )
     return found
 

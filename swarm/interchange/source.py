@@ -7,18 +7,20 @@ only safetensors is read. Never writes.
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.interchange.families.family import TensorRule
 from swarm.interchange.families.known import read_config
+from swarm.machine import tensor_file
 from swarm.model import stages
 
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What is downloaded of a model on the hub: its configuration, weights if they are safetensors, and its tokenizer."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -60,7 +62,7 @@ class Source:
                 theirs = self._find(rule)
                 path = self._files[theirs]
                 if path not in opened:
-                    opened[path] = stack.enter_context(_opened(path))
+                    opened[path] = stack.enter_context(tensor_file.opened(path, ValueError))
                 tensor = opened[path].get_tensor(theirs)
                 if rule.transposed:
                     tensor = tensor.t()
@@ -68,6 +70,11 @@ class Source:
                 for name, part in zip(rule.ours, parts, strict=True):
                     if name in names:
                         yield name, part.contiguous()
+
+    @property
+    def files(self) -> list[Path]:
+        """Those that have the weights."""
+        return sorted(set(self._files.values()))
 
     def _find(self, rule: TensorRule) -> str:
         """The name under which the files have a tensor. Raises ValueError if none has it."""
@@ -80,8 +87,8 @@ class Source:
         """Compare the headers with what the model needs; gives the type of its weights. Raises ValueError."""
         wanted = {self._find(rule): rule for rule in dict.fromkeys(self._rules.values())}
         types: dict[str, str] = {}
-        for path in sorted(set(self._files.values())):
-            with _opened(path) as file:
+        for path in self.files:
+            with tensor_file.opened(path, ValueError) as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     if name in wanted:
                         header = file.get_slice(name)
@@ -114,17 +121,8 @@ class Source:
         if name != "lm_head.weight" or not self.model.tied_embeddings:
             return False
         embedding = self._find(self._rules["embedding.weight"])
-        with _opened(self._files[embedding]) as other:
+        with tensor_file.opened(self._files[embedding], ValueError) as other:
             return torch.equal(file.get_tensor(name), other.get_tensor(embedding))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: it is not a whole safetensors file ({error})") from None
 
 
 def _files(folder: Path) -> Mapping[str, Path]:
@@ -152,6 +150,6 @@ def _files(folder: Path) -> Mapping[str, Path]:
         raise ValueError(f"{folder} has no {_SINGLE} and no {_INDEX}")
     found: dict[str, Path] = {}
     for path in sorted(files):
-        with _opened(path) as opened:
+        with tensor_file.opened(path, ValueError) as opened:
             found |= dict.fromkeys(opened.keys(), path)
     return found

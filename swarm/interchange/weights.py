@@ -1,31 +1,39 @@
-"""The weights that a run begins with: safetensors files, one for each layer, and the digest of each tensor.
+"""The weights that a run begins with: their index, and where the tensors are read from.
 
-    weights/index.json               names, files, shapes, types and digests of all tensors
+    weights/index.json               shape, type and digests of all tensors
     weights/embedding.safetensors    what comes before the first layer
     weights/layers.0.safetensors     ... one for each layer, so that a stage reads its own under any cut
     weights/head.safetensors         what comes after the last one
 
-Written by an import, read by a stage's first peer and by whoever looks into a model. The digest of all of it is part of
-a run's configuration, so each tensor can be checked by itself against what the run began with.
+The digest of the index is part of a run's configuration, and the index has a digest for each segment of a tensor. So
+whatever a peer reads, or has from another peer, is checked by itself against what the run began with. Tensors lie in a
+folder like this one, of which a part may be missing, or in a model's folder as it came from Hugging Face.
 """
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from blake3 import blake3
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm.errors import IntegrityError
-from swarm.machine.disk import put_in_place, sync
+from swarm.machine import tensor_file
+from swarm.machine.disk import put_in_place
 
-FORMAT = 1
 INDEX = "index.json"
+SEGMENT_BYTES = 4 << 20
+"""Of a tensor, what has a digest of its own, and is fetched as a whole."""
+MOST_INDEX_BYTES = 64 << 20
+"""Of an index: one of a model of 140 GB takes 3 MB."""
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +41,127 @@ class TensorEntry:
     """What the index says of one tensor.
 
     Attributes:
-        file: its name within the folder.
         dtype: as torch names it: `float32`, `bfloat16` or `float16`.
-        blake3: of its bytes, in hexadecimal.
+        sha256: of each SEGMENT_BYTES of its bytes, in hexadecimal.
     """
 
-    file: str
     shape: tuple[int, ...]
     dtype: str
-    blake3: str
+    sha256: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+class Index:
+    """All tensors of a model, by name.
+
+    Attributes:
+        content: the index as bytes, which are the same on every machine.
+        digest: of these, SHA-256 in hexadecimal; `model.weights` in a run's configuration.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        """Raises IntegrityError if it makes no sense."""
+        self.content = content
+        self.digest = hashlib.sha256(content).hexdigest()
+        try:
+            self.entries: Mapping[str, TensorEntry] = {
+                str(name): TensorEntry(
+                    shape=tuple(map(int, entry["shape"])),
+                    dtype=str(entry["dtype"]),
+                    sha256=tuple(map(str, entry["sha256"])),
+                )
+                for name, entry in json.loads(content).items()
+            }
+            is_sound = all(len(entry.sha256) == _num_segments(entry.num_bytes) for entry in self.entries.values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            is_sound = False
+        if not is_sound:
+            raise IntegrityError("the index of the weights is damaged")
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> "Index":
+        """Read tensors one by one, and digest them. Blocks. Raises IntegrityError if one holds NaN or infinity."""
+        return cls.from_entries(dict((name, describe(name, tensor)) for name, tensor in tensors))
+
+    @classmethod
+    def from_entries(cls, entries: Mapping[str, TensorEntry]) -> "Index":
+        """An index of what `describe` has said of each tensor."""
+        values = {name: {"shape": e.shape, "dtype": e.dtype, "sha256": e.sha256} for name, e in entries.items()}
+        return cls(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+
+    @cached_property
+    def places(self) -> Mapping[str, list[tuple[str, int]]]:
+        """By the digest of a segment: the tensors that have it, and its number there."""
+        places: dict[str, list[tuple[str, int]]] = {}
+        for name, entry in self.entries.items():
+            for number, digest in enumerate(entry.sha256):
+                places.setdefault(digest, []).append((name, number))
+        return places
+
+
+class Weights:
+    """A model's tensors at one place, each checked against the index when it is read.
+
+    Attributes:
+        index: of the whole model, of which this place may lack some tensors.
+    """
+
+    def __init__(
+        self, index: Index, read: Callable[[set[str]], Iterable[tuple[str, Tensor]]], *, place: Path,
+        has: Callable[[str], bool] = lambda _: True,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            read: gives some tensors, unchecked; raises ValueError or IntegrityError.
+            place: for messages.
+            has: whether a tensor is here.
+        """
+        self.index = index
+        self._read = read
+        self._place = place
+        self._has = has
+
+    def has(self, names: Collection[str]) -> bool:
+        """Whether all these tensors are here."""
+        return all(name in self.index.entries and self._has(name) for name in names)
+
+    def load(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Some tensors, of the type that they were stored in. Blocks.
+
+        Raises:
+            IntegrityError: one is missing, damaged, or not what the index says.
+        """
+        if missing := sorted(set(names) - self.index.entries.keys()):
+            raise IntegrityError(f"{self._place} does not have the tensor {missing[0]}")
+        tensors = dict(self._read(set(names)))
+        for name, tensor in tensors.items():
+            entry = self.index.entries[name]
+            if (tuple(tensor.shape), digests_of(tensor)) != (entry.shape, entry.sha256):
+                raise IntegrityError(
+                    f"{self._place} is damaged, or is not what the run begins with: {name} does not match its digest"
+                )
+        return tensors
+
+    def content(self, sha256: str) -> bytes | None:
+        """The index, or a segment of a tensor, by its digest; None if it is not here. Blocks.
+
+        It is not checked again: whoever asked does that.
+
+        Raises:
+            IntegrityError, ValueError: it cannot be read.
+        """
+        if sha256 == self.index.digest:
+            return self.index.content
+        here = [place for place in self.index.places.get(sha256, ()) if self._has(place[0])]
+        if not here:
+            return None
+        name, number = here[0]
+        ((_, tensor),) = self._read({name})
+        return bytes(bytes_of(tensor)[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES])
 
 
 def part_of(name: str) -> str:
@@ -52,8 +172,8 @@ def part_of(name: str) -> str:
     return "head" if first == "head" else "embedding"
 
 
-def write(folder: Path, parts: Iterable[tuple[str, Mapping[str, Tensor]]]) -> str:
-    """Write the weights part by part, with one part in memory; gives the digest of all of them. Blocks.
+def write(folder: Path, parts: Iterable[tuple[str, Mapping[str, Tensor]]]) -> Index:
+    """Write the weights part by part, with one part in memory; gives their index. Blocks.
 
     Args:
         folder: is made, and must not be there.
@@ -66,91 +186,81 @@ def write(folder: Path, parts: Iterable[tuple[str, Mapping[str, Tensor]]]) -> st
     folder.mkdir()
     entries: dict[str, TensorEntry] = {}
     for part, tensors in parts:
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        for name, tensor in whole.items():
-            if not bool(tensor.isfinite().all()):
-                raise IntegrityError(f"the tensor {name} holds NaN or infinity")
-            entries[name] = TensorEntry(
-                file=f"{part}.safetensors",
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                blake3=_digest_of(tensor),
-            )
-        path = folder / f"{part}.safetensors"
-        try:
-            save_file(whole, path)
-        except SafetensorError as error:
-            raise OSError(str(error)) from None
-        sync(path)
-    temporary = folder / f".{INDEX}.tmp"
-    temporary.write_text(
-        json.dumps({"format": FORMAT, "tensors": {n: asdict(e) for n, e in entries.items()}}, indent=1)
-    )
-    sync(temporary)
-    put_in_place(temporary, folder / INDEX)
-    return digest(entries)
+        entries |= {name: describe(name, tensor) for name, tensor in tensors.items()}
+        write_part(folder, part, tensors)
+    index = Index.from_entries(entries)
+    write_index(folder, index)
+    return index
 
 
-def digest(entries: Mapping[str, TensorEntry]) -> str:
-    """SHA-256, in hexadecimal, over names, shapes, types and contents; where the tensors lie does not count."""
-    values = {name: [list(entry.shape), entry.dtype, entry.blake3] for name, entry in entries.items()}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+def write_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write the file of one part, whole or not at all. Blocks. Raises OSError."""
+    _put(folder / f"{part}.safetensors", lambda path: save_file({n: t.contiguous() for n, t in tensors.items()}, path))
 
 
-class WeightsFolder:
-    """Weights on disk.
-
-    Attributes:
-        digest: of all of them, as the index says.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Read the index. Raises IntegrityError if there is none, or it is damaged."""
-        self.path = path
-        try:
-            values = json.loads((path / INDEX).read_text(encoding="utf-8"))
-            entries = {
-                str(name): TensorEntry(
-                    file=str(entry["file"]),
-                    shape=tuple(map(int, entry["shape"])),
-                    dtype=str(entry["dtype"]),
-                    blake3=str(entry["blake3"]),
-                )
-                for name, entry in values["tensors"].items()
-            }
-        except OSError as error:
-            raise IntegrityError(f"cannot read {path / INDEX}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise IntegrityError(f"{path / INDEX} is damaged") from None
-        if any(Path(entry.file).name != entry.file for entry in entries.values()):
-            raise IntegrityError(f"{path / INDEX} names a file outside of its folder")
-        self.entries: Mapping[str, TensorEntry] = entries
-        self.digest = digest(entries)
-
-    def load(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Some tensors, of the type that they were stored in, each checked against its digest. Blocks.
-
-        Raises:
-            IntegrityError: one is missing, damaged, or not what the index says.
-        """
-        if missing := sorted(set(names) - self.entries.keys()):
-            raise IntegrityError(f"{self.path} does not have the tensor {missing[0]}")
-        tensors: dict[str, Tensor] = {}
-        for file in sorted({self.entries[name].file for name in names}):
-            path = self.path / file
-            try:
-                with safe_open(path, framework="pt") as opened:
-                    for name in names:
-                        if self.entries[name].file == file:
-                            tensors[name] = opened.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise IntegrityError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-        for name, tensor in tensors.items():
-            entry = self.entries[name]
-            if (tuple(tensor.shape), _digest_of(tensor)) != (entry.shape, entry.blake3):
-                raise IntegrityError(f"{self.path / entry.file} is damaged: {name} does not match its digest")
-        return tensors
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index beside its parts. Blocks. Raises OSError."""
+    _put(folder / INDEX, lambda path: path.write_bytes(index.content))
 
 
-def _digest_of(tensor: Tensor) -> str:
-    return blake3(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+def open_folder(folder: Path) -> Weights:
+    """What `write` has written, or as many of its parts as are there. Raises IntegrityError without a sound index."""
+    try:
+        index = Index((folder / INDEX).read_bytes())
+    except OSError as error:
+        raise IntegrityError(f"cannot read {folder / INDEX}: {error.strerror}") from None
+    except IntegrityError:
+        raise IntegrityError(f"{folder / INDEX} is damaged") from None
+
+    def read(names: set[str]) -> Iterator[tuple[str, Tensor]]:
+        for path in sorted({_path(folder, name) for name in names}):
+            with tensor_file.opened(path, IntegrityError) as file:
+                for name in names:
+                    if _path(folder, name) == path:
+                        yield name, file.get_tensor(name)
+
+    return Weights(index, read, place=folder, has=lambda name: _path(folder, name).is_file())
+
+
+def describe(name: str, tensor: Tensor) -> TensorEntry:
+    """What the index says of a tensor. Blocks. Raises IntegrityError if it holds NaN or infinity."""
+    if not bool(tensor.isfinite().all()):
+        raise IntegrityError(f"the tensor {name} holds NaN or infinity")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorEntry(shape=tuple(tensor.shape), dtype=dtype, sha256=digests_of(tensor))
+
+
+def digests_of(tensor: Tensor) -> tuple[str, ...]:
+    """Of each segment of a tensor, SHA-256 in hexadecimal."""
+    content = bytes_of(tensor)
+    starts = range(0, len(content), SEGMENT_BYTES)
+    return tuple(hashlib.sha256(content[start : start + SEGMENT_BYTES]).hexdigest() for start in starts)
+
+
+def empty(entry: TensorEntry) -> Tensor:
+    """A tensor of that shape and type, to be filled."""
+    return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes: its own memory, if that is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _num_segments(num_bytes: int) -> int:
+    return -(-num_bytes // SEGMENT_BYTES)
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{part_of(name)}.safetensors"
+
+
+def _put(path: Path, write_to: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_to(temporary)
+        put_in_place(temporary, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    finally:
+        temporary.unlink(missing_ok=True)

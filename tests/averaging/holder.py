@@ -16,7 +16,7 @@ from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.place import Place
 from swarm.config import from_dict
 from swarm.errors import DeadlineExceeded, PeerUnavailable
-from swarm.machine.clock import ManualClock
+from swarm.machine.clock import Clock, ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult, Snapshot, known
 from swarm.types import PeerRecord
@@ -36,16 +36,17 @@ MANY_FRAGMENTS = from_dict(
 class Holder:
     """A peer whose state is one vector, with its donor."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.clock = ManualClock()
+        clock = clock or self.clock
         self.state = torch.arange(SIZE, dtype=torch.float32)
         self.num_copies = 0
         start = Standing(run_samples=0, round=0, lineage="00")
-        self.place = Place(make_context(record(1), config=MANY_FRAGMENTS, clock=self.clock), start)
+        self.place = Place(make_context(record(1), config=MANY_FRAGMENTS, clock=clock), start)
         self.donor = Donor(
             self.place,
             cast("RoundMember", self),  # Of which nothing but snapshots is asked.
-            self.clock,
+            clock,
         )
 
     @property

@@ -79,8 +79,8 @@ def test_json_settings_for_batches_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot read .*No such file or directory; give --tokenizer 'bytes' or"),
-        (b"\xff\xfe", "cannot read .*not UTF-8 text; give --tokenizer 'bytes' or"),
+        (None, "cannot read .*No such file or directory; give --tokenizer 'bytes', a folder"),
+        (b"\xff\xfe", "cannot read .*not UTF-8 text; give --tokenizer 'bytes', a folder"),
         (b"", "is not a valid tokenizer.json: EOF while parsing"),
         (b"{}", "is not a valid tokenizer.json: "),
         (b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "is not a valid .*: Token `b` out of"),

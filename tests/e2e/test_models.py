@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from peers.local.supervisor import Supervisor
 from swarm import config as configs
 from swarm.config import AveragingConfig, DataConfig, OptimizerConfig, RoundsConfig
-from swarm.data import corpora
+from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.interchange.run_folder import to_toml
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 from tests.interchange.small_models import save
 from tests.support.swarm import RealSwarm, run, run_all, wait_until, write_text
-from tests.support.tokenizers import write_chat_tokenizer
+from tests.support.tokenizers import write_chat_tokenizer, write_tokenizer
 
 pytestmark = [
     pytest.mark.e2e,
@@ -37,10 +39,18 @@ def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
         yield RealSwarm(tmp_path, children)
 
 
-def _import(folder: Path, num_stages: int, *, learning_rate: float = 1e-3) -> None:
-    """Import a model to train it on a text."""
+def _import(folder: Path, num_stages: int, *, words: bool = False, learning_rate: float = 1e-3) -> None:
+    """Import a model to train it on a text.
+
+    Args:
+        words: whether it has a tokenizer, of words; otherwise the run is on bytes.
+    """
     save("llama-3", folder / "model")
-    _make_run(folder, num_stages, "--dataset", str(write_text(folder / "text.txt")), learning_rate=learning_rate)
+    text = write_text(folder / "text.txt")
+    if words:
+        common = Counter(re.findall(r"\w+|[^\w\s]+", text.read_text())).most_common(200)
+        write_tokenizer(folder / "model" / "tokenizer.json", [word for word, _ in common])
+    _make_run(folder, num_stages, "--dataset", str(text), learning_rate=learning_rate)
 
 
 def _import_to_chat(folder: Path, num_stages: int) -> None:
@@ -101,49 +111,77 @@ def _loss_of(model: torch.nn.Module, data: DataConfig, cache: Path) -> float:
     return float(torch.cat(losses).mean())
 
 
-def _train_and_export(swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps: int, *, kills: bool) -> None:
+def _other_machine(folder: Path, name: str) -> dict[str, str]:
+    """The environment of a process that has nothing in its cache."""
+    return {"XDG_CACHE_HOME": str(folder / "caches" / name)}
+
+
+def _train(swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps: int, *, kills: bool) -> None:
+    """Train with a first peer that has the model, and others, as on other machines, that have nothing."""
     folder = swarm.folder
     swarm.model = folder / "run"
     checkpoints = ("--checkpoint", str(folder / "checkpoints"), "--checkpoint-every", "1")
-    model = ("--model", str(folder / "run"))
     swarm.start_peers([0], *checkpoints)
-    # Who holds a stage first has the model at hand; others download from it.
-    swarm.start_peers(range(1, num_stages), *checkpoints, *model)
-    swarm.start_peers([*range(num_stages)] * (peers_a_stage - 1), *checkpoints)
-    trainer = swarm.start_trainer("train", steps=steps)
+    bare = _other_machine(folder, "peers")
+    swarm.start_peers(range(1, num_stages), *checkpoints, environment=bare)
+    swarm.start_peers([*range(num_stages)] * (peers_a_stage - 1), *checkpoints, environment=bare)
+    trainer = swarm.start_trainer("train", steps=steps, environment=_other_machine(folder, "trainer"))
     if kills:
         swarm.wait_for_steps("train", steps // 3)
         swarm.kill(next(peer for peer in swarm.peers if peer.stage == 1))
     assert swarm.wait_for_end(trainer) == 0
     losses = [row["train/loss"] for row in swarm.steps("train")]
     assert losses[-1] < losses[0] - 0.3
-    exported = ("--output", str(folder / "out"), "--round", str(steps))
+
+
+def _export(swarm: RealSwarm, steps: int) -> Path:
+    """From the checkpoints of the last round, which are written while others look."""
+    output = swarm.folder / "out"
+    options = ("--output", str(output), "--round", str(steps), "--metrics", str(swarm.folder / "train"))
 
     def export() -> bool:
-        """The last round's checkpoints are written while others look."""
-        result = run("model", "export", "--checkpoint", str(folder / "checkpoints"), *exported)
+        result = run("model", "export", "--checkpoint", str(swarm.folder / "checkpoints"), *options)
         assert result.returncode == 0 or "no sound checkpoints of round" in result.stderr, result.stderr
         return result.returncode == 0
 
     wait_until(export, 30.0, "the last round's checkpoints")
-    data = configs.load(folder / "run" / "run.toml").data
-    summary = json.loads((folder / "train" / "summary.json").read_text())
-    expected = summary["validation_loss"]
-    assert _loss_in_transformers(folder / "out", data, folder / "cache") == pytest.approx(expected, abs=1e-4)
-    assert f"| Round | {steps} |" in (folder / "out" / "README.md").read_text()
+    data = configs.load(swarm.folder / "run" / "run.toml").data
+    expected = json.loads((swarm.folder / "train" / "summary.json").read_text())["validation_loss"]
+    assert _loss_in_transformers(output, data, swarm.folder / "cache") == pytest.approx(expected, abs=1e-4)
+    card = (output / "README.md").read_text()
+    assert f"| Round | {steps} |" in card
+    assert f"| Tokens seen | {steps * 16 * data.sequence_length:,} |" in card
+    assert f"| Loss, held-out, at round {steps} | {expected:.4f} nats a token |" in card
+    return output
 
 
 def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
-    _import(swarm.folder, 2)
-    _train_and_export(swarm, 2, 1, 6, kills=False)
-    tokenizer = AutoTokenizer.from_pretrained(swarm.folder / "out")
-    assert tokenizer("def é")["input_ids"] == list("def é".encode())
+    """Peers without the model have their stage from one that has it, and all have the tokenizer from each other."""
+    _import(swarm.folder, 2, words=True)
+    _train(swarm, 2, 1, 6, kills=False)
+    out = _export(swarm, 6)
+    words = "import json"
+    expected = tokenizers.load(str(swarm.folder / "model")).encode(words).tolist()
+    assert AutoTokenizer.from_pretrained(out)(words)["input_ids"] == expected
+    assert 0 not in expected
+    # From the swarm itself comes the same, bit by bit, also to a machine that has nothing.
+    live = swarm.folder / "live"
+    where = ("--initial-peers", swarm.address, "--metrics", str(swarm.folder / "train"))
+    result = run(
+        "model", "export", *where, "--output", str(live), environment=_other_machine(swarm.folder, "export")
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert (live / "README.md").read_text() == (out / "README.md").read_text()
+    assert {path.name: path.read_bytes() for path in live.iterdir()} == {
+        path.name: path.read_bytes() for path in out.iterdir()
+    }
 
 
 def test_likewise_with_conversations(swarm: RealSwarm) -> None:
     """Of which what the assistant says is learnt, and evaluated."""
     _import_to_chat(swarm.folder, 2)
-    _train_and_export(swarm, 2, 1, 6, kills=False)
+    _train(swarm, 2, 1, 6, kills=False)
+    _export(swarm, 6)
     before, after = (AutoTokenizer.from_pretrained(swarm.folder / name) for name in ("model", "out"))
     talk = _conversation(1)
     assert after.apply_chat_template(talk, tokenize=False) == before.apply_chat_template(talk, tokenize=False)
@@ -156,7 +194,7 @@ def test_adapters_learn_beside_a_model_and_go_home(swarm: RealSwarm) -> None:
     swarm.model = folder / "run"
     checkpoints = ("--checkpoint", str(folder / "checkpoints"), "--checkpoint-every", "1")
     swarm.start_peers([0], *checkpoints, "--lora-rank", "8", "--lora-alpha", "32")
-    swarm.start_peers([1], *checkpoints)
+    swarm.start_peers([1], *checkpoints, environment=_other_machine(folder, "peer"))
     trainer = swarm.start_trainer("train", steps=6)
     assert swarm.wait_for_end(trainer) == 0
     losses = [row["train/loss"] for row in swarm.steps("train")]
@@ -179,15 +217,21 @@ def test_adapters_learn_beside_a_model_and_go_home(swarm: RealSwarm) -> None:
 @pytest.mark.slow
 def test_likewise_where_a_peer_is_killed(swarm: RealSwarm) -> None:
     _import(swarm.folder, 3)
-    _train_and_export(swarm, 3, 2, 20, kills=True)
+    _train(swarm, 3, 2, 20, kills=True)
+    tokenizer = AutoTokenizer.from_pretrained(_export(swarm, 20))
+    assert tokenizer("def é")["input_ids"] == list("def é".encode())
 
 
 def test_a_stage_without_its_model_is_named(swarm: RealSwarm) -> None:
     _import(swarm.folder, 2)
     swarm.model = swarm.folder / "run"
     swarm.start_peers([0])
-    child, _ = swarm.launch(1)
+    for layer in (swarm.folder / "run" / "weights").glob("layers.*"):
+        layer.unlink()
+    child, _ = swarm.launch(1, environment=_other_machine(swarm.folder, "peer"))
     exits = wait_until(lambda: [end for end in swarm.children.exits() if end.name == child.name], 60.0, "its end")
     assert exits[0].returncode == 1
-    assert "nobody holds stage 1, and the run begins with a model's weights" in child.log.read_text()
+    assert (
+        "nobody holds stage 1, and no peer that answers has the weights with which it begins" in child.log.read_text()
+    )
     assert "Traceback" not in child.log.read_text()

@@ -74,7 +74,9 @@ def _chain(config: RunConfig, folder: Path) -> WireChain:
 
 def _origin(config: RunConfig, trained: Mapping[str, Tensor], base: Path | None) -> Origin:
     card = Card(round=STEPS, num_samples=0, losses={})
-    return origin.of_trained(config, lambda names: {name: trained[name] for name in names}, base, card)
+    return origin.of_trained(
+        config, lambda names: {name: trained[name] for name in names}, base, card, tokenizer="bytes"
+    )
 
 
 def _in_peft(folder: Path, config: RunConfig, begin: Mapping[str, Tensor]) -> tuple[PeftModel, list[float]]:
@@ -164,7 +166,9 @@ def test_without_the_model_only_adapters_go_home(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="0" * 64))
     with pytest.raises(IntegrityError, match="other weights"):
-        origin.of_trained(other, lambda _: {}, tmp_path / "run", found.card)
+        origin.of_trained(other, lambda _: {}, tmp_path / "run", found.card, tokenizer="bytes")
     plain = dataclasses.replace(config, lora=LoraConfig())
     with pytest.raises(ValueError, match="export it without --adapter"):
-        export_adapter(origin.of_trained(plain, lambda _: {}, None, found.card), tmp_path / "adapter")
+        export_adapter(
+            origin.of_trained(plain, lambda _: {}, None, found.card, tokenizer="bytes"), tmp_path / "adapter"
+        )

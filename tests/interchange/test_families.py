@@ -52,7 +52,10 @@ def test_what_comes_in_goes_out_bit_by_bit(name: str, dtype: torch.dtype, tmp_pa
     save(name, tmp_path / "in", dtype)
     source = Source(tmp_path / "in")
     config = RunConfig(model=source.model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
-    export_model(Origin(config=config, load=lambda names: dict(source.tensors(names)), card=CARD), tmp_path / "out")
+    export_model(
+        Origin(config=config, load=lambda names: dict(source.tensors(names)), card=CARD, tokenizer="bytes"),
+        tmp_path / "out",
+    )
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "out"))
     assert before.keys() == after.keys()
     for theirs, tensor in before.items():
@@ -69,7 +72,7 @@ def test_the_exported_model_computes_the_same(tmp_path: Path) -> None:
     model, tokens_BT = save("llama-3", tmp_path / "in"), make_tokens()
     source = Source(tmp_path / "in")
     config = RunConfig(model=source.model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
-    origin = Origin(config=config, load=lambda names: dict(source.tensors(names)), card=CARD)
+    origin = Origin(config=config, load=lambda names: dict(source.tensors(names)), card=CARD, tokenizer="bytes")
     # Small shards, so that there is an index.
     files = export_model(origin, tmp_path / "out", Target(shard_bytes=20_000))
     assert len([file for file in files if file.suffix == ".safetensors"]) > 3

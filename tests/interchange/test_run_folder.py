@@ -14,7 +14,6 @@ from swarm.errors import IntegrityError
 from swarm.interchange import weights
 from swarm.interchange.run_folder import ImportOptions, import_model, open_weights, to_toml
 from swarm.interchange.source import Source
-from swarm.interchange.weights import WeightsFolder
 from tests.interchange.importing import write_model
 from tests.interchange.small_models import save
 from tests.support.tokenizers import write_tokenizer
@@ -30,7 +29,7 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
     assert configs.load(tmp_path / "run" / "run.toml") == config
     assert (config.run, config.stages.num_stages, config.data.sequence_length) == ("mine", 3, 64)
     assert config.data.tokenizer == "bytes"
-    assert open_weights(tmp_path / "run", config).digest == config.model.weights
+    assert open_weights(tmp_path / "run", config).index.digest == config.model.weights
 
 
 def test_every_tensor_comes_back(tmp_path: Path) -> None:
@@ -48,7 +47,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     save("llama-2", tmp_path / "model")
     write_tokenizer(tmp_path / "model" / "tokenizer.json", [f"word{number}" for number in range(90)])
     config = import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions())
-    assert config.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
+    assert config.data.tokenizer == str(tmp_path / "run")
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (tmp_path / "model" / "tokenizer.json").read_bytes()
 
 
@@ -84,14 +83,16 @@ def test_damage_is_found_in_the_tensor_that_has_it(tmp_path: Path) -> None:
     path.write_bytes(content)
     found = open_weights(tmp_path / "run", config)
     found.load({"layers.0.attention.q.weight", "layers.2.attention.q.weight"})
-    with pytest.raises(IntegrityError, match=r"layers.1.safetensors is damaged"):
-        found.load(found.entries.keys())
+    with pytest.raises(IntegrityError, match=r"is not what the run begins with: layers.1"):
+        found.load(found.index.entries.keys())
 
 
 def test_an_altered_index_is_another_model(tmp_path: Path) -> None:
     config = _import(tmp_path)
     index = tmp_path / "run" / "weights" / "index.json"
-    index.write_text(index.read_text().replace('"float32"', '"float16"', 1))
+    before = index.read_text()
+    digest = before.partition('"sha256":["')[2][:64]
+    index.write_text(before.replace(digest, digest[::-1]))
     with pytest.raises(IntegrityError, match="has other weights"):
         open_weights(tmp_path / "run", config)
 
@@ -100,7 +101,7 @@ def test_an_altered_index_is_another_model(tmp_path: Path) -> None:
 def test_an_index_that_is_none_is_said(text: str, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(IntegrityError, match="is damaged"):
-        WeightsFolder(tmp_path)
+        weights.open_folder(tmp_path)
 
 
 def test_only_what_differs_is_written_to_toml() -> None:

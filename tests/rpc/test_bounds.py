@@ -7,7 +7,7 @@ import pytest
 from swarm.errors import MalformedMessage
 from swarm.rpc.bounds import LONGEST_LIST, LONGEST_MESSAGE_LIST, looked_at, num_entries, require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.rpc.v1 import directory_pb2, lease_pb2, stage_pb2
+from swarm.rpc.v1 import content_pb2, directory_pb2, lease_pb2, stage_pb2
 from swarm.rpc.v1.tensor_pb2 import TensorChunk
 from swarm.types import LARGEST_COUNT
 
@@ -65,7 +65,7 @@ def _inner(descriptor: Any, name: str) -> Any:
 def test_all_entries_of_a_whole_request_are_counted() -> None:
     requests = [
         method.input_type
-        for file in (stage_pb2, lease_pb2, pb, directory_pb2)
+        for file in (stage_pb2, lease_pb2, pb, directory_pb2, content_pb2)
         for service in file.DESCRIPTOR.services_by_name.values()
         for method in service.methods
         if not method.client_streaming

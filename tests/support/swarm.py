@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,11 +54,14 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def run(program: str, *arguments: str, timeout_seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end."""
+def run(
+    program: str, *arguments: str, timeout_seconds: float = 60.0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; `environment` is added to our own."""
     return subprocess.run(
-        command_line(program, arguments), capture_output=True, text=True, timeout=timeout_seconds, check=False
-    )
+        command_line(program, arguments), capture_output=True, text=True, timeout=timeout_seconds, check=False,
+        env=None if environment is None else {**os.environ, **environment},
+    )  # fmt: skip
 
 
 def run_all(*commands: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
@@ -115,7 +119,7 @@ class RealSwarm:
         self.config = folder / "run.toml"
         self.config.write_text(CONFIG.format(dataset=self.text, setting=setting), encoding="utf-8")
         self.model: Path | None = None
-        """Run folder that the first peer begins with, instead of `config`."""
+        """Model that the first peer begins with, instead of `config`."""
         self._num_started = 0
 
     @property
@@ -152,7 +156,7 @@ class RealSwarm:
             threads=1,
             initial_peers=(self.address,) if self.peers else (),
             config=None if self.peers or self.model else self.config,
-            model=None if self.peers else self.model,
+            model=None if self.peers or self.model is None else str(self.model),
             identity=self.folder / f"{name}.pem",
             ready_file=ready_file,
             events=self.events / f"{name}.jsonl",
@@ -165,7 +169,9 @@ class RealSwarm:
         self.peers.remove(peer)
         self.children.kill9(peer.child)
 
-    def start_trainer(self, name: str, *, steps: int) -> Child:
+    def start_trainer(
+        self, name: str, *, steps: int, environment: Mapping[str, str] | None = None
+    ) -> Child:  # fmt: skip
         """Start a trainer; its figures go to `folder/name`."""
         options = TrainerOptions(
             initial_peers=(self.address,),
@@ -176,7 +182,7 @@ class RealSwarm:
             evaluation_samples=16,
             events=self.events / f"{name}.jsonl",
         )
-        return self.children.start(name, command_line("trainer", cli.arguments(options)))
+        return self.children.start(name, command_line("trainer", cli.arguments(options)), environment=environment)
 
     def steps(self, trainer: str) -> list[dict[str, Any]]:
         """The steps that a trainer has logged."""

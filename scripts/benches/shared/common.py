@@ -78,7 +78,7 @@ def say(text: str) -> None:
 def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
     """The configuration as the swarm publishes it, complete with what identifies its text, and its microbatches."""
     corpus = corpora.prepare(config.data, cache_dir=cache_folder() / "corpora")
-    data = corpora.published(config.data, corpus)
+    data = corpora.published(config.data, corpus, None)
     return dataclasses.replace(config, data=data), Microbatches(corpus, data)
 
 
@@ -228,7 +228,7 @@ class SwarmProcesses:
             initial_peers=addresses,
             allow_class=(self.config.model.custom_class or None) if addresses else None,
             config=None if addresses or self.model else self.folder / "run.toml",
-            model=self.model,
+            model=None if self.model is None else str(self.model),
         )
         return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
 

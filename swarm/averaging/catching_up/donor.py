@@ -37,6 +37,9 @@ YIELD_SECONDS = 5.0
 """A piece waits at most so long for an exchange under way here, which needs the line first. The peer that downloads
 waits three times as long for the next piece before it gives the donor up."""
 YIELD_LOOK_SECONDS = 0.1
+REACH_SECONDS = 8.0
+"""How long an offer waits for the round that it is asked for."""
+REACH_LOOK_SECONDS = 0.02
 RESULTS_FACTOR = 4
 """Results may take RESULTS_BYTES, or so many times a snapshot's size if that is more."""
 
@@ -131,9 +134,17 @@ class Donor:
     # -- what others ask -----------------------------------------------------------------------------------------------
 
     async def _offer(self, request: pb.OfferRequest) -> AsyncIterator[pb.DownloadReply]:
+        wanted = request.round if request.HasField("round") else None
+        if wanted is not None:
+            await self._reach(wanted)
         async with self._lock:
             self.expire()
-            pin = self._find(request.begun) or self._reusable() or await self._pin()
+            pin = self._find(request.begun) or self._pinned_at(wanted)
+            if pin is None and wanted not in (None, self._place.standing.round):
+                raise NotReady(f"this peer is at round {self._place.standing.round}")
+            pin = pin or self._reusable() or await self._pin()
+            if wanted not in (None, pin.snapshot.round):
+                raise NotReady(f"this peer does not keep the state of round {wanted}")
             self._renew(pin)
             if pin.header is None:
                 # To digest a large state may take longer than a pin lasts.
@@ -179,6 +190,12 @@ class Donor:
                 yield pb.DownloadReply(data=piece)
             standing = kept.committed.after
 
+    async def _reach(self, round_number: int) -> None:
+        """Wait for a while until this peer is at a round, or beyond it."""
+        until = self._clock.monotonic() + REACH_SECONDS
+        while self._place.standing.round < round_number and self._clock.monotonic() < until:
+            await self._clock.sleep(REACH_LOOK_SECONDS)
+
     async def _yield_to_exchange(self) -> None:
         until = self._clock.monotonic() + YIELD_SECONDS
         while self._place.group.phase is Phase.EXCHANGING and self._clock.monotonic() < until:
@@ -188,6 +205,9 @@ class Donor:
 
     def _find(self, wanted: bytes) -> _Pin | None:
         return next((pin for pin in self._pins if pin.header is not None and pin.snapshot_id == wanted), None)
+
+    def _pinned_at(self, round_number: int | None) -> _Pin | None:
+        return next((pin for pin in self._pins if pin.snapshot.round == round_number), None)
 
     def _reusable(self) -> _Pin | None:
         """The snapshot of the present, or, where no more can be kept, the newest that others fetch."""

@@ -50,6 +50,23 @@ class Fetched:
     sources: list[PeerRecord]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which snapshot is wanted, and what of it.
+
+    Attributes:
+        max_bytes: a larger one is refused.
+        is_useful: whether a snapshot of that standing is of any use.
+        round_number: if given, donors are to keep the state with which this round begins, and are waited for.
+        only: of which tensors the bytes are to be fetched, by the beginning of their names.
+    """
+
+    max_bytes: int
+    is_useful: Callable[[Standing], bool]
+    round_number: int | None = None
+    only: str = ""
+
+
 class StateTransfer:
     """One peer's downloads: what is here already, and which peers sent wrong bytes."""
 
@@ -88,13 +105,16 @@ class StateTransfer:
         Raises:
             PeerUnavailable: no peer offers what is wanted, or no source is left before all of it is here.
         """
-        partial = await self._begin(donors, max_bytes, wanted)
+        return await self.fetch(await self.begin(donors, Wanted(max_bytes=max_bytes, is_useful=wanted)))
+
+    async def fetch(self, partial: PartialSnapshot) -> Fetched:
+        """Fetch what `begin` has chosen; see `snapshot`."""
         async with asyncio.TaskGroup() as workers:
             for donor in partial.sources:
                 workers.create_task(self._work(donor, partial))
-        if partial.num_missing:
+        if partial.segments.num_missing:
             raise PeerUnavailable(
-                f"no source is left, {partial.num_missing} of {partial.num_segments} segments are missing"
+                f"no source is left, {partial.segments.num_missing} of {partial.num_segments} segments are missing"
             )
         self._partial = None
         return Fetched(
@@ -104,10 +124,16 @@ class StateTransfer:
             sources=partial.sources,
         )
 
-    async def _begin(
-        self, donors: Sequence[PeerRecord], max_bytes: int, wanted: Callable[[Standing], bool]
-    ) -> PartialSnapshot:
-        """Ask a few at a time, those that hold what was begun first and those that sent wrong bytes last."""
+    async def begin(self, donors: Sequence[PeerRecord], wanted: Wanted) -> PartialSnapshot:
+        """Have donors keep a snapshot, and choose among what they offer; see `snapshot`.
+
+        Called again, it has them keep what was chosen for longer.
+
+        It asks a few at a time, those that hold what was begun first and those that sent wrong bytes last.
+
+        Raises:
+            PeerUnavailable: no peer offers what is wanted.
+        """
         former = {donor.peer_id for donor in self._partial.sources} if self._partial else set()
         ranked = sorted(donors, key=lambda donor: donor.peer_id not in former)
         for group in (
@@ -115,20 +141,18 @@ class StateTransfer:
             [donor for donor in ranked if donor.peer_id in self._distrusted],
         ):
             for start in range(0, len(group), MAX_SOURCES):
-                offers = await self._offers(group[start : start + MAX_SOURCES], max_bytes, wanted)
-                if (partial := self._choose(offers, max_bytes)) is not None:
+                offers = await self._offers(group[start : start + MAX_SOURCES], wanted)
+                if (partial := self._choose(offers, wanted)) is not None:
                     return partial
         raise PeerUnavailable("no peer offers a snapshot that would be of use")
 
-    async def _offers(
-        self, donors: Sequence[PeerRecord], max_bytes: int, wanted: Callable[[Standing], bool]
-    ) -> list[_Offer]:
+    async def _offers(self, donors: Sequence[PeerRecord], wanted: Wanted) -> list[_Offer]:
         """Ask several at once; once one has answered, the others get as long again."""
         offers: list[_Offer] = []
 
         async def ask(donor: PeerRecord) -> None:
             try:
-                offers.append(await self._ask(donor, max_bytes, wanted))
+                offers.append(await self._ask(donor, wanted))
             except SwarmError as error:
                 logger.info("no snapshot from %s: %s", donor.peer_id, error)
 
@@ -144,20 +168,21 @@ class StateTransfer:
                 task.cancel()
         return offers
 
-    async def _ask(self, donor: PeerRecord, max_bytes: int, wanted: Callable[[Standing], bool]) -> _Offer:
-        silence_seconds = self._silence_seconds + max_bytes / OFFER_BYTES_PER_SECOND
+    async def _ask(self, donor: PeerRecord, wanted: Wanted) -> _Offer:
+        silence_seconds = self._silence_seconds + wanted.max_bytes / OFFER_BYTES_PER_SECOND
         begun = self._partial.snapshot_id if self._partial else b""
-        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, offer=pb.OfferRequest(begun=begun))
+        offer = pb.OfferRequest(begun=begun, round=wanted.round_number)
+        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, offer=offer)
         async for reply in self._transport.download(donor, request, silence_seconds=silence_seconds):
             if reply.WhichOneof("message") != "header":
                 raise MalformedMessage("an offer is a header")
             require_bounds(reply.header, finite=True)
-            if not wanted(voice_of(reply.header).standing):
+            if not wanted.is_useful(voice_of(reply.header).standing):
                 raise NotReady("it is of no use here")
             return _Offer(donor=donor, header=reply.header, snapshot_id=snapshot_id(reply.header))
         raise PeerUnavailable("it ended before the header came")
 
-    def _choose(self, offers: list[_Offer], max_bytes: int) -> PartialSnapshot | None:
+    def _choose(self, offers: list[_Offer], wanted: Wanted) -> PartialSnapshot | None:
         """The snapshot that was begun; else that of the farthest place behind which most offers stand, as most of the
         place's donors hold it."""
         begun = self._partial.snapshot_id if self._partial else b""
@@ -174,19 +199,19 @@ class StateTransfer:
             try:
                 if self._partial is None or best != begun:
                     self._partial = None
-                    self._partial = PartialSnapshot(headers[best], best, max_bytes)
+                    self._partial = PartialSnapshot(headers[best], best, wanted.max_bytes, only=wanted.only)
             except MalformedMessage as error:
                 for donor in donors[best]:
                     logger.warning("no snapshot from %s: %s", donor.peer_id, error)
                     self.distrust(donor)
                 continue
-            self._partial.sources = donors[best]
+            self._partial.sources, self._partial.num_offers = donors[best], len(offers)
             return self._partial
         return None
 
     async def _work(self, donor: PeerRecord, partial: PartialSnapshot) -> None:
         """Fetch segments from one source, until all are here or it fails."""
-        while (index := await partial.take()) is not None:
+        while (index := await partial.segments.take()) is not None:
             try:
                 await self._fetch(donor, partial, index)
             except SwarmError as error:
@@ -195,7 +220,7 @@ class StateTransfer:
                     self.distrust(donor)
                 return
             finally:
-                partial.give_back(index)
+                partial.segments.give_back(index)
 
     async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int) -> None:
         start, stop = partial.span(index)
@@ -211,7 +236,7 @@ class StateTransfer:
             raise PeerUnavailable(f"segment {index} ended early")
         if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
             raise IntegrityError(f"segment {index} does not match its digest")
-        partial.finish(index)
+        partial.segments.finish(index)
 
     # -- results -------------------------------------------------------------------------------------------------------
 

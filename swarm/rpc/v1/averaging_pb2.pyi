@@ -1008,20 +1008,26 @@ class OfferRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BEGUN_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
     begun: _builtins.bytes
     """SHA-256 over the header, without its outcomes and its past, of a snapshot that the asker has begun to fetch: if it is still
     kept, that one.
     """
+    round: _builtins.int
+    """Only the state with which this round began: the answer waits for a while until this peer is there."""
     def __init__(
         self,
         *,
         begun: _builtins.bytes = ...,
+        round: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "begun", b"begun", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
+    _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
 
 Global___OfferRequest: _TypeAlias = OfferRequest  # noqa: Y015
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers import model
 from peers.generate import program
+from peers.model import program as model
 from peers.shared import process
 from swarm.config import LoraConfig
 from tests.checkpoint.states import CONFIG, cut, write_cut

@@ -119,7 +119,9 @@ class LocalPeer:
         snapshot = await self.server.member.snapshot()
         return snapshot.round, dict(snapshot.tensors)
 
-    def make_server(self, stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
+    async def make_server(
+        self, stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
+    ) -> StageServer:
         options = ServerOptions(
             name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
             resume=ResumeOptions(folder=self._resume, joins=comes_from_another, moves=comes_from_another),

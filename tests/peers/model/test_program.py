@@ -1,6 +1,9 @@
 """swarm-model: what it says, makes and refuses."""
 
 import dataclasses
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from peers import model
+from peers.model import program as model
+from peers.shared import process
 from swarm import config as configs
 from swarm.config import LoraConfig, ModelConfig
 from swarm.errors import IntegrityError
@@ -17,6 +21,7 @@ from swarm.interchange.source import parameter_shapes
 from swarm.model.stages import build_stage
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import save
+from tests.support.tokenizers import write_tokenizer
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -30,10 +35,88 @@ def test_a_model_is_imported_shown_and_exported(tmp_path: Path, capsys: pytest.C
     assert "swarm-peer --model" in made
     shown = _run(capsys, "show", str(tmp_path / "run"))
     assert "GPT2LMHeadModel" in shown
+    weights = configs.load(tmp_path / "run" / "run.toml").model.weights
+    assert re.search(rf"^digest +{weights}$", shown, re.MULTILINE)
     assert f"{sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / 'in').parameters()):,}" in shown
     _run(capsys, "export", "--model", str(tmp_path / "run"), "--output", str(tmp_path / "out"))
     before, after = (tmp_path / folder / "model.safetensors" for folder in ("in", "out"))
     assert before.read_bytes() == after.read_bytes()
+
+
+def _lose_a_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def _truncate(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _pickle(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    torch.save({"lm_head.weight": torch.zeros(2)}, folder / "pytorch_model.bin")
+
+
+def _set(**values: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+    return change
+
+
+def _large_tokenizer(folder: Path) -> None:
+    write_tokenizer(folder / "tokenizer.json", [f"word{number}" for number in range(300)])
+
+
+@pytest.mark.parametrize(
+    ("harm", "fault"),
+    [
+        (_lose_a_shard, "is missing; download the model again"),
+        (_truncate, "it is not a whole safetensors file"),
+        (_set(architectures=["MambaForCausalLM"]), "the architecture 'MambaForCausalLM' is not supported"),
+        (_pickle, "as a pickle, which can hold code and is never read"),
+        (_set(intermediate_size=96), "and config.json makes it [96, 48]"),
+        (_large_tokenizer, "is smaller than the tokenizer's (301)"),
+    ],
+)
+def test_a_model_that_cannot_be_imported_is_one_line_and_nothing_is_written(
+    harm: Callable[[Path], None], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("llama-2", tmp_path / "in", max_shard_size="30KB")
+    harm(tmp_path / "in")
+    capsys.readouterr()
+    arguments = ["import", str(tmp_path / "in"), "--output", str(tmp_path / "run")]
+    assert process.run_program("swarm-model", lambda: model.main(arguments)) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("LlamaForCausalLM")]
+    assert len(errors) == 1
+    assert errors[0].startswith("swarm-model: error: ")
+    assert fault in errors[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_the_card_has_the_losses_that_were_measured_by_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256))
+    (tmp_path / "checkpoints").mkdir()
+    write_cut(tmp_path / "checkpoints", cut(2, config), num_rounds=2)
+    rows = [
+        {"step": 0, "event": "training begins"}, {"step": 1, "train/loss": 3.5, "val/loss": 3.25},
+        {"step": 2, "train/loss": 3.0, "val/loss": None}, {"step": 3, "train/loss": 2.0, "val/loss": 2.0},
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    where = ["--checkpoint", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "out")]
+    _run(capsys, "export", *where, "--metrics", str(tmp_path))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| Loss, training, at round 2 | 3.0000 nats a token |" in card
+    assert "| Loss, held-out, at round 1 | 3.2500 nats a token |" in card
+    assert "2.0000" not in card
+    for content, fault in (("{}", "has no losses"), ("{", "is no metrics.jsonl"), ("[]", "is no metrics.jsonl")):
+        (tmp_path / "metrics.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=fault):
+            model.main(["export", *where, "--metrics", str(tmp_path / "metrics.jsonl")])
+    with pytest.raises(ValueError, match="No such file"):
+        model.main(["export", *where, "--metrics", str(tmp_path / "none")])
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
@@ -92,10 +175,11 @@ def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["export", "--output", "out"], "give either --checkpoint DIR or --model DIR"),
+        (["export", "--output", "out"], "give one of --checkpoint DIR, --initial-peers ADDRESS and --model DIR"),
         (["export", "--output", "out", "--model", "run", "--round", "3"], "--round needs --checkpoint"),
-        (["export", "--output", "out", "--model", "run", "--adapter"], "need --checkpoint DIR"),
+        (["export", "--output", "out", "--model", "run", "--adapter"], "need --checkpoint DIR or --initial-peers"),
         (["export", "--output", "out", "--checkpoint", "c", "--adapter", "--merged"], "--adapter excludes"),
+        (["export", "--output", "out", "--model", "run", "--insecure"], "--insecure belong to --initial-peers"),
         (["import", "model", "--output", "run", "--stages", "-1"], "--stages must be at least 0"),
         (["melt"], "say one of import, export, show, push"),
     ],

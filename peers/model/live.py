@@ -1,0 +1,296 @@
+"""The model that a running swarm has: the weights with which one round begins, from the peers of every stage.
+
+Used by `swarm-model export --initial-peers`. They come as newcomers have them, in segments of which every one is
+checked, and are written as checkpoints are, so that an export goes on from files. Most holders of a stage have to offer
+the same bits. Peers keep one snapshot for this, as they do for a newcomer, and training goes on.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers.model.options import ExportModelOptions
+from peers.shared.cache import cache_folder
+from peers.shared.membership import Membership
+from peers.shared.network import LOOK_SECONDS, agree_on_config
+from peers.shared.token_option import admitted, find_token
+from peers.shared.tokenizer import have_tokenizer
+from peers.stage_peer.others import answers
+from peers.stage_peer.own_model import kept_weights
+from swarm.averaging.catching_up.partial_snapshot import PartialSnapshot
+from swarm.averaging.catching_up.state_transfer import MAX_SOURCES, StateTransfer, Wanted
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import GrpcTransport, Transport
+from swarm.checkpoint import file
+from swarm.checkpoint.file import Header
+from swarm.config import StagesConfig
+from swarm.content.fetcher import Fetcher
+from swarm.content.line import GrpcLine, Kind
+from swarm.content.weights import WeightsCache
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import generate
+from swarm.dht import node as dht_node
+from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError
+from swarm.interchange.weights import Weights
+from swarm.machine.clock import SystemClock, run_loop
+from swarm.model.stages import parameter_shapes, trained_shapes
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.training.round_member import Snapshot
+from swarm.types import PROTOCOL_VERSION, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+ANCHOR = "anchor/"
+SIZE_FACTOR = 4
+"""A stage's snapshot may be so many times as large as its parameters: it has optimizer state as well."""
+MOST_MISSES = 6
+"""How often the stages may get past the round that was to be kept, before this gives up."""
+QUIET_SECONDS = 600.0
+"""How long a stage that stands behind the others is waited for while no round ends anywhere."""
+NEXT_SECONDS = 10.0
+"""How long the next round is waited for likewise, where the present one was missed: rounds are short then."""
+SAY_SECONDS = 10.0
+
+
+class StageReader:
+    """One stage's weights, from its peers."""
+
+    def __init__(self, member: Membership, stage: int, transport: Transport) -> None:
+        self._member = member
+        self.stage = stage
+        config = member.config
+        shapes = trained_shapes(config, stage)
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._max_bytes = SIZE_FACTOR * sum(4 * shape.numel() for shape in shapes.values())
+        self._transfer = StateTransfer(
+            transport,
+            address=Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
+            own_id=member.peer_id,
+            silence_seconds=Timing().silence_seconds,
+        )
+        self._pinned: PartialSnapshot | None = None
+
+    async def rounds(self) -> list[int]:
+        """Where the stage's peers are that answer. Raises PeerUnavailable if none does."""
+        member = self._member
+        replies = await answers(member.config, member.known.others(self.stage), member.channels)
+        if not replies:
+            raise PeerUnavailable(f"no peer of stage {self.stage} answers")
+        return [reply.round for reply in replies]
+
+    async def pin(self, round_number: int) -> None:
+        """Have the stage's peers keep the state with which a round begins, or keep it for longer.
+
+        Raises:
+            PeerUnavailable: they are not there, or not any more.
+            IntegrityError: no state is offered by more than half of those that were asked.
+        """
+        num_asked = min(MAX_SOURCES, len(await self.rounds()))
+        wanted = Wanted(
+            max_bytes=self._max_bytes, is_useful=lambda standing: standing.round == round_number,
+            round_number=round_number, only=ANCHOR,
+        )  # fmt: skip
+        pinned = await self._transfer.begin(self._donors(), wanted)
+        if 2 * len(pinned.sources) <= num_asked:
+            self._transfer.forget()
+            raise IntegrityError(
+                f"of {num_asked} peers of stage {self.stage} only {len(pinned.sources)} have the same weights at round "
+                f"{round_number}: they do not agree, or do not answer"
+            )
+        if len(pinned.sources) == 1 and self._pinned is None:
+            logger.warning("stage %d has a single peer: there is no other to compare its weights with", self.stage)
+        self._pinned = pinned
+
+    async def fetch(self) -> Snapshot:
+        """The weights that were pinned: `anchor/NAME` for each parameter.
+
+        Raises:
+            PeerUnavailable: they are not to be had any more.
+            IntegrityError: they are not those of this stage.
+        """
+        assert self._pinned is not None
+        snapshot = (await self._transfer.fetch(self._pinned)).snapshot
+        shapes = {name.removeprefix(ANCHOR): tuple(tensor.shape) for name, tensor in snapshot.tensors.items()}
+        if shapes != self._shapes:
+            raise IntegrityError(f"what the peers of stage {self.stage} hold is another model")
+        return snapshot
+
+    def _donors(self) -> Sequence[PeerRecord]:
+        return self._member.known.others(self.stage)
+
+
+class LiveModel:
+    """All stages of a running swarm."""
+
+    def __init__(self, member: Membership, *, transport: Transport | None = None) -> None:
+        self._member = member
+        self._clock = member.clock
+        transport = transport or GrpcTransport(member.channels)
+        self._readers = [StageReader(member, stage, transport) for stage in member.stages]
+
+    async def write_checkpoints(self, folder: Path, round_number: int | None = None) -> int:
+        """Write the weights of one round, of every stage a file; gives the round. One stage is in memory at a time.
+
+        Args:
+            round_number: if given, of this round: it is waited for.
+
+        Raises:
+            Fatal: the swarm is past this round.
+            PeerUnavailable: a stage has no peer that answers, or they get past every round that they are asked for.
+            IntegrityError: a stage's peers do not agree.
+            OSError: the files cannot be written.
+        """
+        chosen = await self._pin_all(round_number)
+        async with asyncio.TaskGroup() as tasks:
+            for reader in self._readers:
+                keeping = [tasks.create_task(self._keep(later, chosen)) for later in self._readers[reader.stage + 1 :]]
+                snapshot = await reader.fetch()
+                for task in keeping:
+                    task.cancel()
+                await asyncio.to_thread(self._write, folder, reader.stage, snapshot)
+                logger.info("stage %d of %d is here", reader.stage + 1, len(self._readers))
+        return chosen
+
+    async def _pin_all(self, round_number: int | None) -> int:
+        """Have all stages keep the state of one round; gives it."""
+        lead, faults = 0, list[SwarmError]()
+        for _ in range(MOST_MISSES):
+            rounds = await self._newest()
+            chosen = max(rounds) + lead if round_number is None else round_number
+            if round_number is not None and max(rounds) > chosen:
+                raise Fatal(
+                    f"the swarm is at round {max(rounds)} and keeps no earlier one: export round {chosen} from "
+                    "checkpoints, or a later one from here"
+                )
+            try:
+                await self._pin(chosen, quiet_seconds=NEXT_SECONDS if lead else QUIET_SECONDS)
+                return chosen
+            except (PeerUnavailable, IntegrityError) as error:
+                faults.append(error)
+                logger.info("round %d was missed: %s", chosen, error)
+                # The next one is waited for, where rounds are short.
+                lead = 0 if lead else 1
+        # That peers do not agree is not for lack of time.
+        raise next((fault for fault in faults if isinstance(fault, IntegrityError)), faults[-1])
+
+    async def _pin(self, chosen: int, *, quiet_seconds: float) -> None:
+        """Pin every stage at a round. Stages that have not got there are waited for, and the others keep theirs.
+
+        Raises:
+            PeerUnavailable: a stage is past it, or does not get there.
+        """
+        pinned = set[int]()
+        quiet_since, said_at, before = self._clock.monotonic(), self._clock.monotonic(), list[int]()
+        while True:
+            outcomes = await asyncio.gather(*(r.pin(chosen) for r in self._readers), return_exceptions=True)
+            for reader, outcome in zip(self._readers, outcomes, strict=True):
+                if isinstance(outcome, BaseException) and not isinstance(outcome, PeerUnavailable):
+                    raise outcome
+                if outcome is None:
+                    pinned.add(reader.stage)
+                elif reader.stage in pinned:
+                    raise outcome
+            if len(pinned) == len(self._readers):
+                return
+            rounds, now = await self._newest(), self._clock.monotonic()
+            behind = [stage for stage, number in enumerate(rounds) if number < chosen]
+            if len(behind) + len(pinned) < len(rounds):
+                raise PeerUnavailable("a stage is past it")
+            if rounds != before:
+                quiet_since, before = now, rounds
+            if now - quiet_since > quiet_seconds:
+                raise PeerUnavailable(f"stage {behind[0]} stays at round {rounds[behind[0]]}: nobody trains")
+            if now - said_at >= SAY_SECONDS:
+                said_at = now
+                logger.info("waiting until stage %d, at round %d, is at %d", behind[0], rounds[behind[0]], chosen)
+
+    async def _keep(self, reader: StageReader, chosen: int) -> None:
+        """Have a stage keep what is fetched later, until cancelled."""
+        while True:
+            await self._clock.sleep(SAY_SECONDS)
+            with suppress(PeerUnavailable):
+                await reader.pin(chosen)
+
+    async def _newest(self) -> list[int]:
+        """The newest round of each stage; looks for peers for a while where there is none."""
+        member = self._member
+        deadline = self._clock.monotonic() + SAY_SECONDS
+        while True:
+            await member.known.look(member.directory, member.stages)
+            try:
+                return [max(numbers) for numbers in await asyncio.gather(*(r.rounds() for r in self._readers))]
+            except PeerUnavailable:
+                if self._clock.monotonic() >= deadline:
+                    raise
+            await self._clock.sleep(LOOK_SECONDS)
+
+    def _write(self, folder: Path, stage: int, snapshot: Snapshot) -> None:
+        header = Header(
+            config=self._member.config, stage=stage, round=snapshot.round, run_samples=snapshot.run_samples,
+            lineage=snapshot.lineage, highest_microbatch=-1, state_digest=snapshot.digest,
+        )  # fmt: skip
+        file.write(folder, header, snapshot.tensors, owner="export")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveOrigin:
+    """What an export needs besides a running swarm's checkpoints.
+
+    Attributes:
+        tokenizer: names the run's on this machine.
+        base: the frozen weights that adapters belong to, if the export is to have them.
+    """
+
+    tokenizer: str
+    base: Weights | None
+
+
+def fetch_model(options: ExportModelOptions, folder: Path) -> LiveOrigin:
+    """Write what a running swarm has learnt into a folder, as checkpoints. Blocks.
+
+    Raises:
+        ValueError, SwarmError: as joining a run does.
+        SwarmError, OSError: as LiveModel.write_checkpoints and have_tokenizer do.
+    """
+    clock = SystemClock()
+    addresses, token = find_token(
+        options.token, options.initial_peers, os.environ, role=Role.PEER, insecure=options.insecure, clock=clock
+    )
+    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
+
+    async def fetch() -> LiveOrigin:
+        identity = admitted(generate(), token)
+        config = await agree_on_config(node, None, addresses, clock, identity.authority)
+        if config.model.custom_class:
+            raise ValueError(f"no architecture of transformers computes {config.model.custom_class}")
+        member = Membership.enter(config, node, identity, clock, insecure=options.insecure)
+        try:
+            await LiveModel(member).write_checkpoints(folder, options.round)
+            has_base = config.lora.is_on and config.model.weights and not (options.adapter or options.base)
+            base = await _base(member) if has_base else None
+            tokenizer = options.tokenizer or await have_tokenizer(member, cache_folder())
+            return LiveOrigin(tokenizer=tokenizer, base=base)
+        finally:
+            await member.channels.close()
+
+    try:
+        return run_loop(fetch())
+    finally:
+        node.shutdown()
+
+
+async def _base(member: Membership) -> Weights:
+    """All weights that the run begins with, from its peers. Raises what WeightsCache.of raises."""
+    config, clock = member.config, member.clock
+    digest = config.model.weights
+    line, rng = GrpcLine(config.run_id, member.channels), random.Random(member.peer_id)
+    fetcher = Fetcher(line, Kind.WEIGHTS, member.known.everyone, clock, rng)
+    whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
+    cache = WeightsCache(kept_weights(cache_folder(), digest), digest, fetcher, clock)
+    return await cache.of(parameter_shapes(whole, 0))

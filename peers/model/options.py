@@ -1,0 +1,104 @@
+"""The options of swarm-model's commands."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from peers.shared import cli
+from swarm.config.data import Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportModelOptions:
+    """Make a run folder of a model of Hugging Face: swarm-peer --model DIR begins a run with it."""
+
+    source: tyro.conf.Positional[str]
+    """The model's folder, or its name on the hub."""
+    output: Path
+    """Folder to make."""
+    stages: int = 0
+    """Into how many stages the model is cut; 0 takes two. The first peer's --stages changes it later."""
+    dataset: str = ""
+    """What to train on: stdlib, a file, a folder, a glob, or hf:NAME. The first peer's --dataset changes it later."""
+    format: Format = "text"
+    """What that is: text, chat (rows of messages), or completion (rows of a prompt and a completion)."""
+    run: str = ""
+    """Name of the run; left out, that of the model."""
+
+    def __post_init__(self) -> None:
+        cli.require_at_least(self, {"stages": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportModelOptions:
+    """Make a folder that transformers loads of what a run has learnt."""
+
+    output: Path
+    """Folder to make."""
+    checkpoint: Path | None = None
+    """Folder with checkpoints of all stages."""
+    initial_peers: tuple[str, ...] = ()
+    """Addresses of peers of a running swarm, instead of checkpoints: the weights come from the peers of all stages."""
+    model: Path | None = None
+    """Run folder, instead of checkpoints: the model as it was imported."""
+    round: int | None = None
+    """Round to export; left out, the newest that is whole. A running swarm has its present one alone, and is waited for
+    until it gets to a later one."""
+    base: Path | None = None
+    """Run folder with the weights that a run's adapters (LoRA) belong to, to merge them. A running swarm has them."""
+    adapter: bool = False
+    """Of a run that trains adapters, write these alone, as peft loads them."""
+    merged: bool = False
+    """Of a run that trains adapters, write the whole model with what they add: the same as without --adapter."""
+    dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
+    """Type of the weights; keep leaves them as they are: fp32 in a checkpoint and in a swarm, and where adapters are
+    merged."""
+    tokenizer: str | None = None
+    """The run's tokenizer, if it is not beside the checkpoints: a folder, a tokenizer.json, or a hub name."""
+    metrics: Path | None = None
+    """A trainer's --output folder, or the metrics.jsonl in it: its losses go into the model card."""
+    token: str | None = None
+    """A peer's token for --initial-peers, or @FILE, if the run is locked. It may also come with an address
+    (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    insecure: bool = False
+    """For --initial-peers of a run without TLS."""
+
+    def __post_init__(self) -> None:
+        if sum([self.checkpoint is not None, bool(self.initial_peers), self.model is not None]) != 1:
+            raise ValueError("give one of --checkpoint DIR, --initial-peers ADDRESS and --model DIR")
+        if self.round is not None and self.model is not None:
+            raise ValueError("--round needs --checkpoint DIR or --initial-peers ADDRESS: a run folder has no rounds")
+        if (self.token is not None or self.insecure) and not self.initial_peers:
+            raise ValueError("--token and --insecure belong to --initial-peers ADDRESS")
+        if self.model is not None and (self.base or self.adapter or self.merged):
+            raise ValueError(
+                "--base, --adapter and --merged need --checkpoint DIR or --initial-peers ADDRESS: a run folder has no "
+                "adapters yet"
+            )
+        if self.adapter and (self.merged or self.base):
+            raise ValueError("--adapter excludes --merged and --base: it writes adapters without the model")
+        cli.require_at_least(self, {"round": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowModelOptions:
+    """Say what a model's folder, a run folder, or a folder of checkpoints has."""
+
+    folder: tyro.conf.Positional[Path]
+    """The folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushModelOptions:
+    """Upload an exported folder to the hub; needs a token of its (HF_TOKEN, or `hf auth login`)."""
+
+    folder: tyro.conf.Positional[Path]
+    """What export has made."""
+    repository: tyro.conf.Positional[str]
+    """NAME/REPOSITORY; made if it is not there."""
+    private: bool = False
+    """Whether a repository that is made can be seen by you alone."""
+    dry_run: bool = False
+    """Say what would be uploaded, and upload nothing."""

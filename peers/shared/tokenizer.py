@@ -1,0 +1,56 @@
+"""The run's tokenizer on this machine: in the user's cache, where it is fetched to from the run's peers.
+
+Used by the programs that make text of tokens, or tokens of text.
+"""
+
+import random
+from contextlib import suppress
+from pathlib import Path
+
+from peers.shared.membership import Membership
+from peers.shared.network import LOOK_SECONDS
+from swarm.content import tokenizer
+from swarm.content.fetcher import Fetcher
+from swarm.content.line import GrpcLine, Kind
+from swarm.data.tokenizers import ByteTokenizer
+from swarm.errors import PeerUnavailable
+
+WAIT_SECONDS = 20.0
+"""How long a peer is looked for that has it: the run's first peer may have started just now."""
+
+
+def kept_tokenizer(cache: Path, digest: str) -> Path:
+    """The folder in which the tokenizer of this `data.tokenizer_files` is kept."""
+    return cache / "tokenizers" / digest
+
+
+async def have_tokenizer(member: Membership, cache: Path) -> str:
+    """What names the run's tokenizer on this machine: `bytes`, or a folder, into which it is fetched if need be.
+
+    Raises:
+        ValueError: the run does not say which it is.
+        PeerUnavailable: no peer that answers has it; the message says what to do.
+        Fatal: it cannot be kept.
+    """
+    data, clock = member.config.data, member.clock
+    if data.tokenizer_identity == ByteTokenizer.identity:
+        return ByteTokenizer.identity
+    if not data.tokenizer_files:
+        # Otherwise the run's first peer could have any file of this machine read.
+        raise ValueError("this run does not say which tokenizer it has: name yours with --tokenizer")
+    folder = kept_tokenizer(cache, data.tokenizer_files)
+    line, rng = GrpcLine(member.config.run_id, member.channels), random.Random(member.peer_id)
+    fetcher = Fetcher(line, Kind.TOKENIZER, member.known.everyone, clock, rng)
+    until = clock.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            await tokenizer.have(data.tokenizer_files, folder, fetcher)
+            return str(folder)
+        except PeerUnavailable as error:
+            if clock.monotonic() >= until:
+                raise PeerUnavailable(
+                    f"the run's tokenizer cannot be had from its peers ({error}); name a copy with --tokenizer"
+                ) from None
+        await clock.sleep(LOOK_SECONDS)
+        with suppress(PeerUnavailable):
+            await member.known.look(member.directory, member.stages)

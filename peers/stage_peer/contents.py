@@ -1,0 +1,125 @@
+"""What the run's configuration names by digest, as a stage peer has it: the weights that it begins with, its tokenizer.
+
+Made by program.py, which asks for a stage's weights before the stage is built. What is here, others are given.
+"""
+
+import asyncio
+import logging
+import random
+from contextlib import suppress
+from pathlib import Path
+
+from peers.shared.membership import Membership
+from peers.shared.network import LOOK_SECONDS
+from peers.shared.tokenizer import have_tokenizer
+from peers.stage_peer.others import answers
+from peers.stage_peer.own_model import OwnModel, kept_weights
+from swarm.content.fetcher import Fetcher
+from swarm.content.line import GrpcLine, Kind
+from swarm.content.servicer import Shelves, nothing
+from swarm.content.weights import WeightsCache
+from swarm.data import tokenizer_files
+from swarm.data.tokenizer_files import TokenizerFiles
+from swarm.errors import PeerUnavailable, SwarmError
+from swarm.interchange.origin import TOKENIZER_FOLDER
+from swarm.interchange.weights import Weights
+from swarm.model.stages import parameter_shapes
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 30.0
+"""Between two tries to have the tokenizer."""
+WAIT_SECONDS = 20.0
+"""How long a stage's first peer looks for one that has its weights: the run's first peer may have started just now."""
+
+
+class Contents:
+    """One peer's."""
+
+    def __init__(self, member: Membership, model: OwnModel | None, cache: Path, *, checkpoints: Path | None) -> None:
+        """
+        Raises IntegrityError if the model's run folder has other weights than the run.
+
+        Args:
+            model: what the user has named, if anything.
+            cache: this user's folder for what is kept from one start to the next.
+            checkpoints: the folder that this peer writes checkpoints to, in which the tokenizer lies beside them.
+        """
+        self._member = member
+        self._cache = cache
+        self._checkpoints = checkpoints
+        self._tokenizer: TokenizerFiles | None = None
+        config, clock = member.config, member.clock
+        own = model.weights(config) if model is not None else None
+        self._weights: WeightsCache | None = None
+        if digest := config.model.weights:
+            line = GrpcLine(config.run_id, member.channels)
+            fetcher = Fetcher(line, Kind.WEIGHTS, member.known.everyone, clock, random.Random(member.peer_id))
+            source = model.source if model is not None else None
+            self._weights = WeightsCache(
+                kept_weights(cache, digest), digest, fetcher, clock, own=own, source=source
+            )  # fmt: skip
+
+    @property
+    def shelves(self) -> Shelves:
+        """What this peer gives to others."""
+        weights = nothing if self._weights is None else self._weights.content
+        return Shelves(weights=weights, tokenizer=self._tokenizer_content)
+
+    async def keep_tokenizer(self) -> None:
+        """Have the run's tokenizer here, so that others find it when the peers leave that had it; returns once it is.
+
+        Where it cannot be had, this goes on trying. The peer itself does not need it.
+        """
+        has_said = False
+        while self._member.config.data.tokenizer_files:
+            try:
+                folder = Path(await have_tokenizer(self._member, self._cache))
+                files = await asyncio.to_thread(tokenizer_files.read, folder)
+                if self._checkpoints is not None:
+                    await asyncio.to_thread(files.keep, self._checkpoints / TOKENIZER_FOLDER)
+            except (SwarmError, OSError, ValueError) as error:
+                if not has_said:
+                    logger.warning("the run's tokenizer is not here for others: %s", error)
+                    has_said = True
+                await self._member.clock.sleep(RETRY_SECONDS)
+            else:
+                self._tokenizer = files
+                return
+
+    def _tokenizer_content(self, sha256: str) -> bytes | None:
+        return None if self._tokenizer is None else self._tokenizer.content(sha256)
+
+    async def initial_weights(self, stage: int, *, resumes: bool, always: bool = False) -> Weights | None:
+        """Where the weights can be read with which a stage begins, once they are on this machine.
+
+        Args:
+            resumes: there are checkpoints here, with which the stage goes on where no peer holds it.
+            always: also where a peer holds the stage, from which its state is downloaded.
+
+        Returns:
+            None where they are drawn from the seed, where they are not needed, and where no peer that answers has them.
+
+        Raises:
+            Fatal: they cannot be kept on this machine, or the user's model is another one.
+        """
+        if self._weights is None:
+            return None
+        member, shapes = self._member, parameter_shapes(self._member.config, stage)
+        if (here := self._weights.here(shapes)) is not None or (resumes and not always):
+            return here
+        until = member.clock.monotonic() + WAIT_SECONDS
+        has_said = False
+        while always or not await answers(member.config, member.known.others(stage), member.channels):
+            try:
+                return await self._weights.of(shapes)
+            except PeerUnavailable as error:
+                if member.clock.monotonic() >= until:
+                    return None
+                if not has_said:
+                    logger.info("looking for a peer that has the weights of stage %d: %s", stage, error)
+                    has_said = True
+            await member.clock.sleep(LOOK_SECONDS)
+            with suppress(PeerUnavailable):
+                await member.known.look(member.directory, member.stages)
+        return None

@@ -1,0 +1,116 @@
+"""What --model names: a run folder, a model's folder of Hugging Face, or a model on the hub, which is downloaded.
+
+Used by own_config.py, where a run begins from it, and by contents.py, which reads a stage's weights from it. A model's
+folder is read once as a whole, to digest it; the digests are kept in the user's cache, and the weights stay where they
+are. So two machines with the same folder begin the same run.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.data import hub
+from swarm.errors import IntegrityError
+from swarm.interchange import run_folder, weights
+from swarm.interchange.run_folder import ImportOptions
+from swarm.interchange.source import HUB_FILES, Source
+from swarm.interchange.weights import Index, Weights
+from swarm.machine.disk import write_private
+
+logger = logging.getLogger(__name__)
+
+SAY_SECONDS = 10.0
+"""Between two lines that say how far a long reading is."""
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """The user's model.
+
+    Attributes:
+        source: the folder of Hugging Face; None for a run folder.
+        name: what a run is called that begins with it.
+    """
+
+    folder: Path
+    source: Source | None
+    name: str = ""
+
+    def config(self, cache: Path, *, num_stages: int) -> RunConfig:
+        """The configuration of a run that begins with it. Blocks: a folder that was not read yet is read.
+
+        Raises:
+            ValueError: it makes no run.
+            IntegrityError: a weight is no finite number.
+            OSError: its digests cannot be kept.
+        """
+        if self.source is None:
+            return run_folder.load_config(self.folder)
+        options = ImportOptions(run=self.name, num_stages=num_stages)
+        config = run_folder.config_of(self.source, options, tokenizer=self.folder)
+        return run_folder.with_weights(config, _index(self.source, cache))
+
+    def weights(self, config: RunConfig) -> Weights | None:
+        """What a run folder has. Raises IntegrityError if they are not those that the run begins with."""
+        return run_folder.open_weights(self.folder, config) if self.source is None else None
+
+
+def open_model(spec: str) -> OwnModel:
+    """Find it, and look through its headers. Blocks while it is downloaded.
+
+    Raises:
+        ValueError: one line, for whatever is wrong with the folder.
+        PeerUnavailable: the hub does not give it.
+    """
+    folder = Path(spec).expanduser()
+    if (folder / run_folder.CONFIG).is_file():
+        return OwnModel(folder, source=None)
+    if folder.is_dir():
+        return OwnModel(folder, Source(folder))
+    if not hub.is_name(spec):
+        raise ValueError(f"--model {spec}: there is no such folder")
+    logger.info("%s is no folder here: downloading it from the hub, unless it is in the hub's cache", spec)
+    folder = hub.download(spec, HUB_FILES)
+    return OwnModel(folder, Source(folder), name=spec.replace("/", "-")[:64])
+
+
+def kept_weights(cache: Path, digest: str) -> Path:
+    """The folder for what this machine keeps of the weights with this digest."""
+    return cache / "weights" / digest
+
+
+def _index(source: Source, cache: Path) -> Index:
+    """Of a model's folder; one that has not changed since is not read again."""
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
+    config = (source.folder / "config.json").read_text(encoding="utf-8")
+    key = hashlib.sha256(json.dumps([str(source.folder.resolve()), config, stats]).encode()).hexdigest()
+    known = cache / "models" / key
+    try:
+        return weights.open_folder(kept_weights(cache, known.read_text(encoding="utf-8"))).index
+    except (OSError, IntegrityError):
+        pass
+    index = Index.of(_told(source))
+    folder = kept_weights(cache, index.digest)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights.write_index(folder, index)
+    write_private(known, index.digest)
+    return index
+
+
+def _told(source: Source) -> Iterator[tuple[str, Tensor]]:
+    """All tensors; says how far this is."""
+    total, done, said_at = sum(path.stat().st_size for path in source.files), 0, time.monotonic()
+    logger.info("reading %s once, to digest its weights: %.1f MB", source.folder, total / 1e6)
+    for name, tensor in source.tensors(set(source.shapes)):
+        yield name, tensor
+        done += tensor.nbytes
+        if time.monotonic() - said_at >= SAY_SECONDS:
+            said_at = time.monotonic()
+            logger.info("%.1f of %.1f MB are read", done / 1e6, total / 1e6)

@@ -1,0 +1,109 @@
+"""Fetches what digests name from several peers at once, whichever of them have it.
+
+Used by weights.py and tokenizer.py. What one peer fails to send, another one is asked for, and nothing that has come is
+fetched again. A peer that sent something else is not asked any more.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from swarm.content.line import Kind, Line
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
+from swarm.machine.clock import Clock
+from swarm.rpc.segments import Segments
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+MAX_SOURCES = 4
+"""Peers that are asked, and send, at the same time."""
+PATIENCE_SECONDS = 120.0
+"""How long a peer is waited for that serves others first."""
+LONGEST_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One thing to fetch.
+
+    Attributes:
+        keep: is handed it, once it is here and checked.
+    """
+
+    sha256: str
+    max_bytes: int
+    keep: Callable[[bytes], object]
+
+
+class Fetcher:
+    """One process's downloads of one kind, and what it has learnt of those that it asked."""
+
+    def __init__(
+        self, line: Line, kind: Kind, donors: Callable[[], Sequence[PeerRecord]], clock: Clock, rng: random.Random
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            donors: gives the peers that may be asked now.
+            rng: orders them; another one at each process, so that not all of them ask the same peer.
+        """
+        self._line = line
+        self._kind = kind
+        self._donors = donors
+        self._clock = clock
+        self._rng = rng
+        self._distrusted: set[str] = set()
+        self._proven: list[str] = []
+        """Peers that have sent something, and are asked first."""
+
+    async def fetch(self, pieces: Sequence[Piece]) -> None:
+        """Fetch all of them, in any order. Cancelled, or when it fails, it has handed over those that had come.
+
+        Raises:
+            PeerUnavailable: there is one that no peer sends.
+        """
+        missing, donors = Segments(range(len(pieces))), self._ranked()
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(MAX_SOURCES):
+                workers.create_task(self._work(donors, pieces, missing))
+        if missing.num_missing:
+            raise PeerUnavailable(f"no peer that answers has it: {missing.num_missing} of {len(pieces)} pieces missing")
+
+    async def _work(self, donors: Iterator[PeerRecord], pieces: Sequence[Piece], missing: Segments) -> None:
+        """Fetch from one donor after another, from each until it fails."""
+        for donor in donors:
+            while (index := await missing.take()) is not None:
+                try:
+                    pieces[index].keep(await self._ask(donor, pieces[index]))
+                    missing.finish(index)
+                    if donor.peer_id not in self._proven:
+                        self._proven.append(donor.peer_id)
+                except NotReady as error:
+                    logger.debug("%s: %s", donor.peer_id, error)
+                    break
+                except SwarmError as error:
+                    logger.info("%s is no source: %s", donor.peer_id, error)
+                    if isinstance(error, IntegrityError | MalformedMessage):
+                        self._distrusted.add(donor.peer_id)
+                    break
+                finally:
+                    missing.give_back(index)
+            else:
+                return
+
+    async def _ask(self, donor: PeerRecord, piece: Piece) -> bytes:
+        until = self._clock.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return await self._line.ask(donor, self._kind, piece.sha256, max_bytes=piece.max_bytes)
+            except Overloaded as error:
+                if self._clock.monotonic() >= until:
+                    raise
+                await self._clock.sleep(min(error.retry_after_seconds, LONGEST_RETRY_SECONDS))
+
+    def _ranked(self) -> Iterator[PeerRecord]:
+        trusted = [donor for donor in self._donors() if donor.peer_id not in self._distrusted]
+        self._rng.shuffle(trusted)
+        return iter(sorted(trusted, key=lambda donor: donor.peer_id not in self._proven))

@@ -1,0 +1,64 @@
+"""Asks one peer for what a digest names: the other end of ContentService.
+
+Used by fetcher.py. Every answer is checked. Never retries.
+"""
+
+import asyncio
+import hashlib
+from contextlib import aclosing
+from enum import StrEnum
+from typing import Any, Protocol
+
+from swarm.errors import IntegrityError, MalformedMessage
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.download import download
+from swarm.rpc.v1 import content_pb2 as pb
+from swarm.rpc.v1.content_pb2_grpc import ContentServiceStub
+from swarm.types import PeerRecord
+
+SILENCE_SECONDS = 20.0
+"""Longest wait for a peer's next piece: four times as long as it lets one wait for an exchange."""
+
+
+class Kind(StrEnum):
+    """What is asked for: the method of ContentService."""
+
+    WEIGHTS = "Weights"
+    TOKENIZER = "Tokenizer"
+
+
+class Line(Protocol):
+    """Calls to other peers."""
+
+    async def ask(self, peer: PeerRecord, kind: Kind, sha256: str, *, max_bytes: int) -> bytes:
+        """What has this digest.
+
+        Raises:
+            NotReady: the peer does not have it.
+            Overloaded: it serves others first.
+            IntegrityError, MalformedMessage: what it sent is something else.
+            PeerUnavailable, DeadlineExceeded: it is gone, or was silent.
+        """
+        ...
+
+
+class GrpcLine:
+    """The real one. It uses the connections for bulk transfers."""
+
+    def __init__(self, run_id: str, channels: ChannelPool) -> None:
+        self._run_id = run_id
+        self._channels = channels
+
+    async def ask(self, peer: PeerRecord, kind: Kind, sha256: str, *, max_bytes: int) -> bytes:
+        stub = ContentServiceStub(self._channels.channel(peer, bulk=True))
+        call: Any = getattr(stub, kind.value)(pb.ContentRequest(run_id=self._run_id, sha256=bytes.fromhex(sha256)))
+        content = bytearray()
+        async with aclosing(download(call, peer.peer_id, silence_seconds=SILENCE_SECONDS)) as pieces:
+            async for piece in pieces:
+                if not 0 < len(piece.data) <= max_bytes - len(content):
+                    raise MalformedMessage(f"{peer.peer_id} sends more than {max_bytes} bytes, or nothing")
+                content += piece.data
+        # A thread's, since it takes milliseconds.
+        if (await asyncio.to_thread(hashlib.sha256, content)).hexdigest() != sha256:
+            raise IntegrityError(f"what {peer.peer_id} sent does not match its digest")
+        return bytes(content)

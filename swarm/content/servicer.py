@@ -1,0 +1,104 @@
+"""Gives other processes of the run what its configuration names by digest: one end of ContentService.
+
+Runs at every stage peer. Training comes first: pieces wait while the peer exchanges, and no more than a few calls are
+served at one time. What is served is read from disk by worker threads. Nothing is checked here: whoever asks does that.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.errors import NotReady, Overloaded, SwarmError, WrongRun
+from swarm.machine.clock import Clock
+from swarm.rpc.callers import Caller, caller_of, subtract
+from swarm.rpc.channels import abort
+from swarm.rpc.v1 import content_pb2 as pb
+from swarm.rpc.v1.content_pb2_grpc import ContentServiceServicer
+from swarm.rpc.wire import CHUNK_BYTES
+
+logger = logging.getLogger(__name__)
+
+Shelf = Callable[[str], bytes | None]
+"""Reads what has a digest, SHA-256 in hexadecimal; None where it is not here. Blocks. Raises SwarmError, ValueError or
+OSError where it cannot be read."""
+
+MOST_CALLS = 16
+"""That are served at one time; each holds a segment of a tensor in memory, or a file of a tokenizer."""
+MOST_CALLS_OF_ONE = 4
+"""Of them, those of one caller."""
+RETRY_SECONDS = 0.5
+YIELD_SECONDS = 5.0
+"""A piece waits at most so long for an exchange under way here, which needs the line first."""
+YIELD_LOOK_SECONDS = 0.1
+
+
+def nothing(sha256: str) -> bytes | None:
+    """The empty shelf."""
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shelves:
+    """What one peer has to give."""
+
+    weights: Shelf = nothing
+    tokenizer: Shelf = nothing
+
+
+class ContentServicer(ContentServiceServicer):
+    """One stage peer's."""
+
+    def __init__(self, run_id: str, shelves: Shelves, *, is_exchanging: Callable[[], bool], clock: Clock) -> None:
+        self._run_id = run_id
+        self._shelves = shelves
+        self._is_exchanging = is_exchanging
+        self._clock = clock
+        self._num_calls: Counter[Caller] = Counter()
+
+    async def Weights(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
+        async with aclosing(self._serve(self._shelves.weights, request, context)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def Tokenizer(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
+        async with aclosing(self._serve(self._shelves.tokenizer, request, context)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _serve(
+        self, shelf: Shelf, request: pb.ContentRequest, context: Any
+    ) -> AsyncGenerator[pb.ContentPiece, None]:
+        caller = caller_of(context)
+        if self._num_calls.total() >= MOST_CALLS or self._num_calls[caller] >= MOST_CALLS_OF_ONE:
+            await abort(context, Overloaded("others are served now", retry_after_seconds=RETRY_SECONDS))
+        self._num_calls[caller] += 1
+        try:
+            content = memoryview(await self._read(shelf, request))
+            for start in range(0, len(content), CHUNK_BYTES):
+                await self._yield_to_exchange()
+                yield pb.ContentPiece(data=bytes(content[start : start + CHUNK_BYTES]))
+        except SwarmError as error:
+            await abort(context, error)
+        finally:
+            subtract(self._num_calls, caller, 1)
+
+    async def _read(self, shelf: Shelf, request: pb.ContentRequest) -> bytes:
+        if request.run_id != self._run_id:
+            raise WrongRun(f"run {request.run_id[:80]!r} is not {self._run_id!r}, which this peer serves")
+        try:
+            content = await asyncio.to_thread(shelf, request.sha256.hex())
+        except (SwarmError, ValueError, OSError) as error:
+            logger.warning("not given to another peer: %s", error)
+            raise NotReady("it cannot be read here") from None
+        if content is None:
+            raise NotReady("it is not here")
+        return content
+
+    async def _yield_to_exchange(self) -> None:
+        until = self._clock.monotonic() + YIELD_SECONDS
+        while self._is_exchanging() and self._clock.monotonic() < until:
+            await self._clock.sleep(YIELD_LOOK_SECONDS)

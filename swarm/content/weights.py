@@ -1,0 +1,153 @@
+"""The weights that a run begins with, as one peer has them: in a model's folder, or fetched from others into a cache.
+
+Used by swarm-peer. What is fetched lies in a folder as an import writes it, part by part, so that a peer which starts
+again, and others that ask this one, find it there. Every byte is checked before it is written.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import Size, Tensor
+
+from swarm.content.fetcher import Fetcher, Piece
+from swarm.errors import Fatal, IntegrityError, PeerUnavailable
+from swarm.interchange import weights
+from swarm.interchange.source import Source
+from swarm.interchange.weights import SEGMENT_BYTES, Index, Weights
+from swarm.machine.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+SAY_SECONDS = 10.0
+"""Between two lines that say how far a long download is."""
+
+
+class WeightsCache:
+    """What this machine has of one run's initial weights."""
+
+    def __init__(
+        self, folder: Path, digest: str, fetcher: Fetcher, clock: Clock, *, own: Weights | None = None,
+        source: Source | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            folder: where to keep what is fetched; made if it is not there.
+            digest: `model.weights` of the run.
+            own: of the run folder that the user has named, if any.
+            source: the model's folder that the user has named, if any.
+        """
+        self._folder = folder
+        self._digest = digest
+        self._own = own
+        self._source = source
+        self._fetcher = fetcher
+        self._clock = clock
+        self._kept = _open(folder, digest)
+        self._lock = asyncio.Lock()
+
+    def here(self, shapes: Mapping[str, Size]) -> Weights | None:
+        """Where these parameters can be read on this machine; None if they cannot."""
+        return next((place for place in self._places if place.has(shapes)), None)
+
+    async def of(self, shapes: Mapping[str, Size]) -> Weights:
+        """Where these parameters can be read; those that are not on this machine are fetched first.
+
+        Cancelled, it keeps the parts that are whole, and goes on with them when it is called again.
+
+        Raises:
+            PeerUnavailable: no peer that answers has them all.
+            Fatal: they cannot be written to disk, or are not those of this model.
+        """
+        async with self._lock:
+            try:
+                if self._source is not None and self._kept is None:
+                    await self._have_index(self._source)
+                return self.here(shapes) or await self._fetch(shapes)
+            except OSError as error:
+                raise Fatal(f"the weights cannot be kept in {self._folder}: {error.strerror or error}") from None
+
+    def content(self, sha256: str) -> bytes | None:
+        """What others ask for; see Weights.content."""
+        found = (place.content(sha256) for place in self._places)
+        return next((content for content in found if content is not None), None)
+
+    @property
+    def _places(self) -> list[Weights]:
+        places = [place for place in (self._own, self._kept) if place is not None]
+        if self._source is not None and self._kept is not None:
+            # By its index other peers tell whether the user's model is the run's.
+            places.insert(0, Weights(self._kept.index, self._source.tensors, place=self._source.folder))
+        return places
+
+    async def _fetch(self, shapes: Mapping[str, Size]) -> Weights:
+        kept = self._kept = self._kept or await self._fetch_index()
+        index = kept.index
+        for name, shape in shapes.items():
+            if name not in index.entries or index.entries[name].shape != tuple(shape):
+                raise Fatal(f"the weights that the run begins with do not fit its model: {name} is of another size")
+        wanted = {weights.part_of(name) for name in shapes}
+        parts: dict[str, list[str]] = {}
+        for name in index.entries:
+            if weights.part_of(name) in wanted and not kept.has({name}):
+                parts.setdefault(weights.part_of(name), []).append(name)
+        num_bytes = {part: sum(index.entries[name].num_bytes for name in names) for part, names in parts.items()}
+        total, done, said_at = sum(num_bytes.values()), 0, self._clock.monotonic()
+        if shutil.disk_usage(self._folder).free < total:
+            raise Fatal(f"no room in {self._folder} for {total / 1e6:.0f} MB of weights")
+        logger.info("fetching %.1f MB of the weights that the run begins with from other peers", total / 1e6)
+        for part, names in parts.items():
+            tensors = await self._fetch_tensors(index, names)
+            await asyncio.to_thread(weights.write_part, self._folder, part, tensors)
+            done += num_bytes[part]
+            if self._clock.monotonic() - said_at >= SAY_SECONDS:
+                said_at = self._clock.monotonic()
+                logger.info("%.0f of %.0f MB of the weights are here", done / 1e6, total / 1e6)
+        return kept
+
+    async def _have_index(self, source: Source) -> None:
+        """From a peer; where none has it, from the whole of the user's model."""
+        try:
+            self._kept = await self._fetch_index()
+        except PeerUnavailable:
+            logger.info("no peer has the digests of the weights: reading all of %s", source.folder)
+            index = await asyncio.to_thread(Index.of, source.tensors(set(source.shapes)))
+            if index.digest != self._digest:
+                raise Fatal(f"{source.folder} is another model than the run begins with") from None
+            await asyncio.to_thread(weights.write_index, self._folder, index)
+            self._kept = weights.open_folder(self._folder)
+
+    async def _fetch_index(self) -> Weights:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found = list[bytes]()
+        await self._fetcher.fetch([Piece(sha256=self._digest, max_bytes=weights.MOST_INDEX_BYTES, keep=found.append)])
+        await asyncio.to_thread(weights.write_index, self._folder, Index(found[0]))
+        return weights.open_folder(self._folder)
+
+    async def _fetch_tensors(self, index: Index, names: Sequence[str]) -> dict[str, Tensor]:
+        tensors = {name: weights.empty(index.entries[name]) for name in names}
+        pieces = list[Piece]()
+        for name, tensor in tensors.items():
+            for number, sha256 in enumerate(index.entries[name].sha256):
+                segment = weights.bytes_of(tensor)[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
+                pieces.append(Piece(sha256=sha256, max_bytes=len(segment), keep=partial(_write, segment)))
+        await self._fetcher.fetch(pieces)
+        return tensors
+
+
+def _write(segment: memoryview, data: bytes) -> None:
+    if len(data) != len(segment):
+        raise IntegrityError("the index of the weights names a segment of another size")
+    segment[:] = data
+
+
+def _open(folder: Path, digest: str) -> Weights | None:
+    """What was fetched before; None if there is nothing, or it is no index of these weights."""
+    try:
+        found = weights.open_folder(folder)
+    except IntegrityError:
+        return None
+    return found if found.index.digest == digest else None

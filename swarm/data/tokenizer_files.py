@@ -1,0 +1,145 @@
+"""A tokenizer's files, as transformers keeps them beside a model: a run takes them along, and peers serve them.
+
+Used by data/tokenizers, content and interchange. A list of the files with the digest of each is part of a run's
+configuration, by its own digest. Never reads any other file, and executes nothing.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from swarm.data import hub
+from swarm.errors import IntegrityError
+from swarm.machine.disk import whole_folder
+
+TOKENIZER = "tokenizer.json"
+FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+"""Those that are taken along: how text becomes tokens, how a conversation becomes text, and how a text ends."""
+MOST_BYTES = 32 << 20
+"""Of all files of a tokenizer."""
+MOST_LIST_BYTES = 4096
+SERVED = "served"
+"""What `data.tokenizer` says in the configuration of a run: its peers have the files."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Contents by name."""
+
+    contents: Mapping[str, bytes]
+
+    @cached_property
+    def list(self) -> bytes:
+        """Names and digests, as bytes that are the same on every machine."""
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in self.contents.items()}
+        return json.dumps(digests, sort_keys=True, separators=(",", ":")).encode()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the list, in hexadecimal: `data.tokenizer_files` of a run."""
+        return hashlib.sha256(self.list).hexdigest()
+
+    def content(self, sha256: str) -> bytes | None:
+        """The list, or a file, by its digest; None if that is of neither."""
+        found = {hashlib.sha256(content).hexdigest(): content for content in (self.list, *self.contents.values())}
+        return found.get(sha256)
+
+    def write(self, folder: Path) -> None:
+        """Write the files into a folder that is there. Blocks. Raises OSError."""
+        for name, content in self.contents.items():
+            (folder / name).write_bytes(content)
+
+    def keep(self, folder: Path) -> None:
+        """Make a folder of them, whole or not at all, unless it is there. Blocks. Raises OSError."""
+        if not is_at(folder, self.digest):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with whole_folder(folder) as temporary:
+                    self.write(temporary)
+            except ValueError:
+                # Damaged: what is there is not the user's, and is written over.
+                self.write(folder)
+
+
+def located(spec: str) -> Path:
+    """The tokenizer.json that `data.tokenizer` names: in a folder, by its path, or in a model on the hub. Blocks.
+
+    Raises:
+        PeerUnavailable: the hub does not give it.
+    """
+    path = Path(os.path.expanduser(spec))
+    if path.is_dir():
+        return path / TOKENIZER
+    if not path.exists() and hub.is_name(spec) and spec != SERVED:
+        return hub.download(spec, FILES) / TOKENIZER
+    return path
+
+
+def read(path: Path) -> TokenizerFiles:
+    """The files of a folder; or a file as the tokenizer.json, whatever its name, and what lies beside it. Blocks.
+
+    Raises:
+        ValueError: there is no tokenizer.json, or they are too large.
+        OSError: they cannot be read.
+    """
+    path = path / TOKENIZER if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{path} is no file, and a tokenizer needs a {TOKENIZER}")
+    paths = _paths(path.parent) | {TOKENIZER: path}
+    return TokenizerFiles({name: file.read_bytes() for name, file in paths.items()})
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Copy what a folder has of FILES, be it all or none. Blocks. Raises ValueError if it is too large, OSError."""
+    for name, file in _paths(source).items():
+        shutil.copyfile(file, folder / name)
+
+
+def _paths(folder: Path) -> dict[str, Path]:
+    here = {name: folder / name for name in FILES if (folder / name).is_file()}
+    if sum(file.stat().st_size for file in here.values()) > MOST_BYTES:
+        raise ValueError(f"the tokenizer in {folder} has more than {MOST_BYTES >> 20} MiB")
+    return here
+
+
+def is_at(folder: Path, digest: str) -> bool:
+    """Whether a folder has the files of this digest. Blocks."""
+    try:
+        return read(folder).digest == digest
+    except (OSError, ValueError):
+        return False
+
+
+def digests_of(content: bytes) -> dict[str, str]:
+    """The digest of each file, as a list tells it. Raises IntegrityError if it is none."""
+    try:
+        digests = {str(name): str(digest) for name, digest in json.loads(content).items()}
+    except (ValueError, AttributeError):
+        digests = {}
+    if TOKENIZER not in digests or not digests.keys() <= set(FILES):
+        raise IntegrityError("that is no list of a tokenizer's files")
+    if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests.values()):
+        raise IntegrityError("a list of a tokenizer's files names no digests")
+    return digests
+
+
+def place_of(digest: str, spec: str, places: Sequence[Path]) -> str:
+    """What names a run's tokenizer on this machine: the first of these folders that has its files, else `spec`."""
+    return next((str(place) for place in places if digest and is_at(place, digest)), spec)

@@ -1,0 +1,27 @@
+"""Safetensors files, opened to be read tensor by tensor; what is read is mapped into memory, and not copied.
+
+Used by checkpoint/file and interchange, which say which error stands for a file that cannot be read.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+
+@contextmanager
+def opened(path: Path, fault: type[Exception]) -> Iterator[Any]:
+    """The open file inside the block. Raises `fault`, with one line, if it is missing, cut short or no such file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except OSError as error:
+        raise fault(f"{path} cannot be read: {error.strerror or _one_line(error)}") from None
+    except SafetensorError as error:
+        raise fault(f"{path} cannot be read: it is not a whole safetensors file ({_one_line(error)})") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

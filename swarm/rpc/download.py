@@ -1,0 +1,52 @@
+"""The caller's side of a call that answers with many messages, which may take hours, but must never stand still.
+
+Used by content and by averaging/transport.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.rpc.channels import translate
+
+SLOWEST_BYTES_PER_SECOND = 32 << 10
+"""A download that comes more slowly than this, beyond the wait for one piece, is given up: another peer may send."""
+
+
+async def download(call: Any, peer_id: str, *, silence_seconds: float) -> AsyncGenerator[Any, None]:
+    """The messages of a grpc.aio.UnaryStreamCall, which is cancelled when this is closed.
+
+    Args:
+        silence_seconds: the longest wait for the next message.
+
+    Raises:
+        DeadlineExceeded: the peer was silent, or too slow.
+        PeerUnavailable: the call ended early.
+        SwarmError: what the peer answered.
+    """
+    time = asyncio.get_running_loop().time
+    waited_seconds = num_bytes = 0.0
+    try:
+        while True:
+            asked_at = time()
+            async with asyncio.timeout(silence_seconds):
+                reply = await call.read()
+            if reply is grpc.aio.EOF:
+                # The status, if it is a bad one, comes only now.
+                if await call.code() is not grpc.StatusCode.OK:
+                    raise PeerUnavailable(f"the download from {peer_id} ended early")
+                return
+            waited_seconds += time() - asked_at
+            num_bytes += reply.ByteSize()
+            if waited_seconds > silence_seconds + num_bytes / SLOWEST_BYTES_PER_SECOND:
+                raise DeadlineExceeded(f"only {num_bytes:.0f} bytes came from {peer_id} in {waited_seconds:.0f} s")
+            yield reply
+    except TimeoutError:
+        raise DeadlineExceeded(f"nothing came from {peer_id} for {silence_seconds} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise translate(error) from None
+    finally:
+        call.cancel()
