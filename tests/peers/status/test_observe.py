@@ -132,13 +132,15 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
         counters=pb.StageCounters(forwards=5, backwards=6, rerouted_backwards=7),
         averaging=pb.AveragingCounters(attempts=10, aborted={"silent": 11}, downloads=12, refusals=["a line"]),
         rounds=[pb.RoundReport(num_members=99), last],
+        generation=pb.GenerationCounters(sessions=13, tokens=14, rounds=15),
     )  # fmt: skip
     (shown,) = await _ask([reply])
     assert shown == {
         "name": "peer of stage 0", "peer_id": f"{0:040x}", "state": "leaving", "moving_from": None, "moving_to": None,
         "moves": 0, "device": "", "samples_per_second": 1.25, "queue_length": 2, "round": 3, "samples": 4,
-        "forwards": 5, "backwards": 6, "rerouted_backwards": 7, "alive_peers": 9, "members": 8,
-        "averaged_fraction": 0.5, "averaged_bytes": 120, "compression_ratio": 4.5, "exchange_seconds": 1.5,
+        "forwards": 5, "backwards": 6, "rerouted_backwards": 7, "sessions": 13, "generated_tokens": 14,
+        "held_rounds": 15, "alive_peers": 9, "members": 8, "averaged_fraction": 0.5,
+        "averaged_bytes": 120, "compression_ratio": 4.5, "exchange_seconds": 1.5,
         "wait_seconds": 2.5, "contribution_norm": 3.5, "attempts": 10, "aborted": {"silent": 11}, "downloads": 12,
         "inner_steps": 2, "samples_per_inner_step": 17.0, "configured_samples_per_inner_step": 16, "staleness": 1.5,
         "largest_staleness": 3, "loop_lag_seconds": 0.75, "refusals": ["a line"],
