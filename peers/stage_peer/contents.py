@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 30.0
 """Between two tries to have the tokenizer."""
 WAIT_SECONDS = 20.0
-"""How long a stage's first peer looks for one that has its weights: the run's first peer may have started just now."""
+"""How long a peer looks for one that has its stage's weights: the run's first peer may have started just now."""
 
 
 class Contents:
@@ -95,7 +95,7 @@ class Contents:
 
         Args:
             resumes: there are checkpoints here, with which the stage goes on where no peer holds it.
-            always: also where a peer holds the stage, from which its state is downloaded.
+            always: also where the run has gone on, and the stage's state is downloaded from a peer that holds it.
 
         Returns:
             None where they are drawn from the seed, where they are not needed, and where no peer that answers has them.
@@ -110,7 +110,8 @@ class Contents:
             return here
         until = member.clock.monotonic() + WAIT_SECONDS
         has_said = False
-        while always or not await answers(member.config, member.known.others(stage), member.channels):
+        # Until a round is committed there is no state to download: what peers at round 0 hold is what is looked for.
+        while always or not await self._has_gone_on(stage):
             try:
                 return await self._weights.of(shapes)
             except PeerUnavailable as error:
@@ -123,3 +124,9 @@ class Contents:
             with suppress(PeerUnavailable):
                 await member.known.look(member.directory, member.stages)
         return None
+
+    async def _has_gone_on(self, stage: int) -> bool:
+        """Whether a peer that answers holds a later state of the stage."""
+        member = self._member
+        replies = await answers(member.config, member.known.others(stage), member.channels)
+        return any(reply.round > 0 for reply in replies)

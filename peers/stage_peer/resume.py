@@ -129,6 +129,8 @@ def choose(
         ValueError: the run would begin anew beside its own checkpoints.
     """
     if others.held_at is not None:
+        if others.held_at == 0:
+            _require_weights(config, stage, options)
         if folder is not None and not folder.is_empty:
             logger.info("peers hold stage %d at round %d: theirs is taken, no checkpoint", stage, others.held_at)
         return None
@@ -218,11 +220,8 @@ def _begin_with(restored: Restored) -> Beginning:
 
 
 def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOptions) -> Beginning | None:
-    if config.model.weights and not options.has_weights and (others.latest == 0 or options.starts_over):
-        raise Fatal(
-            f"nobody holds stage {stage}, and no peer that answers has the weights with which it begins: start a peer "
-            "where the run's model is, with --model DIR"
-        )
+    if others.latest == 0 or options.starts_over:
+        _require_weights(config, stage, options)
     if others.latest == 0:
         return None
     if not options.starts_over:
@@ -236,6 +235,15 @@ def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOp
         "round %d", stage, others.latest,
     )  # fmt: skip
     return _late(config, None, genesis(config, stage), others)
+
+
+def _require_weights(config: RunConfig, stage: int, options: ResumeOptions) -> None:
+    """Raise Fatal if the stage would begin with other weights than the run, or PeerUnavailable where a peer moves."""
+    if config.model.weights and not options.has_weights:
+        raise (PeerUnavailable if options.moves else Fatal)(
+            f"no peer that answers has the weights with which stage {stage} begins: start a peer where the run's model "
+            "is, with --model DIR"
+        )
 
 
 def _enter_late(config: RunConfig, stage: int, restored: Restored, others: Others) -> Beginning:

@@ -13,7 +13,7 @@ from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import AveragingConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.errors import Fatal
+from swarm.errors import Fatal, PeerUnavailable
 from swarm.training.optim import learning_rate
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.support.whole_swarm import whole_swarm
@@ -86,6 +86,18 @@ def test_living_holders_are_never_overruled(config: RunConfig, tmp_path: Path) -
     folder = _write(tmp_path, config, 40)
     for held_at in (0, 39, 40, 41):
         assert _choose(config, Others(held_at=held_at), folder, had_checkpoints=True) is None
+
+
+@both
+def test_no_peer_holds_the_beginning_of_a_run_without_the_model_that_it_begins_with(config: RunConfig) -> None:
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="0" * 64))
+    begun = Others(held_at=0)
+    with pytest.raises(Fatal, match="no peer that answers has the weights with which stage 1 begins"):
+        choose(config, STAGE, SHAPES, begun, None, ResumeOptions())
+    with pytest.raises(PeerUnavailable, match="no peer that answers has the weights"):
+        choose(config, STAGE, SHAPES, begun, None, ResumeOptions(moves=True))
+    assert choose(config, STAGE, SHAPES, begun, None, ResumeOptions(has_weights=True)) is None
+    assert choose(config, STAGE, SHAPES, Others(held_at=1), None, ResumeOptions()) is None, "it is downloaded"
 
 
 @both
