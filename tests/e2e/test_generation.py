@@ -38,7 +38,7 @@ GREEDY = Sampling(temperature=0.0)
 PROMPT = list(b"def main():")
 SIZES: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 
 
@@ -121,9 +121,7 @@ def _serve(swarm: RealSwarm, expected: str) -> None:
                     model=listed.id, prompt=prompt, temperature=0, max_tokens=COUNT, stream=True
                 )
                 found = prompt + "".join(chunk.choices[0].text for chunk in answer)
-            # Files of a model name end tokens, and a run on bytes has none.
-            assert len(expected) > len(prompt) + 10
-            assert found.startswith(expected)
+            assert found == expected
             server.send_signal(signal.SIGINT)
             assert server.wait(20.0) == 0
         finally:
@@ -166,8 +164,9 @@ def test_text_is_that_of_transformers_whatever_happens(swarm: RealSwarm) -> None
     result = run("model", "export", "--checkpoint", str(swarm.folder / "checkpoints"), *exported)
     assert result.returncode == 0, result.stderr
     assert found == _theirs(AutoModelForCausalLM.from_pretrained(swarm.folder / "out").eval())
-    peers = [peer for stage in swarm.status()["stages"] for peer in stage["peers"]]
-    assert all(peer["generated_tokens"] > 0 and not peer["sessions"] for peer in peers)
+    peers = [peer for stage in swarm.status()["stages"] for peer in stage["peers"] if peer["state"] == "serving"]
+    assert {peer["sessions"] for peer in peers} == {0}
+    assert min(peer["generated_tokens"] for peer in peers) > 0
 
 
 def test_a_swarm_answers_openai_s_client(swarm: RealSwarm) -> None:

@@ -43,7 +43,8 @@ class Node:
 
 async def agree_on_config(*arguments):
     config = configs.load(Path("run.toml"))
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, digest="some other text's"))
+    data = dataclasses.replace(config.data, digest="some other text's", tokenizer_identity=ByteTokenizer.identity)
+    return dataclasses.replace(config, data=data)
 
 node.start = lambda **arguments: Node()
 """
