@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
@@ -17,8 +18,9 @@ from swarm.hop import continuation
 from swarm.model.attention import KeyValueCache
 from swarm.model.transformer import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
+from swarm.stage import decoder
 from swarm.stage.places import SessionLimits
-from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, Peer, eventually, running_chain
+from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, Peer, eventually, held, running_chain
 
 LONGEST = 96
 GREEDY = Sampling(temperature=0.0)
@@ -48,6 +50,17 @@ def _expected(config: RunConfig, prompt: Sequence[int], sampling: Sampling, coun
         logits_V = model(torch.tensor([tokens[cache.num_positions :]]), cache=cache)[0, -1]
         tokens.append(choose(logits_V, sampling, len(tokens)))
     return tokens[len(prompt) :]
+
+
+@pytest.fixture
+def slow_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages write on, however slowly their caller reads: what interferes with a text needs one that takes a while."""
+
+    def choose_slowly(logits_V: torch.Tensor, sampling: Sampling, position: int) -> int:
+        time.sleep(0.03)
+        return choose(logits_V, sampling, position)
+
+    monkeypatch.setattr(decoder, "choose", choose_slowly)
 
 
 def _engine(chain: Chain) -> SwarmEngine:
@@ -127,6 +140,7 @@ async def test_a_text_goes_on_when_a_peer_dies(stage: int) -> None:
         await eventually(lambda: sum(peer.generation.counters().sessions for peer in chain.peers) == 0)
 
 
+@pytest.mark.usefixtures("slow_texts")
 async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that_takes_over() -> None:
     expected = _expected(CONFIG, PROMPT, GREEDY, 40)
     async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
@@ -134,7 +148,8 @@ async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that
         async with aclosing(engine.generate(PROMPT, GREEDY, 40)) as stream:
             found += [await anext(stream) for _ in range(5)]
             # The second peer of the middle stage stands by.
-            await eventually(lambda: all(peer.generation.counters().sessions for peer in chain.peers))
+            async with held(chain.at(0)[0].runtime):
+                await eventually(lambda: all(peer.generation.counters().sessions for peer in chain.peers))
             for _ in range(4):
                 await _commit(chain.peers)
             found += [await anext(stream) for _ in range(5)]
@@ -145,6 +160,7 @@ async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that
         assert (later != expected, engine.round) == (True, 4)
 
 
+@pytest.mark.usefixtures("slow_texts")
 async def test_a_text_goes_on_with_the_newest_round_where_its_own_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
         first, second = chain.at(1)
@@ -176,6 +192,7 @@ async def test_what_is_rounded_on_its_way_is_the_same_after_a_failure(dtype: str
         assert found == whole
 
 
+@pytest.mark.usefixtures("slow_texts")
 async def test_who_goes_away_leaves_nothing_behind() -> None:
     async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
         async with aclosing(_engine(chain).generate(PROMPT, GREEDY, 80)) as stream:
