@@ -169,6 +169,7 @@ def test_text_is_that_of_transformers_whatever_happens(swarm: RealSwarm) -> None
     assert min(peer["generated_tokens"] for peer in peers) > 0
 
 
+@pytest.mark.slow
 def test_a_swarm_answers_openai_s_client(swarm: RealSwarm) -> None:
     _import(swarm.folder)
     swarm.model = swarm.folder / "run"

@@ -183,6 +183,7 @@ def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
     }
 
 
+@pytest.mark.slow
 def test_likewise_with_conversations(swarm: RealSwarm) -> None:
     """Of which what the assistant says is learnt, and evaluated."""
     _import_to_chat(swarm.folder, 2)
@@ -231,6 +232,7 @@ def test_likewise_where_a_peer_is_killed(swarm: RealSwarm) -> None:
     assert tokenizer("def é")["input_ids"] == list("def é".encode())
 
 
+@pytest.mark.slow
 def test_a_stage_without_its_model_is_named(swarm: RealSwarm) -> None:
     _import(swarm.folder, 2)
     swarm.model = swarm.folder / "run"
