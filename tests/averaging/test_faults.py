@@ -111,6 +111,7 @@ def pairs_of_faults(draw: st.DrawFn) -> Case:
 
 @settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(case=pairs_of_faults())
+@pytest.mark.slow
 def test_five_members_and_two_faults(case: Case) -> None:
     survive([case])
 

@@ -56,6 +56,7 @@ def test_cpu_is_a_peers_and_the_machines() -> None:
     assert figures["dht_seconds_between_readings"] == {"8": 2.0, "16": 2.0}
 
 
+@pytest.mark.slow
 def test_real_nodes_are_counted_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("ANNOUNCE_SECONDS", 0.5), ("REFRESH_SECONDS", 0.2), ("SETTLE_SECONDS", 3.0)):
         monkeypatch.setattr(routing_dht, name, seconds)

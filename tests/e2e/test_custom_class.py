@@ -43,6 +43,7 @@ def swarm(tmp_path: Path, imported: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield swarm
 
 
+@pytest.mark.slow
 def test_a_joiner_imports_what_its_user_named_and_nothing_else(swarm: RealSwarm, imported: Path) -> None:
     assert imported.read_text().count("imported") == 1, "whoever has the configuration needs no option"
     own = ["--host", "127.0.0.1", "--threads", "1", "--identity", str(swarm.folder / "second.pem")]

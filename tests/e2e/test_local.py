@@ -67,6 +67,7 @@ def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
     _assert_nothing_left(tmp_path, 5.0)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path) -> None:
     """By Ctrl-C and by kill -9: two of them, beside each other."""
     folders = {number: tmp_path / number.name for number in (signal.SIGINT, signal.SIGKILL)}

@@ -161,6 +161,7 @@ def _export(swarm: RealSwarm, steps: int) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
     """Peers without the model have their stage from one that has it, and all have the tokenizer from each other."""
     _import(swarm.folder, 2, words=True)
@@ -215,6 +216,7 @@ def _learn_adapters(swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps
     assert expected < _loss_in_transformers(folder / "model", data, folder / "cache") - 0.3
 
 
+@pytest.mark.slow
 def test_adapters_learn_beside_a_model_and_go_home(swarm: RealSwarm) -> None:
     _learn_adapters(swarm, 2, 1, 6, kills=False)
 

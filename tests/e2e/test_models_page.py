@@ -93,6 +93,7 @@ def story(tmp_path: Path) -> Iterator[Story]:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(500)
+@pytest.mark.slow
 def test_the_page_can_be_followed(story: Story) -> None:
     blocks = _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
     assert len(blocks) >= 6

@@ -54,6 +54,7 @@ async def _refusal(host: Host, tensors: dict[str, torch.Tensor]) -> tuple[grpc.S
         ({TOKENS: torch.full((2, 17), -1, dtype=torch.int32)}, "outside the vocabulary"),
     ],
 )
+@pytest.mark.slow
 async def test_what_comes_forward(tensors: dict[str, torch.Tensor], reason: str) -> None:
     async with running() as host:
         await host.train()

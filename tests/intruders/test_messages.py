@@ -171,6 +171,7 @@ async def _survives(sides: tuple[Identity, Identity, Identity], num_messages: in
         assert await host.train() > 0
 
 
+@pytest.mark.slow
 async def test_a_few_hundred_messages(sides: tuple[Identity, Identity, Identity]) -> None:
     await _survives(sides, 400)
 

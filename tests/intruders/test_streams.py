@@ -276,6 +276,7 @@ def test_what_is_kept_for_one_caller_is_never_less_than_always() -> None:
 # -- one caller's flood ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_flood_leaves_others_their_turn() -> None:
     """Every microbatch of the flood is right; there are only too many, and busy is no reason for it to wait."""
     async with running(max_in_flight=4) as host, host.connected(INTRUDER) as channel:

@@ -162,6 +162,7 @@ async def test_only_an_ack_may_follow_the_answer(chain: Chain) -> None:
         await peer.stage.endings.discard_all(peer.stage.ledger.uncommitted())
 
 
+@pytest.mark.slow
 async def test_what_is_refused_after_its_answer_is_taken_out_of_what_others_have_added() -> None:
     """To be computed again for that it needs what came with it, of which the call itself keeps nothing."""
     async with running_chain(SYNCHRONOUS) as chain:

@@ -14,6 +14,7 @@ from swarm.types import PeerId
 SMALL = Options(num_peers=(12,), failure_percent=(1.0,), num_stages=2, num_trainers=2, num_visits=480, num_seeds=2)
 
 
+@pytest.mark.slow
 def test_every_way_to_choose_is_measured_and_ours_beats_chance() -> None:
     (setting,) = run(SMALL)["settings"]
     assert (setting["num_peers"], setting["failure_percent"]) == (12, 1.0)
@@ -25,6 +26,7 @@ def test_every_way_to_choose_is_measured_and_ours_beats_chance() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_the_same_options_give_the_same_figures() -> None:
     assert run(SMALL) == run(SMALL)
 
