@@ -128,3 +128,8 @@ class IntegrityError(Fatal):
 
 class RetriesExhausted(Fatal):
     """Every allowed attempt failed."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """What a library's error says, without line breaks; its kind, if it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

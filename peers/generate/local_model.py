@@ -13,10 +13,11 @@ from peers.generate.options import GenerateOptions
 from swarm.data import tokenizer_files, tokenizers
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.generation.engine import LocalEngine
-from swarm.generation.room import Room, bytes_per_position
+from swarm.generation.room import Room
 from swarm.generation.text_model import TextModel, read_text_model
 from swarm.interchange import origin, run_folder
 from swarm.interchange.export import Origin
+from swarm.model.attention import cache_bytes
 from swarm.model.transformer import Transformer
 
 
@@ -32,7 +33,7 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     data = dataclasses.replace(config.data, tokenizer=options.tokenizer or found.tokenizer)
     tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
     longest = config.model.max_positions or data.sequence_length
-    num_positions = int(options.cache_gib * 2**30 / bytes_per_position(config.model))
+    num_positions = int(options.cache_gib * 2**30 / cache_bytes(config.model, config.model.num_layers))
     room = Room(options.max_sequences, max(longest, num_positions))
     engine = LocalEngine(load(found), room, longest=longest, round_number=found.card.round)
     folders = _text_folders(options, data.tokenizer)

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import random
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,8 +29,7 @@ from swarm.averaging.transport import GrpcTransport, Transport
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import StagesConfig
-from swarm.content.fetcher import Fetcher
-from swarm.content.line import GrpcLine, Kind
+from swarm.content.line import Kind
 from swarm.content.weights import WeightsCache
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
@@ -287,10 +285,7 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> LiveOrigin:
 
 async def _base(member: Membership) -> Weights:
     """All weights that the run begins with, from its peers. Raises what WeightsCache.of raises."""
-    config, clock = member.config, member.clock
-    digest = config.model.weights
-    line, rng = GrpcLine(config.run_id, member.channels), random.Random(member.peer_id)
-    fetcher = Fetcher(line, Kind.WEIGHTS, member.known.everyone, clock, rng)
-    whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
-    cache = WeightsCache(kept_weights(cache_folder(), digest), digest, fetcher, clock)
+    digest = member.config.model.weights
+    whole = dataclasses.replace(member.config, stages=StagesConfig(num_stages=1))
+    cache = WeightsCache(kept_weights(cache_folder(), digest), digest, member.fetcher(Kind.WEIGHTS), member.clock)
     return await cache.of(parameter_shapes(whole, 0))

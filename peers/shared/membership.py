@@ -9,6 +9,8 @@ from typing import Self
 
 from peers.shared.network import KnownPeers
 from swarm.config import RunConfig
+from swarm.content.fetcher import Fetcher
+from swarm.content.line import GrpcLine, Kind
 from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory
 from swarm.dht.record_store import RecordStore
@@ -46,6 +48,11 @@ class Membership:
     def peer_id(self) -> str:
         """This process's id."""
         return self.identity.peer_id
+
+    def fetcher(self, kind: Kind) -> Fetcher:
+        """What fetches from the run's peers what its configuration names by digest."""
+        line, rng = GrpcLine(self.config.run_id, self.channels), random.Random(self.peer_id)
+        return Fetcher(line, kind, self.known.everyone, self.clock, rng)
 
     @property
     def stages(self) -> range:

@@ -3,15 +3,13 @@
 Used by the programs that make text of tokens, or tokens of text.
 """
 
-import random
 from contextlib import suppress
 from pathlib import Path
 
 from peers.shared.membership import Membership
 from peers.shared.network import LOOK_SECONDS
 from swarm.content import tokenizer
-from swarm.content.fetcher import Fetcher
-from swarm.content.line import GrpcLine, Kind
+from swarm.content.line import Kind
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.errors import PeerUnavailable
 
@@ -39,8 +37,7 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
         # Otherwise the run's first peer could have any file of this machine read.
         raise ValueError("this run does not say which tokenizer it has: name yours with --tokenizer")
     folder = kept_tokenizer(cache, data.tokenizer_files)
-    line, rng = GrpcLine(member.config.run_id, member.channels), random.Random(member.peer_id)
-    fetcher = Fetcher(line, Kind.TOKENIZER, member.known.everyone, clock, rng)
+    fetcher = member.fetcher(Kind.TOKENIZER)
     until = clock.monotonic() + WAIT_SECONDS
     while True:
         try:

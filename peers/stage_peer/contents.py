@@ -5,7 +5,6 @@ Made by program.py, which asks for a stage's weights before the stage is built. 
 
 import asyncio
 import logging
-import random
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from peers.shared.network import LOOK_SECONDS
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import OwnModel, kept_weights
-from swarm.content.fetcher import Fetcher
-from swarm.content.line import GrpcLine, Kind
+from swarm.content.line import Kind
 from swarm.content.servicer import Shelves, nothing
 from swarm.content.weights import WeightsCache
 from swarm.data import tokenizer_files
@@ -49,16 +47,13 @@ class Contents:
         self._cache = cache
         self._checkpoints = checkpoints
         self._tokenizer: TokenizerFiles | None = None
-        config, clock = member.config, member.clock
+        config = member.config
         own = model.weights(config) if model is not None else None
         self._weights: WeightsCache | None = None
         if digest := config.model.weights:
-            line = GrpcLine(config.run_id, member.channels)
-            fetcher = Fetcher(line, Kind.WEIGHTS, member.known.everyone, clock, random.Random(member.peer_id))
             source = model.source if model is not None else None
-            self._weights = WeightsCache(
-                kept_weights(cache, digest), digest, fetcher, clock, own=own, source=source
-            )  # fmt: skip
+            folder, fetcher = kept_weights(cache, digest), member.fetcher(Kind.WEIGHTS)
+            self._weights = WeightsCache(folder, digest, fetcher, member.clock, own=own, source=source)
 
     @property
     def shelves(self) -> Shelves:

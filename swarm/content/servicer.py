@@ -1,7 +1,8 @@
 """Gives other processes of the run what its configuration names by digest: one end of ContentService.
 
 Runs at every stage peer. Training comes first: pieces wait while the peer exchanges, and no more than a few calls are
-served at one time. What is served is read from disk by worker threads. Nothing is checked here: whoever asks does that.
+served at one time. What is served is read from disk by worker threads. Nothing is checked here: the process that asks
+does that.
 """
 
 import asyncio

@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from swarm.data import tokenizer_files
+from swarm.errors import in_one_line
 
 Message = Mapping[str, Any]
 """`role` and `content`, and whatever else a template looks at."""
@@ -70,7 +71,7 @@ class ChatTemplate:
             self._marked = marking.from_string(template)
             self._marks_itself = any(marking.parse(template).find_all(nodes.ExtensionAttribute))
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template is not valid: {_one_line(error)}") from None
+            raise ValueError(f"the chat template is not valid: {in_one_line(error)}") from None
 
     def _environment(self, begin: str, end: str) -> ImmutableSandboxedEnvironment:
         environment = ImmutableSandboxedEnvironment(
@@ -128,7 +129,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except Exception as error:  # noqa: BLE001 - a template may fail with whatever its expressions raise
-            raise ValueError(f"the chat template cannot render these messages: {_one_line(error)}") from None
+            raise ValueError(f"the chat template cannot render these messages: {in_one_line(error)}") from None
 
 
 def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
@@ -147,7 +148,7 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
             template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
         special_tokens = _read_json(folder / "special_tokens_map.json") | config
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot read the chat template in {folder}: {_one_line(error)}") from None
+        raise ValueError(f"cannot read the chat template in {folder}: {in_one_line(error)}") from None
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
@@ -235,7 +236,3 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -33,7 +33,7 @@ from swarm.data.rows import HUGGING_FACE
 from swarm.data.sources import Source, Text
 from swarm.data.tokenizer_files import SERVED, TokenizerFiles
 from swarm.data.tokenizers import TokenIds, Tokenizer
-from swarm.errors import CorpusMismatch
+from swarm.errors import CorpusMismatch, in_one_line
 from swarm.training.samples import TARGETS
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
         tokens = np.memmap(path, dtype=dtype, mode="r")
         about = json.loads(_about_path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise ValueError(f"cannot prepare data.dataset {config.dataset!r} in {cache_dir}: {reason}") from None
     _say_skipped(config.dataset, {**source.unreadable, **about["no_text"]}, source.num_files)
     num_held_out = int(len(tokens) * config.held_out_fraction)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from swarm.errors import PeerUnavailable
+from swarm.errors import PeerUnavailable, in_one_line
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -37,4 +37,4 @@ def download(name: str, patterns: Sequence[str]) -> Path:
 
 def one_line(error: Exception) -> str:
     """What an error of the library says, not too long."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+    return in_one_line(error)[:300]

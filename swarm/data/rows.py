@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import DataConfig
+from swarm.errors import in_one_line
 
 HUGGING_FACE = "hf:"
 """What the name of a Hugging Face dataset begins with."""
@@ -66,7 +67,7 @@ def of_hugging_face(config: DataConfig) -> Iterator[Row]:
         for number, values in enumerate(rows, start=1):
             yield Row(f"data.dataset {config.dataset!r}, row {number}", values)
     except Exception as error:  # noqa: BLE001 - the library raises many kinds, and as late as at the last row
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise ValueError(f"cannot load data.dataset {config.dataset!r}: {reason}") from None
 
 

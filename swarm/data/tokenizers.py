@@ -15,7 +15,7 @@ import tokenizers
 
 from swarm.config import DataConfig
 from swarm.data import tokenizer_files
-from swarm.errors import CorpusMismatch
+from swarm.errors import CorpusMismatch, in_one_line
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class JsonTokenizer:
         try:
             return self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-            reason = " ".join(str(error).split())
+            reason = in_one_line(error)
             raise ValueError(f"the tokenizer {self.identity[:12]} cannot encode the text: {reason}") from None
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
@@ -170,7 +170,7 @@ def load(spec: str) -> Tokenizer:
     try:
         return JsonTokenizer(definition)
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise ValueError(f"data.tokenizer {spec!r} is not a valid tokenizer.json: {reason}") from None
 
 

@@ -4,14 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from swarm.config import ModelConfig
-
-_NUMBER_BYTES = 4
-"""Of a key's or a value's element, which is float32."""
-
 
 class Room:
-    """Room for a few sequences. Who finds too little waits, and nobody who comes later goes before."""
+    """Room for a few sequences. One that finds too little waits, and none that comes later goes before it."""
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
         """
@@ -40,8 +35,3 @@ class Room:
             self._sequences_left += 1
             self._positions_left += num_positions
             self._given_back.set()
-
-
-def bytes_per_position(model: ModelConfig) -> int:
-    """Bytes of a position's keys and values in all layers."""
-    return 2 * model.num_layers * model.kv_heads * model.width_of_heads * _NUMBER_BYTES

@@ -1,8 +1,8 @@
 """The stages after this one, as one session needs them: whichever peers serve them, they continue its text.
 
-Made by the hop, for a stage's session and for whoever asks stage 0. It keeps what it has handed on. If a peer fails,
-another one gets all of it and computes it again: as tokens follow from round, positions and sampling alone, the text
-goes on as if nothing had happened. So that the round's weights are still there then, a second peer of the stage is
+Made by the hop, for a stage's session and for the process that asks stage 0. It keeps what it has handed on. If a peer
+fails, another one gets all of it and computes it again: as tokens follow from round, positions and sampling alone, the
+text goes on as if nothing had happened. So that the round's weights are still there then, a second peer of the stage is
 asked beforehand to hold them.
 """
 

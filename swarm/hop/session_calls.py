@@ -63,7 +63,7 @@ class SessionCall:
                     if reply.HasField("sampled"):
                         return Token(reply.sampled.position, reply.sampled.token)
         except asyncio.CancelledError:
-            # A stream that `send` has ended looks cancelled to whoever reads it.
+            # A stream that `send` has ended looks cancelled to the task that reads it.
             task = asyncio.current_task()
             if self._failed is None or (task is not None and task.cancelling()):
                 raise

@@ -149,7 +149,7 @@ class Weights:
     def content(self, sha256: str) -> bytes | None:
         """The index, or a segment of a tensor, by its digest; None if it is not here. Blocks.
 
-        It is not checked again: whoever asked does that.
+        It is not checked again: the process that asked does that.
 
         Raises:
             IntegrityError, ValueError: it cannot be read.

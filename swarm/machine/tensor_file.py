@@ -10,6 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from swarm.errors import in_one_line
+
 
 @contextmanager
 def opened(path: Path, fault: type[Exception]) -> Iterator[Any]:
@@ -18,10 +20,6 @@ def opened(path: Path, fault: type[Exception]) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
-        raise fault(f"{path} cannot be read: {error.strerror or _one_line(error)}") from None
+        raise fault(f"{path} cannot be read: {error.strerror or in_one_line(error)}") from None
     except SafetensorError as error:
-        raise fault(f"{path} cannot be read: it is not a whole safetensors file ({_one_line(error)})") from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise fault(f"{path} cannot be read: it is not a whole safetensors file ({in_one_line(error)})") from None

@@ -103,6 +103,11 @@ class Documents:
         return attention(q_BHTK, k_BHTK, v_BHTK, self._mask_B1TT)
 
 
+def cache_bytes(model: ModelConfig, num_layers: int) -> int:
+    """Bytes of one position's keys and values in so many layers, in float32."""
+    return 2 * num_layers * model.kv_heads * model.width_of_heads * torch.float32.itemsize
+
+
 class KeyValueCache:
     """Keys and values of the positions that have been computed, of some sequences side by side.
 

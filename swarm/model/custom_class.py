@@ -4,13 +4,15 @@ import pkgutil
 
 from torch import nn
 
+from swarm.errors import in_one_line
+
 
 def find(name: str) -> type[nn.Module]:
     """Import it. Raises ValueError if it cannot be imported, or is no module class."""
     try:
         found = pkgutil.resolve_name(name)
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = in_one_line(error)
         raise ValueError(
             f"model.custom_class {name!r} cannot be imported ({reason}): name it as package.module:Class "
             "and install its package, or put it on PYTHONPATH"

@@ -21,7 +21,7 @@ from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.generation.sampling import choose
 from swarm.hop.session import Order, Piece, Token
-from swarm.model.attention import CacheRows, KeyValueCache
+from swarm.model.attention import CacheRows, KeyValueCache, cache_bytes
 from swarm.model.stages import layer_ranges, with_shared_casts
 from swarm.rpc.wire import ENCODINGS, require_in_range
 from swarm.stage.backend import StageBackend
@@ -143,7 +143,5 @@ class Decoder:
 
 def session_bytes(config: RunConfig, stage: int, num_positions: int) -> int:
     """What a session takes at a stage, at most: keys and values in float32, and what it was handed on."""
-    model = config.model
-    num_layers = len(layer_ranges(config)[stage])
-    kept = 2 * num_layers * model.kv_heads * model.width_of_heads * torch.float32.itemsize
+    kept = cache_bytes(config.model, len(layer_ranges(config)[stage]))
     return num_positions * (kept + boundary_of(config).spec(1, 1).num_bytes)

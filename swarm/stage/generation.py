@@ -1,7 +1,7 @@
 """The gRPC face of generation at one stage: GenerationService.
 
-Checks who asks for what, finds a place and a round's weights for each session, and frees both when its call ends,
-however that comes.
+Checks what each caller asks for, finds a place and a round's weights for each session, and frees both when its call
+ends, however that comes.
 """
 
 import asyncio

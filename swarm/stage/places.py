@@ -1,4 +1,4 @@
-"""How many sessions a stage peer takes, and of whom.
+"""How many sessions a stage peer takes, in all and of one caller.
 
 Used by stage/generation. Memory is counted when a session begins, for all positions that it may come to have, so that
 none ends for want of it.

@@ -27,7 +27,7 @@ Positions = tuple[Sequence[Piece], bool]
 
 
 class SessionCaller:
-    """The stream to whoever asked for a session: what it says, checked, and what it is told."""
+    """The stream to the process that asked for a session: what it says, checked, and what it is told."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

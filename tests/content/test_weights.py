@@ -78,7 +78,7 @@ async def test_what_was_fetched_is_not_fetched_again(tmp_path: Path, run: tuple[
 
 
 async def test_a_damaged_part_of_the_cache_is_found(tmp_path: Path, run: tuple[RunConfig, Weights]) -> None:
-    """By whoever loads it, and by whoever has it from here."""
+    """By the peer that loads it, and by those that have it from here."""
     config, full = run
     shapes = parameter_shapes(config, 1)
     cache = cache_of(tmp_path / "cache", config, FakeLine(whole=full.content))

@@ -11,10 +11,10 @@ import torch
 
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.generation.engine import LocalEngine, collect
-from swarm.generation.room import Room, bytes_per_position
+from swarm.generation.room import Room
 from swarm.generation.sampling import Sampling
 from swarm.interchange.source import Source
-from swarm.model.attention import CacheRows, KeyValueCache
+from swarm.model.attention import CacheRows, KeyValueCache, cache_bytes
 from swarm.model.transformer import Transformer
 from tests.interchange.small_models import MODELS, POSITIONS, make_tokens, save
 
@@ -193,7 +193,7 @@ def test_bytes_of_a_position_are_what_a_cache_takes(model: _Watched) -> None:
     cache = KeyValueCache(10)
     with torch.no_grad():
         model(torch.tensor([[1, 2, 3]]), cache=cache)
-    assert cache.num_bytes == 10 * bytes_per_position(model.model)
+    assert cache.num_bytes == 10 * cache_bytes(model.model, model.model.num_layers)
 
 
 def test_a_cache_takes_memory_once() -> None:

@@ -1,4 +1,4 @@
-"""The weights of one round from the peers of every stage, some of whom lie, are behind, or go on meanwhile."""
+"""The weights of one round from the peers of every stage, some of which lie, are behind, or go on meanwhile."""
 
 import asyncio
 import dataclasses
