@@ -21,13 +21,13 @@ from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
 from swarm.model.attention import KeyValueCache
-from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import StageModule, stage_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
-from swarm.stage.boundary import HIDDEN, TOKENS, Boundary, boundary_of
+from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.buckets import GradientBucket, Source, Version
 from swarm.stage.graphs import GraphBudget, with_gradient
+from swarm.stage.inputs import StageInputs, WireInputs
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import samples
@@ -45,7 +45,7 @@ class Forward:
     """
 
     microbatch: int
-    wire_inputs: Mapping[str, torch.Tensor]
+    wire_inputs: WireInputs
     version: Version
     wire_hidden: Download | None = None
     _inputs: torch.Tensor | None = None
@@ -75,9 +75,11 @@ class StageBackend:
     _is_first: bool = field(init=False)
     _is_last: bool = field(init=False)
     _boundary: Boundary = field(init=False)
+    _inputs: StageInputs = field(init=False)
 
     def __post_init__(self) -> None:
         self._boundary = boundary_of(self.config)
+        self._inputs = StageInputs(config=self.config, stage=self.stage, boundary=self._boundary, staging=self.staging)
         self._is_first = self.stage == 0
         self._is_last = self.stage == self.config.stages.num_stages - 1
 
@@ -89,7 +91,7 @@ class StageBackend:
     # -- training ----------------------------------------------------------------------------------------------
 
     def forward(
-        self, microbatch: int, round_number: int, wire_inputs: Mapping[str, torch.Tensor], *, has_backward: bool = True
+        self, microbatch: int, round_number: int, wire_inputs: WireInputs, *, has_backward: bool = True
     ) -> Forward:
         """Compute the stage's output, keeping the graph if the budget allows.
 
@@ -103,13 +105,13 @@ class StageBackend:
         forward = Forward(
             microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
         )
-        self._check_inputs(wire_inputs)
+        self._inputs.check(wire_inputs)
         keeps_graph = has_backward and self.budget.has_room()
         if keeps_graph:
             forward._inputs, outputs = self._graph(forward)
         else:
             with torch.no_grad():
-                outputs = self._apply(forward, self._hidden_or_tokens(wire_inputs))
+                outputs = self._apply(forward, self._inputs.hidden_or_tokens(wire_inputs))
         forward.wire_hidden = self._boundary.encode(outputs, self.staging)
         # Last: what fails before is not released.
         if keeps_graph:
@@ -137,7 +139,7 @@ class StageBackend:
                 forward._inputs, forward._outputs = self._graph(forward)
                 self.budget.keep(recomputed=True)
             assert forward._inputs is not None
-            gradient_BTD = self._decode(wire_gradient, forward.wire_inputs)
+            gradient_BTD = self._inputs.decode(wire_gradient, forward.wire_inputs)
             root = with_gradient(forward._outputs, gradient_BTD)
             return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at)
         finally:
@@ -147,7 +149,7 @@ class StageBackend:
         self,
         microbatch: int,
         round_number: int,
-        wire_inputs: Mapping[str, torch.Tensor],
+        wire_inputs: WireInputs,
         *,
         accumulate: bool,
         only_at: int | None = None,
@@ -160,7 +162,7 @@ class StageBackend:
             MalformedMessage: inputs out of range, or a loss or gradient that is not finite.
             NotReady: see StageWeights.version_for.
         """
-        self._check_inputs(wire_inputs)
+        self._inputs.check(wire_inputs)
         forward = Forward(
             microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
         )
@@ -230,14 +232,14 @@ class StageBackend:
         _, outputs = self._graph(forward)
         root = outputs
         if source.wire_gradient is not None:
-            root = with_gradient(outputs, self._decode(source.wire_gradient, source.wire_inputs))
+            root = with_gradient(outputs, self._inputs.decode(source.wire_gradient, source.wire_inputs))
         parameters = list(source.version.parameters.values())
         return torch.autograd.grad(root, parameters, allow_unused=True, materialize_grads=True)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, wire_inputs: Mapping[str, torch.Tensor], parameters: dict[str, torch.Tensor], *, want_logits: bool
+        self, wire_inputs: WireInputs, parameters: dict[str, torch.Tensor], *, want_logits: bool
     ) -> torch.Tensor:
         """Forward without dropout on given weights, an anchor's as a rule.
 
@@ -245,13 +247,13 @@ class StageBackend:
             The hidden state for the next stage as it travels; at the last stage the mean loss over the targets
             (shape (); 0 without any), or the float32 logits of the last position (B, V).
         """
-        self._check_inputs(wire_inputs)
+        self._inputs.check(wire_inputs)
         # With DiLoCo they are kept on the CPU.
         parameters = self.weights.on_device(parameters)
-        inputs = self._hidden_or_tokens(wire_inputs)
+        inputs = self._inputs.hidden_or_tokens(wire_inputs)
         with torch.no_grad():
             if self._is_last and want_logits:
-                options: dict[str, Any] = {"dropout_key": None, **self._context(wire_inputs)}
+                options: dict[str, Any] = {"dropout_key": None, **self._inputs.context(wire_inputs)}
                 if isinstance(self.module, StageModule):
                     # With it the last position's logits are all that is made.
                     options["cache"] = KeyValueCache(inputs.shape[1])
@@ -265,7 +267,7 @@ class StageBackend:
     # -- helpers -------------------------------------------------------------------------------------------------
 
     def _graph(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = self._hidden_or_tokens(forward.wire_inputs)
+        inputs = self._inputs.hidden_or_tokens(forward.wire_inputs)
         if not self._is_first:
             inputs.requires_grad_()
         with torch.enable_grad():
@@ -281,13 +283,13 @@ class StageBackend:
         self,
         parameters: Mapping[str, torch.Tensor],
         inputs: torch.Tensor,
-        wire_inputs: Mapping[str, torch.Tensor],
+        wire_inputs: WireInputs,
         key: DropoutKey | None,
     ) -> torch.Tensor:
         """The hidden state for the next stage; at the last one the loss in nats, summed over the targets."""
-        options = {"dropout_key": key, **self._context(wire_inputs)}
+        options = {"dropout_key": key, **self._inputs.context(wire_inputs)}
         if self._is_last:
-            return stage_loss(self.module, parameters, inputs, self._targets(wire_inputs), **options)
+            return stage_loss(self.module, parameters, inputs, self._inputs.targets(wire_inputs), **options)
         outputs: torch.Tensor = torch.func.functional_call(self.module, dict(parameters), (inputs,), options)
         return outputs
 
@@ -328,37 +330,3 @@ class StageBackend:
             )
         )
         return answer, Accumulated(source=source, bucket=bucket)
-
-    def _check_inputs(self, wire_inputs: Mapping[str, torch.Tensor]) -> None:
-        # On the CPU, where it waits for nothing; and a GPU that is asked for an unknown token is lost to the process.
-        samples.require_sound(wire_inputs, self.config.model.vocab_size)
-        if not self._is_first:
-            require_in_range(HIDDEN, wire_inputs[HIDDEN])
-
-    def _hidden_or_tokens(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if self._is_first:
-            return self._tokens(wire_inputs)
-        return self._decode(wire_inputs[HIDDEN], wire_inputs).detach()
-
-    def _tokens(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.staging.upload(wire_inputs[TOKENS])[:, :-1].long()
-
-    def _context(self, wire_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the module wants beside its input."""
-        wanted = {}
-        if self.config.model.bottleneck_dim and not self._is_first:
-            wanted["tokens_BT"] = self._tokens(wire_inputs)
-        documents_BT = samples.documents(wire_inputs)
-        if documents_BT is not None:
-            wanted["documents_BT"] = self.staging.upload(documents_BT)
-        return wanted
-
-    def _targets(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return samples.targets(
-            {name: self.staging.upload(tensor) for name, tensor in samples.of(wire_inputs).items()}, NO_TARGET
-        )
-
-    def _decode(self, wire: torch.Tensor, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A hidden state of the microbatch, or a gradient of one."""
-        num_samples, num_tokens = wire_inputs[TOKENS].shape
-        return self._boundary.decode(wire, num_samples, num_tokens - 1, self.staging)

@@ -4,21 +4,29 @@ import asyncio
 import dataclasses
 import gc
 from collections.abc import Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from swarm.config import RunConfig, StagesConfig, WireConfig
+from swarm.generation.sampling import Sampling
 from swarm.model.attention import attention
+from swarm.model.loss import summed_loss
 from swarm.model.masks import random_mask
+from swarm.model.transformer import build_transformer
+from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
 from swarm.stage.state import digest_of
 from swarm.training import optim
+from swarm.training.samples import TOKENS
 from tests.support import reproducible
-from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, assert_close, reference, running_chain
+from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, Chain, assert_close, reference, running_chain, tokens
+from tests.support.partial import partial_config
 from tests.support.rounding import rounding_reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
@@ -32,7 +40,7 @@ _DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOU
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO])
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, LORA, partial_config(num_stages=3, rounds=SYNCHRONOUS.rounds)])
 @pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
 async def test_stages_on_a_gpu_accumulate_the_gradient_of_one_process_on_the_cpu(
     config: RunConfig, graph_bytes: int
@@ -45,6 +53,64 @@ async def test_stages_on_a_gpu_accumulate_the_gradient_of_one_process_on_the_cpu
         assert_close(chain.sums(), expected, 1e-4)
         chain.assert_idle()
         assert all(peer.stage.samples_per_second > 0 for peer in chain.peers)
+
+
+async def test_an_evaluation_on_a_gpu_is_that_of_a_cpu() -> None:
+    batch = tokens(SYNCHRONOUS, 99)
+    async with running_chain(SYNCHRONOUS, devices=_ALL) as chain:
+        loss = await chain.trainer.evaluate({TOKENS: batch}, round_number=0)
+    assert loss == pytest.approx(reference(SYNCHRONOUS, [99])[0][0], abs=1e-5)
+
+
+_TEXT = dataclasses.replace(
+    SYNCHRONOUS,
+    data=dataclasses.replace(SYNCHRONOUS.data, sequence_length=96),
+    # So that one token is far more probable than the others.
+    model=dataclasses.replace(SYNCHRONOUS.model, init_std=0.2),
+)
+_GPT2 = dataclasses.replace(
+    _TEXT.model, norm="layer", positions="learned", max_positions=96, feed_forward="gelu", tied_embeddings=True
+)
+
+
+@pytest.mark.parametrize("config", [_TEXT, dataclasses.replace(_TEXT, model=_GPT2)], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("devices", [_ALL, ("cpu", DEVICE, "cpu")])
+async def test_a_text_is_that_of_one_process_also_when_a_peer_dies(config: RunConfig, devices: Sequence[str]) -> None:
+    prompt, greedy = [5, 9, 33, 7, 60], Sampling(temperature=0.0)
+    model, written = build_transformer(config, device="cpu"), list(prompt)
+    for _ in range(60):
+        written.append(int(model(torch.tensor([written]))[0, -1].argmax()))
+    async with running_chain(config, num_peers=(1, 2, 1), devices=devices) as chain:
+        found = []
+        async with aclosing(SwarmEngine(chain.trainer, config).generate(prompt, greedy, 60)) as stream:
+            async for token in stream:
+                found.append(token)
+                if len(found) == 20:
+                    await max(chain.at(1), key=lambda peer: peer.generation.counters().tokens).server.stop(0)
+    assert found == written[len(prompt) :]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_of_a_large_vocabulary_takes_a_part_of_its_logits_memory(dtype: torch.dtype) -> None:
+    """A vocabulary of 128,000 at 4,096 positions; loss and gradients are those of float64 on the same GPU."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    shape: dict[str, Any] = {"device": DEVICE, "generator": generator}
+    hidden_BTD = torch.randn(4, 1024, 256, **shape).requires_grad_()
+    weight_VD = (0.1 * torch.randn(128_000, 256, **shape)).requires_grad_()
+    targets_BT = torch.randint(128_000, (4, 1024), **shape)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype is torch.bfloat16):
+        loss = summed_loss(hidden_BTD, weight_VD, targets_BT)
+    gradients = torch.autograd.grad(loss, (hidden_BTD, weight_VD))
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    assert peak_bytes < 0.25 * 4 * 4096 * 128_000 + 2 * weight_VD.nbytes
+    exact = [hidden_BTD.detach().double().requires_grad_(), weight_VD.detach().double().requires_grad_()]
+    exact_loss = functional.cross_entropy((exact[0] @ exact[1].T).flatten(0, 1), targets_BT.flatten(), reduction="sum")
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    assert loss.item() == pytest.approx(exact_loss.item(), rel=tolerance)
+    for gradient, expected in zip(gradients, torch.autograd.grad(exact_loss, exact), strict=True):
+        assert float((gradient - expected).norm() / expected.norm()) < tolerance
 
 
 async def test_rolling_back_on_a_gpu_brings_the_sum_back() -> None:

@@ -39,7 +39,8 @@ class StaticStage:
     def step(self) -> None:
         """An optimizer step on the next round's microbatches."""
         tokens_BT1 = self._tokens(next(self._numbers))
-        inputs = (tokens_BT1[:, :-1],) if self._is_first else ()
+        # Older versions of torch refuse inputs with gaps between their rows.
+        inputs = (tokens_BT1[:, :-1].contiguous(),) if self._is_first else ()
         self._schedule.step(*inputs, target=tokens_BT1[:, 1:] if self._is_last else None)
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)

@@ -1,0 +1,68 @@
+"""What a microbatch brings to a stage: checked on the CPU, where it arrives, and brought to the stage's device.
+
+Used by stage/backend on the compute thread. Keeps nothing of any microbatch.
+
+Shapes: B samples of a microbatch, T tokens, D numbers a token that travel.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swarm.config import RunConfig
+from swarm.model.loss import NO_TARGET
+from swarm.rpc.wire import require_in_range
+from swarm.stage.boundary import HIDDEN, TOKENS, Boundary
+from swarm.stage.staging import Staging
+from swarm.training import samples
+
+WireInputs = Mapping[str, torch.Tensor]
+"""A microbatch's tensors by name, as they arrived."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageInputs:
+    """One stage's."""
+
+    config: RunConfig
+    stage: int
+    boundary: Boundary
+    staging: Staging
+
+    def check(self, wire_inputs: WireInputs) -> None:
+        """Raises MalformedMessage: numbers are out of range, or a token is unknown."""
+        # On the CPU, where it waits for nothing; and a GPU that is asked for an unknown token is lost to the process.
+        samples.require_sound(wire_inputs, self.config.model.vocab_size)
+        if self.stage:
+            require_in_range(HIDDEN, wire_inputs[HIDDEN])
+
+    def hidden_or_tokens(self, wire_inputs: WireInputs) -> torch.Tensor:
+        """What the module takes: tokens [B, T] at stage 0, at any other the hidden state [B, T, D]."""
+        if not self.stage:
+            return self._tokens(wire_inputs)
+        return self.decode(wire_inputs[HIDDEN], wire_inputs).detach()
+
+    def context(self, wire_inputs: WireInputs) -> dict[str, torch.Tensor]:
+        """What the module wants beside that, by the names of its arguments."""
+        wanted = {}
+        if self.config.model.bottleneck_dim and self.stage:
+            wanted["tokens_BT"] = self._tokens(wire_inputs)
+        documents_BT = samples.documents(wire_inputs)
+        if documents_BT is not None:
+            wanted["documents_BT"] = self.staging.upload(documents_BT)
+        return wanted
+
+    def targets(self, wire_inputs: WireInputs) -> torch.Tensor:
+        """The next tokens [B, T], or NO_TARGET."""
+        return samples.targets(
+            {name: self.staging.upload(tensor) for name, tensor in samples.of(wire_inputs).items()}, NO_TARGET
+        )
+
+    def decode(self, wire: torch.Tensor, wire_inputs: WireInputs) -> torch.Tensor:
+        """A hidden state of the microbatch, or a gradient of one. Raises MalformedMessage if it is none."""
+        num_samples, num_tokens = wire_inputs[TOKENS].shape
+        return self.boundary.decode(wire, num_samples, num_tokens - 1, self.staging)
+
+    def _tokens(self, wire_inputs: WireInputs) -> torch.Tensor:
+        return self.staging.upload(wire_inputs[TOKENS])[:, :-1].long()
