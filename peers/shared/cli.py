@@ -86,6 +86,14 @@ def require_positive(options: object, names: Iterable[str]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value}")
 
 
+def require_ports(options: object, names: Iterable[str]) -> None:
+    """Raise ValueError for a number that is no TCP port, by the option's name; one that was left out (None) will do."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 <= value <= 65535:
+            raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {value}")
+
+
 def require_distinct(options: object, names: Iterable[str]) -> None:
     """Raise ValueError for an option that lists nothing, or something twice."""
     for name in names:

@@ -99,6 +99,11 @@ class PeerOptions:
     start_over: bool = False
     """Where nobody holds the stage of a run that has gone on, and there is no checkpoint, begin it again from initial
     weights; what it had learnt is gone."""
+    metrics_port: int | None = None
+    """Answer at this port, at /metrics, with this process's figures for Prometheus; 0 takes a free one. Needs the extra
+    metrics."""
+    metrics_host: str = "127.0.0.1"
+    """Address of --metrics-port: Prometheus on another machine needs 0.0.0.0, say."""
     events: Path | None = None
     """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
     ready_file: Path | None = None
@@ -125,9 +130,7 @@ class PeerOptions:
             raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset, --config or --model")
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")
-        for name in ("port", "dht_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
+        cli.require_ports(self, ["port", "dht_port", "metrics_port"])
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) is not None and self.checkpoint is None:
                 option = f"--{name.replace('_', '-')}"

@@ -154,6 +154,7 @@ class Presence:
                 aborted=averaging.aborted,
                 downloads=averaging.num_downloads,
                 refusals=averaging.refusals,
+                exchanged_bytes=self._member.exchanged_bytes,
             ),
             generation=generation,
             rounds=list(self._member.reports),

@@ -31,6 +31,7 @@ from peers.shared.network import (
     agree_on_config,
     default_name,
 )
+from peers.shared.own_figures import OwnFigures, exporting
 from peers.shared.token_option import admitted, find_token, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.arrival import Arrival, outside_addresses, require_ready_file
@@ -166,8 +167,9 @@ class Start:
     """Whether others may remember this peer at its address."""
 
     def server_options(
-        self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves
-    ) -> ServerOptions:
+        self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves,
+        own_figures: OwnFigures,
+    ) -> ServerOptions:  # fmt: skip
         """What a server is told; `moved` where the peer comes from another stage."""
         options, checkpoints = self.options, self.checkpoints
         resume = ResumeOptions(
@@ -193,6 +195,7 @@ class Start:
             shelves=shelves,
             movable=options.rebalance_seconds > 0,
             moves=moves,
+            own_figures=own_figures,
             incarnation=incarnation,
         )
 
@@ -205,6 +208,13 @@ class Start:
 
 
 async def run(start: Start) -> None:
+    """Join, serve and leave. Raises what `serve` and `exporting` raise."""
+    own_figures, options = OwnFigures(), start.options
+    async with exporting(own_figures, "swarm_peer", host=options.metrics_host, port=options.metrics_port):
+        await serve(start, own_figures)
+
+
+async def serve(start: Start, own_figures: OwnFigures) -> None:
     """Join, serve and leave. Raises what Mover.run raises."""
     options, identity, clock = start.options, start.identity, SystemClock()
     config = await agree_on_config(start.node, start.config, options.initial_peers, clock, identity.authority)
@@ -230,8 +240,9 @@ async def run(start: Start) -> None:
         resumes = options.resume is not None and bool(file.names(options.resume))
         weights = await contents.initial_weights(stage, resumes=resumes, always=config.lora.is_on)
         local = start.server_options(
-            moves, moved=moved, incarnation=incarnation, weights=weights, shelves=contents.shelves
-        )
+            moves, moved=moved, incarnation=incarnation, weights=weights, shelves=contents.shelves,
+            own_figures=own_figures,
+        )  # fmt: skip
         return StageServer(member, stage, tasks, local)
 
     async with asyncio.TaskGroup() as tasks:

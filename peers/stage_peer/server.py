@@ -23,6 +23,7 @@ from peers.stage_peer.others import find_others
 from peers.stage_peer.own_backend import own_backend
 from peers.stage_peer.presence import Presence
 from peers.stage_peer.server_options import ServerOptions
+from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
@@ -173,10 +174,15 @@ class StageServer:
                 keeping = self.presence.keep_announced(self._news)
                 works = keeping, self._watch_connections(), self.presence.loop_lag.run()
                 background = [tasks.create_task(work) for work in works]
+                self._options.own_figures.follow(
+                    lambda: PeerRow.of(self.presence.record(), self._describe()), run=self._config.run_id,
+                    stage=str(self.stage.number),
+                )  # fmt: skip
                 yield endpoint
                 for task in (averaging, reporting, *background):
                     task.cancel()
         finally:
+            self._options.own_figures.follow(lambda: None)
             self.stage.end()
             await server.stop(grace=1.0)
             await self._settle()

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from peers.shared.own_figures import OwnFigures
 from peers.stage_peer.incarnation import Incarnation
 from peers.stage_peer.resume import ResumeOptions
 from swarm.checkpoint.writer import CheckpointWriter
@@ -36,5 +37,7 @@ class ServerOptions:
     """Whether the peer may be needed elsewhere and go there."""
     moves: int = 0
     """How often it has done so."""
+    own_figures: OwnFigures = field(default_factory=OwnFigures)
+    """Where the peer says what it does."""
     incarnation: Incarnation = field(default_factory=Incarnation)
     """This start of the process."""

@@ -5,7 +5,7 @@ a column; the page docs/status.md, which scripts/generate_status_docs writes, ex
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,10 @@ class Column:
     is_text: bool = False
     styles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    def text(self, row: object) -> str:
+        """What a record has in this column."""
+        return self.cell.format(row=row)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
@@ -36,6 +40,8 @@ class Figure:
     Attributes:
         help: what it is, in one or more sentences.
         unit: of its value; empty where it has none.
+        only_grows: whether it counts what happened since the process started.
+        is_label: whether it is a word that tells this process from others.
         announced: reads it from the announcement; None where that does not have it.
         answered: reads it from what the peer answers when it is asked.
         column: where the table shows it.
@@ -43,17 +49,24 @@ class Figure:
 
     help: str
     unit: str = ""
+    only_grows: bool = False
+    is_label: bool = False
     announced: Callable[[Any], Any] | None = None
     answered: Callable[[Any], Any] | None = None
     column: Column | None = None
 
 
 def figure(
-    help: str, *, default: Any = dataclasses.MISSING, unit: str = "", announced: Callable[[Any], Any] | None = None,
+    help: str, *, default: Any = dataclasses.MISSING, unit: str = "", only_grows: bool = False,
+    is_label: bool = False, announced: Callable[[Any], Any] | None = None,
     answered: Callable[[Any], Any] | None = None, column: Column | None = None,
 ) -> Any:  # fmt: skip
     """A dataclass's field for a figure; see Figure for the arguments."""
-    metadata = {"figure": Figure(help=help, unit=unit, announced=announced, answered=answered, column=column)}
+    made = Figure(
+        help=help, unit=unit, only_grows=only_grows, is_label=is_label, announced=announced, answered=answered,
+        column=column,
+    )  # fmt: skip
+    metadata = {"figure": made}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -62,6 +75,14 @@ def figure(
 def figures(record: type) -> dict[str, Figure]:
     """Those of a record, by field, in the order in which they are shown."""
     return {field.name: field.metadata["figure"] for field in dataclasses.fields(record)}
+
+
+def needed_columns(record: type, rows: Sequence[object]) -> dict[str, Column]:
+    """The columns that these rows need, by the field of their figure."""
+    columns = {name: figure.column for name, figure in figures(record).items() if figure.column is not None}
+    return {
+        name: column for name, column in columns.items() if column.is_shown is None or any(map(column.is_shown, rows))
+    }
 
 
 def read(record: type, announcement: object, answer: object | None) -> dict[str, Any]:

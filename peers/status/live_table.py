@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from peers.status.figure import Column, figures
+from peers.status.figure import Column, needed_columns
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView, TrainerRow
 
@@ -57,14 +57,14 @@ def render(view: SwarmView) -> RenderableType:
     parts: list[RenderableType] = [_peers(view)]
     if view.trainers:
         parts.append(_trainers(view.trainers))
-    parts += [Text(line, style="bold red") for line in (*_warnings(view), *_refusals(view).values())]
+    parts += [Text(line, style="bold red") for line in (*_warnings(view), *view.refusals.values())]
     parts += [Text(event, style="dim") for event in view.events[-_EVENTS_SHOWN:]]
     return Group(*parts)
 
 
 def plain_lines(view: SwarmView) -> dict[str, str]:
     """Events, warnings, and each trainer's step, under keys by which a line is known to be old news."""
-    lines = {line: line for line in (*view.events, *_warnings(view))} | _refusals(view)
+    lines = {line: line for line in (*view.events, *_warnings(view))} | view.refusals
     for trainer in view.trainers:
         if trainer.step:
             name = f" ({trainer.name})" if len(view.trainers) > 1 else ""
@@ -75,7 +75,7 @@ def plain_lines(view: SwarmView) -> dict[str, str]:
 
 def _peers(view: SwarmView) -> Table:
     rows = [(row.stage, peer) for row in view.stages for peer in row.peers]
-    columns = _columns(PeerRow, [peer for _, peer in rows])
+    columns = needed_columns(PeerRow, [peer for _, peer in rows])
     # Without lines between the columns: all of them are to fit.
     table = Table(title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right")
@@ -89,19 +89,11 @@ def _peers(view: SwarmView) -> Table:
 
 
 def _trainers(rows: Sequence[TrainerRow]) -> Table:
-    table, columns = Table(), _columns(TrainerRow, rows)
+    table, columns = Table(), needed_columns(TrainerRow, rows)
     _add(table, columns)
     for row in rows:
         table.add_row(*_cells(row, columns))
     return table
-
-
-def _columns(record: type, rows: Sequence[object]) -> dict[str, Column]:
-    """The columns that these rows need, by the field of their figure."""
-    columns = {name: figure.column for name, figure in figures(record).items() if figure.column is not None}
-    return {
-        name: column for name, column in columns.items() if column.is_shown is None or any(map(column.is_shown, rows))
-    }
 
 
 def _add(table: Table, columns: Mapping[str, Column]) -> None:
@@ -111,21 +103,8 @@ def _add(table: Table, columns: Mapping[str, Column]) -> None:
 
 def _cells(row: object, columns: Mapping[str, Column]) -> list[Text]:
     # As text and not as markup: names come from strangers.
-    return [
-        Text(column.cell.format(row=row), style=column.styles.get(getattr(row, name), ""))
-        for name, column in columns.items()
-    ]
+    return [Text(column.text(row), style=column.styles.get(getattr(row, name), "")) for name, column in columns.items()]
 
 
 def _warnings(view: SwarmView) -> list[str]:
     return [f"stage {stage} has no peer: start one with swarm-peer --stage {stage}" for stage in view.empty_stages]
-
-
-def _refusals(view: SwarmView) -> dict[str, str]:
-    """What peers say of holders that they do not follow. Keys name both peers only: the rest changes at each look."""
-    return {
-        f"{peer.peer_id} refuses {refusal.partition(' ')[0]}": f"{peer.name}: {refusal}"
-        for row in view.stages
-        for peer in row.peers
-        for refusal in peer.refusals
-    }

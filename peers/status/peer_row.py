@@ -16,6 +16,8 @@ MOST_REFUSALS = 8
 """Lines of a peer about others, of which no more are shown."""
 LONGEST_REFUSAL = 400
 """Characters of each of them."""
+MOST_ROUNDS = 16
+"""Rounds of a peer's answer that are looked at."""
 LARGE_LAG_SECONDS = 0.2
 """From here on a late event loop is shown in the table."""
 
@@ -53,16 +55,23 @@ def _refusals(answer: Answer) -> tuple[str, ...]:
     )
 
 
+def _rounds(answer: Answer) -> tuple[int, ...]:
+    return tuple(report.round for report in answer.reply.rounds[-MOST_ROUNDS:] if report.contributed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerRow:
     """A stage peer: its announcement, and what it answered when asked."""
 
     name: str = figure(
         "What it is called.",
+        is_label=True,
         announced=lambda record: record.name,
         column=Column(heading="peer", cell="{row.name}", is_text=True),
     )
-    peer_id: str = figure("Its id, which belongs to its key.", announced=lambda record: record.peer_id)
+    peer_id: str = figure(
+        "Its id, which belongs to its key.", is_label=True, announced=lambda record: record.peer_id
+    )  # fmt: skip
     state: str = figure(
         "joining, serving, moving or leaving; unreachable where it announces itself and does not answer within five "
         "seconds.",
@@ -79,12 +88,20 @@ class PeerRow:
     moves: int = figure(
         "How often it has moved to another stage since it started.",
         default=0,
+        only_grows=True,
         announced=lambda record: record.moves,
+    )
+    started_at: float = figure(
+        "When its process started, by its own clock; 0 where it has not announced that.",
+        default=0.0,
+        unit="seconds since the epoch",
+        announced=lambda record: record.started_at,
     )
     device: str = figure(
         "What it computes on, as PyTorch names it (`cpu`, `cuda:1`); empty where it has not announced that. The table "
         "has it where some peer computes on something else than `cpu`.",
         default="",
+        is_label=True,
         announced=lambda record: record.device,
         column=Column(
             heading="device", cell="{row.device}", is_shown=lambda row: row.device not in ("", "cpu"), is_text=True
@@ -120,18 +137,28 @@ class PeerRow:
     forwards: int = figure(
         "Forwards that it has computed since it started.",
         default=0,
+        only_grows=True,
         answered=lambda said: said.reply.counters.forwards,
         column=Column(heading="forwards", cell="{row.forwards}"),
     )
     backwards: int = figure(
         "Backwards that it has computed since it started.",
         default=0,
+        only_grows=True,
         answered=lambda said: said.reply.counters.backwards,
         column=Column(heading="backwards", cell="{row.backwards}"),
+    )
+    committed: int = figure(
+        "Microbatches that count at its stage through it, since it started: they were acknowledged to it.",
+        default=0,
+        only_grows=True,
+        unit="microbatches",
+        answered=lambda said: said.reply.counters.committed,
     )
     rerouted_backwards: int = figure(
         "Of these, the ones that it took over from a peer that dropped.",
         default=0,
+        only_grows=True,
         answered=lambda said: said.reply.counters.rerouted_backwards,
         column=Column(heading="re-routed", cell="{row.rerouted_backwards}"),
     )
@@ -145,6 +172,7 @@ class PeerRow:
     generated_tokens: int = figure(
         "Tokens of such texts that it has sampled or passed on since it started.",
         default=0,
+        only_grows=True,
         unit="tokens",
         answered=lambda said: said.reply.generation.tokens,
         column=Column(heading="tokens", cell="{row.generated_tokens}", is_shown=lambda row: row.generated_tokens > 0),
@@ -168,6 +196,11 @@ class PeerRow:
         answered=lambda said: said.last.num_members,
         column=Column(heading="members", cell="{row.members}/{row.alive_peers}"),
     )
+    recent_rounds: tuple[int, ...] = figure(
+        f"The rounds in whose averages it took part, among the last {MOST_ROUNDS} that it has committed.",
+        default=(),
+        answered=_rounds,
+    )
     averaged_fraction: float = figure(
         "The share of the stage's parameters that this round averaged.",
         default=0.0,
@@ -178,6 +211,13 @@ class PeerRow:
         default=0,
         unit="bytes",
         answered=lambda said: said.last.bytes_sent + said.last.bytes_received,
+    )
+    exchanged_bytes: int = figure(
+        "The same for all rounds since it started.",
+        default=0,
+        only_grows=True,
+        unit="bytes",
+        answered=lambda said: said.reply.averaging.exchanged_bytes,
     )
     compression_ratio: float = figure(
         "The float32 size of what was averaged, over its size on the wire.",
@@ -202,16 +242,19 @@ class PeerRow:
     attempts: int = figure(
         "Attempts to average that it has led since it started.",
         default=0,
+        only_grows=True,
         answered=lambda said: said.reply.averaging.attempts,
     )
     aborted: Mapping[str, int] = figure(
         "Of these, the ones that came to nothing, by reason.",
         default={},
+        only_grows=True,
         answered=lambda said: dict(said.reply.averaging.aborted),
     )
     downloads: int = figure(
         "States that it has downloaded because it was behind.",
         default=0,
+        only_grows=True,
         answered=lambda said: said.reply.averaging.downloads,
     )
     inner_steps: int = figure(

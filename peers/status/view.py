@@ -27,6 +27,7 @@ class TrainerRow:
 
     name: str = figure(
         "What it is called.",
+        is_label=True,
         announced=lambda record: record.name,
         column=Column(heading="trainer", cell="{row.name}", is_text=True),
     )
@@ -77,6 +78,19 @@ class SwarmView:
     def empty_stages(self) -> list[int]:
         """Stages without a peer that serves or is on its way there."""
         return [row.stage for row in self.stages if not any(peer.stays for peer in row.peers)]
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """What peers say of holders that they do not follow.
+
+        Keys name both peers only, since the rest changes at each look.
+        """
+        return {
+            f"{peer.peer_id} refuses {refusal.partition(' ')[0]}": f"{peer.name}: {refusal}"
+            for row in self.stages
+            for peer in row.peers
+            for refusal in peer.refusals
+        }
 
     def to_json(self) -> str:
         """One line of JSON with the records' field names, and `empty_stages`."""

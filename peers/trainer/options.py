@@ -41,6 +41,11 @@ class TrainerOptions:
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False
     """Report to the Weights & Biases service as it happens."""
+    metrics_port: int | None = None
+    """Answer at this port, at /metrics, with this process's figures for Prometheus; 0 takes a free one. Needs the extra
+    metrics."""
+    metrics_host: str = "127.0.0.1"
+    """Address of --metrics-port: Prometheus on another machine needs 0.0.0.0, say."""
     events: Path | None = None
     """Append what this trainer does with each microbatch to this file, for swarm-status --audit."""
     name: str = ""
@@ -58,5 +63,6 @@ class TrainerOptions:
             {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1},
         )
         cli.require_name(self.name)
+        cli.require_ports(self, ["metrics_port"])
         if self.wandb_online and self.wandb is None:
             raise ValueError("--wandb-online needs --wandb PROJECT")

@@ -26,9 +26,11 @@ from peers.shared.network import (
     default_name,
     say_who_may_join,
 )
+from peers.shared.own_figures import OwnFigures, exporting
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import admitted, find_token, stop_or_expiry
 from peers.shared.tokenizer import have_tokenizer
+from peers.status.view import TrainerRow
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
@@ -123,7 +125,10 @@ async def run(
     )  # fmt: skip
     with metrics, report:
         session = make_session(options, member, data, watcher, report, events)
-        interrupted = await carry_out(member, session, name)
+        own = OwnFigures()
+        own.follow(lambda: TrainerRow.of(record_of(member, session, name)), run=config.run_id)
+        async with exporting(own, "swarm_trainer", host=options.metrics_host, port=options.metrics_port):
+            interrupted = await carry_out(member, session, name)
         await member.channels.close()
     events.write(Leave())
     return await finish(report, options.output, corpus, session.sample, wandb_run, interrupted=interrupted)
@@ -172,22 +177,26 @@ async def carry_out(member: Membership, session: Session, name: str) -> bool:
     return interrupted
 
 
+def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
+    """What this trainer announces."""
+    figures = session.report.figures
+    return TrainerRecord(
+        peer_id=member.peer_id,
+        name=name,
+        announced_at=member.clock.time(),
+        step=figures.step_number,
+        loss=figures.loss,
+        tokens=figures.own_tokens,
+        tokens_per_second=figures.tokens_per_second,
+        in_flight=session.loop.num_in_flight,
+    )
+
+
 async def keep_announced(member: Membership, session: Session, name: str) -> None:
     """Let status see this trainer, until cancelled."""
     while True:
-        figures = session.report.figures
-        record = TrainerRecord(
-            peer_id=member.peer_id,
-            name=name,
-            announced_at=member.clock.time(),
-            step=figures.step_number,
-            loss=figures.loss,
-            tokens=figures.own_tokens,
-            tokens_per_second=figures.tokens_per_second,
-            in_flight=session.loop.num_in_flight,
-        )
         try:
-            await member.directory.announce_trainer(record, RECORD_SECONDS)
+            await member.directory.announce_trainer(record_of(member, session, name), RECORD_SECONDS)
         except PeerUnavailable as error:
             logger.debug("not announced: %s", error)
         await member.clock.sleep(5.0)

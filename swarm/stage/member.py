@@ -55,6 +55,8 @@ class StageMember:
         self._closed: tuple[frozenset[int], Contribution] | None = None
         self.reports: deque[pb.RoundReport] = deque(maxlen=_KEPT_REPORTS)
         """The newest committed rounds, oldest first."""
+        self.exchanged_bytes = 0
+        """What was sent and received for the averages of all committed rounds."""
         self._digest: asyncio.Future[str] | None = None
         """Of the state at the beginning of the round; None while nobody has asked for that of the initial one."""
         self._readings: set[asyncio.Future[Any]] = set()
@@ -193,6 +195,7 @@ class StageMember:
 
         self._digest = self._read(take_digest)
         self.reports.append(report)
+        self.exchanged_bytes += report.bytes_sent + report.bytes_received
         self._stage.round_began()
         self._on_commit()
         return self._digest
@@ -228,6 +231,7 @@ class StageMember:
             wait_seconds=max(0.0, cost.seconds - cost.exchange_seconds),
             residual_bytes=cost.residual_bytes,
             inner_steps=pb.InnerSteps(**dataclasses.asdict(inner_steps)),
+            contributed=result.contributed,
         )
 
     async def snapshot(self) -> Snapshot:

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import signal
 import statistics
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from peers.local.supervisor import Supervisor
 from tests.support.swarm import RealSwarm, run_all, wait_until, whole_lines
@@ -30,7 +33,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
     folder = tmp_path_factory.mktemp("swarm")
     with Supervisor(folder / "logs", grace_seconds=0.0) as children:
         swarm = RealSwarm(folder, children)
-        swarm.start_peers([0])
+        swarm.start_peers([0], "--metrics-port", "0")
         swarm.start_peers([1, 0, 1])
         yield swarm
 
@@ -71,6 +74,21 @@ def test_training_lowers_the_loss(swarm: RealSwarm) -> None:
     assert all(row["train/gradient_norm"] > 0 for row in steps)
     assert steps[-1]["train/successful_workers"] == 4
     assert (swarm.folder / "first" / "loss.png").stat().st_size > 0
+
+
+def test_prometheus_is_told_what_status_is(swarm: RealSwarm) -> None:
+    url = re.search(r"figures for Prometheus at (\S+)", swarm.peers[0].child.log.read_text())
+    assert url is not None
+    told = {peer["peer_id"]: peer for row in swarm.status()["stages"] for peer in row["peers"]}
+    peer = told[swarm.peers[0].ready["peer_id"]]
+    with urllib.request.urlopen(url[1], timeout=5.0) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        samples = {sample.name: sample for family in families for sample in family.samples}
+    assert samples["swarm_peer_forwards_total"].value == peer["forwards"] > 0
+    assert samples["swarm_peer_committed_total"].value == peer["committed"] > 0
+    assert samples["swarm_peer_exchanged_bytes_total"].value == peer["exchanged_bytes"] > 0
+    assert samples["swarm_peer_round"].value == peer["round"] == peer["recent_rounds"][-1] + 1
+    assert samples["swarm_peer_info"].labels["stage"] == "0"
 
 
 def _holds_something(events: Path) -> bool:

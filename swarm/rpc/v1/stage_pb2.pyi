@@ -680,9 +680,12 @@ class AveragingCounters(_message.Message):
     ABORTED_FIELD_NUMBER: _builtins.int
     DOWNLOADS_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    EXCHANGED_BYTES_FIELD_NUMBER: _builtins.int
     attempts: _builtins.int
     downloads: _builtins.int
     """States it downloaded because it was behind."""
+    exchanged_bytes: _builtins.int
+    """What it sent and received for the averages of all committed rounds."""
     @_builtins.property
     def aborted(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Attempts that came to nothing, by reason."""
@@ -698,10 +701,11 @@ class AveragingCounters(_message.Message):
         aborted: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         downloads: _builtins.int = ...,
         refusals: _abc.Iterable[_builtins.str] | None = ...,
+        exchanged_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attempts", b"attempts", "downloads", b"downloads", "refusals", b"refusals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attempts", b"attempts", "downloads", b"downloads", "exchanged_bytes", b"exchanged_bytes", "refusals", b"refusals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -776,6 +780,7 @@ class RoundReport(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     RESIDUAL_BYTES_FIELD_NUMBER: _builtins.int
     INNER_STEPS_FIELD_NUMBER: _builtins.int
+    CONTRIBUTED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     run_samples: _builtins.int
     """Samples the run had committed after it."""
@@ -803,6 +808,8 @@ class RoundReport(_message.Message):
     wait_seconds: _builtins.float
     residual_bytes: _builtins.int
     """Of what error feedback keeps for later rounds."""
+    contributed: _builtins.bool
+    """Whether the answering peer took part in the average."""
     @_builtins.property
     def inner_steps(self) -> Global___InnerSteps:
         """Of the answering peer."""
@@ -829,10 +836,11 @@ class RoundReport(_message.Message):
         wait_seconds: _builtins.float = ...,
         residual_bytes: _builtins.int = ...,
         inner_steps: Global___InnerSteps | None = ...,
+        contributed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inner_steps", b"inner_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_seconds", b"aggregate_seconds", "attempts", b"attempts", "averaged_fraction", b"averaged_fraction", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "compression_ratio", b"compression_ratio", "contribution_norm", b"contribution_norm", "exchange_seconds", b"exchange_seconds", "gradient_norm", b"gradient_norm", "inner_steps", b"inner_steps", "learning_rate", b"learning_rate", "num_alive", b"num_alive", "num_members", b"num_members", "num_samples", b"num_samples", "residual_bytes", b"residual_bytes", "round", b"round", "run_samples", b"run_samples", "state_digest", b"state_digest", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_seconds", b"aggregate_seconds", "attempts", b"attempts", "averaged_fraction", b"averaged_fraction", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "compression_ratio", b"compression_ratio", "contributed", b"contributed", "contribution_norm", b"contribution_norm", "exchange_seconds", b"exchange_seconds", "gradient_norm", b"gradient_norm", "inner_steps", b"inner_steps", "learning_rate", b"learning_rate", "num_alive", b"num_alive", "num_members", b"num_members", "num_samples", b"num_samples", "residual_bytes", b"residual_bytes", "round", b"round", "run_samples", b"run_samples", "state_digest", b"state_digest", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,27 +8,8 @@ import pytest
 
 from peers.generate import program
 from peers.generate.options import GenerateOptions
-from peers.generate.server import TOKEN_VARIABLE, Server, find_token
+from peers.generate.server import Server
 from peers.shared import process
-
-
-def test_a_token_is_of_the_option_a_file_or_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("of-file\n")
-    environment = {TOKEN_VARIABLE: "of-environment"}
-    assert find_token(None, {}) is None
-    assert find_token(None, environment) == "of-environment"
-    assert find_token("of-option", environment) == "of-option"
-    assert find_token(f"@{tmp_path / 'token'}", environment) == "of-file"
-
-
-@pytest.mark.parametrize("token", ["", "a b", "é", "a\n"])
-def test_a_token_that_no_client_can_send_is_refused(token: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--serve-token must be"):
-        find_token(token, {})
-    with pytest.raises(ValueError, match=f"{TOKEN_VARIABLE} must be"):
-        find_token(None, {TOKEN_VARIABLE: token})
-    with pytest.raises(FileNotFoundError):
-        find_token(f"@{tmp_path / 'nothing'}", {})
 
 
 def _end(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -62,7 +43,8 @@ def test_a_port_alone_is_one_of_this_machine() -> None:
 def test_without_its_libraries_it_says_what_to_install(
     missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith(("peers.generate.server", "swarm.generation.openai"))]:
+    own = ("peers.generate.server", "peers.shared.web", "swarm.generation.openai")
+    for name in [name for name in sys.modules if name.startswith(own)]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import tyro
 
-from peers.shared.cli import arguments, parse, require_distinct, require_positive
+from peers.shared.cli import arguments, parse, require_distinct, require_ports, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,3 +129,14 @@ def test_the_arguments_of_options_are_read_into_the_same_options(options: _Optio
 
 def test_the_default_needs_no_argument() -> None:
     assert arguments(_Options(stage=0)) == ["--stage", "0"]
+
+
+@pytest.mark.parametrize("port", [None, 0, 65535])
+def test_a_port_or_none_is_taken(port: int | None) -> None:
+    require_ports(SimpleNamespace(some_port=port), ["some_port"])
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_number_that_is_no_port_is_refused(port: int) -> None:
+    with pytest.raises(ValueError, match=f"--some-port must be between 0 and 65535, not {port}"):
+        require_ports(SimpleNamespace(some_port=port), ["some_port"])

@@ -125,25 +125,28 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
     )  # fmt: skip
     last = pb.RoundReport(
         num_alive=9, num_members=8, averaged_fraction=0.5, bytes_sent=100, bytes_received=20, compression_ratio=4.5,
-        exchange_seconds=1.5, wait_seconds=2.5, contribution_norm=3.5, inner_steps=inner,
+        exchange_seconds=1.5, wait_seconds=2.5, contribution_norm=3.5, inner_steps=inner, round=20, contributed=True,
     )  # fmt: skip
     reply = pb.DescribeReply(
         state="leaving", samples_per_second=1.25, queue_length=2, round=3, round_samples=4, loop_lag_seconds=0.75,
-        counters=pb.StageCounters(forwards=5, backwards=6, rerouted_backwards=7),
-        averaging=pb.AveragingCounters(attempts=10, aborted={"silent": 11}, downloads=12, refusals=["a line"]),
-        rounds=[pb.RoundReport(num_members=99), last],
+        counters=pb.StageCounters(forwards=5, backwards=6, rerouted_backwards=7, committed=16),
+        averaging=pb.AveragingCounters(
+            attempts=10, aborted={"silent": 11}, downloads=12, refusals=["a line"], exchanged_bytes=17
+        ),
+        rounds=[pb.RoundReport(num_members=99, round=18, contributed=True), pb.RoundReport(round=19), last],
         generation=pb.GenerationCounters(sessions=13, tokens=14, rounds=15),
     )  # fmt: skip
     (shown,) = await _ask([reply])
     assert shown == {
         "name": "peer of stage 0", "peer_id": f"{0:040x}", "state": "leaving", "moving_from": None, "moving_to": None,
-        "moves": 0, "device": "", "samples_per_second": 1.25, "queue_length": 2, "round": 3, "samples": 4,
-        "forwards": 5, "backwards": 6, "rerouted_backwards": 7, "sessions": 13, "generated_tokens": 14,
-        "held_rounds": 15, "alive_peers": 9, "members": 8, "averaged_fraction": 0.5,
-        "averaged_bytes": 120, "compression_ratio": 4.5, "exchange_seconds": 1.5,
-        "wait_seconds": 2.5, "contribution_norm": 3.5, "attempts": 10, "aborted": {"silent": 11}, "downloads": 12,
-        "inner_steps": 2, "samples_per_inner_step": 17.0, "configured_samples_per_inner_step": 16, "staleness": 1.5,
-        "largest_staleness": 3, "loop_lag_seconds": 0.75, "refusals": ["a line"],
+        "moves": 0, "started_at": 0.0, "device": "", "samples_per_second": 1.25, "queue_length": 2, "round": 3,
+        "samples": 4, "forwards": 5, "backwards": 6, "committed": 16, "rerouted_backwards": 7, "sessions": 13,
+        "generated_tokens": 14, "held_rounds": 15, "alive_peers": 9, "members": 8, "recent_rounds": [18, 20],
+        "averaged_fraction": 0.5, "averaged_bytes": 120, "exchanged_bytes": 17, "compression_ratio": 4.5,
+        "exchange_seconds": 1.5, "wait_seconds": 2.5, "contribution_norm": 3.5, "attempts": 10,
+        "aborted": {"silent": 11}, "downloads": 12, "inner_steps": 2, "samples_per_inner_step": 17.0,
+        "configured_samples_per_inner_step": 16, "staleness": 1.5, "largest_staleness": 3, "loop_lag_seconds": 0.75,
+        "refusals": ["a line"],
     }  # fmt: skip
 
 
@@ -157,6 +160,12 @@ async def test_what_a_peer_computes_on_is_shown_though_it_does_not_answer() -> N
     silent = [_record(OTHER, 9, PeerState.SERVING).model_copy(update={"device": name}) for name in ("cuda:1", "")]
     shown = await _ask([], *silent)
     assert [(peer["state"], peer["device"]) for peer in shown] == [("unreachable", "cuda:1"), ("unreachable", "")]
+
+
+async def test_when_a_peer_started_is_shown_though_it_does_not_answer() -> None:
+    silent = _record(OTHER, 9, PeerState.SERVING).model_copy(update={"started_at": 20.0})
+    (shown,) = await _ask([], silent)
+    assert (shown["state"], shown["started_at"]) == ("unreachable", 20.0)
 
 
 @pytest.mark.parametrize(("run_id", "state"), [("", "serving"), (RUN, "serving"), ("another", "unreachable")])

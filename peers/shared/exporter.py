@@ -1,0 +1,125 @@
+"""--metrics-port: what a process says of itself, in Prometheus' text format.
+
+Used by swarm-peer and swarm-trainer. Every figure that status has of such a process becomes a metric under the same
+name; one that is added there is exported, too. Needs the extra metrics.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from peers.shared.own_figures import OwnFigures
+from peers.status.figure import Figure, figures
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 5.0
+"""For the event loop to say where the process is."""
+
+
+class Exporter(Collector):
+    """The metrics of one process."""
+
+    def __init__(self, own: OwnFigures, prefix: str) -> None:
+        """
+        Args:
+            prefix: of all names: swarm_peer, say.
+        """
+        self._own = own
+        self._prefix = prefix
+        self._loop = asyncio.get_running_loop()
+
+    @asynccontextmanager
+    async def serving(self, host: str, port: int) -> AsyncIterator[str]:
+        """Answer at a port inside the block, in threads of their own; gives the URL.
+
+        Raises:
+            ValueError: the port cannot be had.
+        """
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ValueError(f"--metrics-port {port}: {error.strerror or error}; choose another port") from None
+        try:
+            shown = f"[{host}]" if ":" in host else host
+            yield f"http://{shown}:{server.server_port}/metrics"
+        finally:
+            await asyncio.to_thread(server.shutdown)
+            server.server_close()
+            thread.join()
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry need not ask for the metrics before they are scraped."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics now; none while the event loop is stuck. Called by a thread of the server."""
+        asked = asyncio.run_coroutine_threadsafe(self._now(), self._loop)
+        try:
+            record, labels = asked.result(ANSWER_SECONDS)
+        except TimeoutError:
+            asked.cancel()
+            logger.warning("Prometheus is told nothing: the event loop has been stuck for %.0f s", ANSWER_SECONDS)
+            return ()
+        return () if record is None else list(metrics(self._prefix, record, labels))
+
+    async def _now(self) -> tuple[Any, Mapping[str, str]]:
+        return self._own.now(), self._own.labels
+
+
+def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> Iterable[Metric]:
+    """A record's figures: numbers by name, numbers of several kinds with a label, and who it is as PREFIX_info.
+
+    Of a list it is exported how long it is, and of one of records also the numbers in these, labelled with their words.
+    """
+    words = dict(labels)
+    for name, each in figures(type(record)).items():
+        value, metric = getattr(record, name), f"{prefix}_{name}"
+        if each.is_label:
+            words[name] = value
+        elif isinstance(value, int | float):
+            yield _family(metric, each, {(): value}, ())
+        elif isinstance(value, Mapping):
+            yield _family(metric, each, {(kind,): number for kind, number in value.items()}, ("kind",))
+        elif isinstance(value, tuple):
+            counted = dataclasses.replace(each, only_grows=False)
+            yield _family(f"{prefix}_num_{name}", counted, {(): len(value)}, ())
+            yield from _of_records(metric, each, [_plain(item) for item in value])
+    yield InfoMetricFamily(prefix, "What this process is.", value=words)
+
+
+def _of_records(metric: str, figure: Figure, items: Sequence[Any]) -> Iterable[Metric]:
+    records = [item for item in items if isinstance(item, Mapping)]
+    names = sorted({name for record in records for name, value in record.items() if isinstance(value, str)})
+    samples: dict[str, dict[tuple[str, ...], float]] = {}
+    for record in records:
+        words = tuple(str(record.get(name, "")) for name in names)
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                samples.setdefault(name, {})[words] = value
+    for name, values in samples.items():
+        yield _family(f"{metric}_{name}", figure, values, names)
+
+
+def _plain(item: Any) -> Any:
+    return dataclasses.asdict(item) if dataclasses.is_dataclass(item) and not isinstance(item, type) else item
+
+
+def _family(
+    name: str, figure: Figure, samples: Mapping[tuple[str, ...], float], labels: Sequence[str]
+) -> Metric:  # fmt: skip
+    kind = CounterMetricFamily if figure.only_grows else GaugeMetricFamily
+    family = kind(name, figure.help, labels=list(labels))
+    for words, value in samples.items():
+        family.add_metric(words, float(value))
+    return family

@@ -1,0 +1,58 @@
+"""What a process shows of itself at a port: its figures, while it has any.
+
+Made by swarm-peer and swarm-trainer at their start; whatever part knows the figures says so, and --metrics-port exports
+them (exporter.py). Without that option nothing asks for them.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Source = Callable[[], Any]
+"""Gives a record of figures (peers/status); called in the event loop."""
+
+
+class OwnFigures:
+    """One process's."""
+
+    def __init__(self) -> None:
+        self._source: Source = lambda: None
+        self.labels: Mapping[str, str] = {}
+        """What is said of the process besides: its run, its stage."""
+
+    def follow(self, source: Source, **labels: str) -> None:
+        """From now on the figures are what this gives; None where there are none any more."""
+        self._source, self.labels = source, labels
+
+    def now(self) -> Any:
+        """The figures now; None while there are none."""
+        return self._source()
+
+
+@asynccontextmanager
+async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None) -> AsyncIterator[None]:
+    """Have Prometheus' questions answered inside the block, if there is a port for that.
+
+    Args:
+        prefix: of all metrics' names.
+
+    Raises:
+        ValueError: the port cannot be had, or the library is not installed.
+    """
+    if port is None:
+        yield
+        return
+    try:
+        from peers.shared.exporter import Exporter
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "prometheus_client":
+            raise
+        raise ValueError(
+            "--metrics-port needs prometheus-client: .venv/bin/pip install -c constraints.txt -e '.[metrics]'"
+        ) from None
+    async with Exporter(own, prefix).serving(host, port) as url:
+        logger.info("figures for Prometheus at %s", url)
+        yield

@@ -1,0 +1,123 @@
+"""An address of this machine at which a program answers over HTTP, until it is told to stop.
+
+Used by swarm-generate --serve and by swarm-dashboard. Needs the extra serve. What is answered is for the app to say.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+"""What a browser of this machine calls it, as a request's Host has it."""
+_MOST_CONNECTIONS = 512
+_GOODBYE_SECONDS = 3
+"""For answers under way, once the program is to end."""
+_MOST_MESSAGE_BYTES = 4096
+"""Of what a browser sends over a WebSocket."""
+
+
+class Listener:
+    """An address that has been taken."""
+
+    def __init__(self, host: str, port: int, *, option: str) -> None:
+        """Take the address; port 0 takes a free one.
+
+        Args:
+            option: by which the user gave it.
+
+        Raises:
+            ValueError: it cannot be had.
+        """
+        self._socket = _bound(host, port, option)
+        host, port = self._socket.getsockname()[:2]
+        self.is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        """Whether only processes of this machine can reach it."""
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def serve(self, app: ASGIApp, stop: asyncio.Event, *, with_websockets: bool = False) -> None:
+        """Answer requests until `stop` is set. Answers under way then have a few seconds."""
+        server = _Uvicorn(_config(app, with_websockets=with_websockets))
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(server.serve(sockets=[self._socket]))
+            stopping = tasks.create_task(stop.wait())
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            server.end()
+            stopping.cancel()
+
+    def close(self) -> None:
+        """Give the address back."""
+        self._socket.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """The web server. Signals are the program's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self) -> None:
+        """Take no more requests, and end once those that are there have been answered, or time is up."""
+        self.should_exit = True
+
+
+def _bound(host: str, port: int, option: str) -> socket.socket:
+    """A socket with this address. Raises ValueError."""
+    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(address)
+            # From now on another program that wants the address is told so.
+            listening.listen(_MOST_CONNECTIONS)
+        except OSError:
+            listening.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or "there is no such host"
+        raise ValueError(f"{option} {shown}: {reason}; choose another address or port") from None
+    return listening
+
+
+def find_secret(option_value: str | None, environment: Mapping[str, str], *, option: str, variable: str) -> str | None:
+    """What users must bring: of the option, or of the environment; None if neither says so.
+
+    Raises:
+        ValueError: it is empty, or has what no header can hold.
+        OSError: the file that it names cannot be read.
+    """
+    name, secret = (option, option_value) if option_value is not None else (variable, environment.get(variable))
+    if secret is None:
+        return None
+    if secret.startswith("@"):
+        secret = Path(secret[1:]).read_text(encoding="utf-8", errors="replace").strip()
+    if not secret or not all("!" <= character <= "~" for character in secret):
+        raise ValueError(f"{name} must be letters, digits and signs of ASCII, without spaces, and not empty")
+    return secret
+
+
+def _config(app: ASGIApp, *, with_websockets: bool) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        interface="asgi3",
+        http="h11",
+        ws="websockets-sansio" if with_websockets else "none",
+        ws_max_size=_MOST_MESSAGE_BYTES,
+        ws_per_message_deflate=False,
+        lifespan="off",
+        # What it would log may have been sent by users.
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_graceful_shutdown=_GOODBYE_SECONDS,
+    )
