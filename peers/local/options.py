@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
+
 from peers.shared import cli
 
 PRESET = "tiny"
@@ -24,8 +26,9 @@ class LocalOptions:
     """Peers that each stage begins with."""
     steps: int = 60
     """Steps to train; a step is one round of the whole swarm."""
-    dataset: str | None = None
-    """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
+    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME. It may be given several
+    times."""
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
     kill_at: int | None = None

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarm.metrics.log import OF_SOURCE
+
 METRICS = "metrics.jsonl"
 _NAMES = {"train/loss": "training", "val/loss": "held-out"}
-"""What is taken, and what it is called."""
+"""What is taken, and what it is called; also the held-out losses of single datasets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,8 @@ def read_losses(path: Path) -> list[MeasuredLoss]:
         lines = file.read_text(encoding="utf-8").splitlines()
         for line in lines:
             row = json.loads(line)
-            for key, name in _NAMES.items():
-                if isinstance(loss := row.get(key), float):
+            for key, loss in row.items():
+                if isinstance(loss, float) and (name := _name(key)):
                     found.append(MeasuredLoss(name=name, round=int(row["step"]), loss=loss))
     except OSError as error:
         raise ValueError(f"--metrics {file}: {error.strerror}") from None
@@ -45,6 +47,13 @@ def read_losses(path: Path) -> list[MeasuredLoss]:
     if not found:
         raise ValueError(f"--metrics {file} has no losses")
     return found
+
+
+def _name(key: str) -> str:
+    """What a loss is called; empty for another figure."""
+    if key.startswith(OF_SOURCE):
+        return f"held-out, {key.removeprefix(OF_SOURCE)}"
+    return _NAMES.get(key, "")
 
 
 def losses_until(losses: Sequence[MeasuredLoss], round_number: int) -> Mapping[str, float]:

@@ -20,8 +20,9 @@ class ImportModelOptions:
     """Folder to make."""
     stages: int = 0
     """Into how many stages the model is cut; 0 takes two. The first peer's --stages changes it later."""
-    dataset: str = ""
-    """What to train on: stdlib, a file, a folder, a glob, or hf:NAME. The first peer's --dataset changes it later."""
+    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """What to train on: stdlib, a file, a folder, a glob, or hf:NAME; may be given several times. The first peer's
+    --dataset changes it later."""
     format: Format = "text"
     """What that is: text, chat (rows of messages), or completion (rows of a prompt and a completion)."""
     run: str = ""

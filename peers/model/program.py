@@ -133,7 +133,7 @@ def show(options: ShowModelOptions) -> None:
         "digest": found.card.digest,
         "tokens": f"{found.card.num_samples * config.data.sequence_length:,}",
         "weights at the beginning": config.model.weights or "random",
-        "text": config.data.dataset,
+        "text": ", ".join(config.data.datasets),
         "tokenizer": config.data.tokenizer,
     })  # fmt: skip
 

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import tyro
 
@@ -55,11 +55,19 @@ def arguments(options: Any) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(option)
+        elif isinstance(value, tuple) and _is_repeated(field.type):
+            words += [word for one in value for word in (option, str(one))]
         elif isinstance(value, tuple):
             words += [option, *map(str, value)]
         else:
             words += [option, str(value)]
     return words
+
+
+def _is_repeated(annotation: object) -> bool:
+    """Whether each of the option's values comes with the option."""
+    [marker] = get_args(tyro.conf.UseAppendAction[tuple[str, ...]])[1:]
+    return marker in getattr(annotation, "__metadata__", ())
 
 
 def require_name(name: str) -> None:

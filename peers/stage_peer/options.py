@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import tyro
+
 from peers.shared import cli, process
 from swarm.dht.addresses import is_host
 
@@ -39,8 +41,9 @@ class PeerOptions:
     preset: str | None = None
     """Configuration of a new run that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m,
     sparseloco or targon."""
-    dataset: str | None = None
-    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
+    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME. Given several
+    times, each dataset has a held-out loss of its own."""
     tokenizer: str | None = None
     """Tokenizer of a new run, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one,
     or the name of a model on the hub."""

@@ -30,7 +30,7 @@ def own_config(
     if options.stages is not None:
         stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
         config = dataclasses.replace(config, stages=stages)
-    if options.dataset is not None:
+    if options.dataset:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
     if options.tokenizer is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=options.tokenizer))

@@ -3,10 +3,16 @@
 Kept by report.py, read by the trainer's announcement, and written down at the end.
 """
 
+from collections.abc import Mapping
+
 from swarm.config import RunConfig
 from swarm.data import entropy
 from swarm.data.corpora import Corpus
+from swarm.pipeline.evaluate import HeldOutLoss
 from swarm.pipeline.train_loop import Step
+
+Figure = float | Mapping[str, float] | None
+"""One, or several by the names of datasets."""
 
 
 class Figures:
@@ -17,7 +23,7 @@ class Figures:
         self.step_number = 0
         self.first_loss: float | None = None
         self.loss: float | None = None
-        self.validation_loss: float | None = None
+        self.validation: HeldOutLoss | None = None
         self.own_tokens = 0
         self.num_microbatches = 0
         self.num_rerouted = 0
@@ -53,25 +59,34 @@ class Figures:
         gained = usual if before is None else max(0, self.run_samples - before)
         self.tokens_per_second = gained * self._sequence_length / max(step.seconds, 1e-9)
 
-    def evaluated(self, validation_loss: float) -> None:
+    def evaluated(self, validation: HeldOutLoss) -> None:
         """The loss on held-out text was computed."""
-        self.validation_loss = validation_loss
+        self.validation = validation
+
+    @property
+    def validation_loss(self) -> float | None:
+        """On held-out text, when it was computed last."""
+        return None if self.validation is None else self.validation.mean
 
     @property
     def total_tokens(self) -> int:
         """Of the run, at this step."""
         return (self.run_samples or 0) * self._sequence_length
 
-    def evaluation(self) -> dict[str, float | None]:
-        """The held-out loss, and at which step."""
-        return {"step": self.step_number, "validation_loss": self.validation_loss}
+    def _validation(self) -> dict[str, Figure]:
+        by_source = {} if self.validation is None else self.validation.by_source
+        return {"validation_loss": self.validation_loss, "validation_losses": by_source}
 
-    def summary(self, corpus: Corpus) -> dict[str, float | None]:
+    def evaluation(self) -> dict[str, Figure]:
+        """The held-out losses, and at which step."""
+        return {"step": self.step_number, **self._validation()}
+
+    def summary(self, corpus: Corpus) -> dict[str, Figure]:
         """How the run began and ended, and what counting bigrams alone would reach."""
         return {
             "first_loss": self.first_loss,
             "final_loss": self.loss,
-            "validation_loss": self.validation_loss,
+            **self._validation(),
             # Counting says something of texts alone.
             "unigram_entropy": entropy.unigram_entropy(corpus) if corpus.is_text else None,
             "bigram_entropy": entropy.bigram_entropy(corpus) if corpus.is_text else None,

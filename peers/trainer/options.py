@@ -6,6 +6,8 @@ It imports neither torch nor hivemind.
 from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
+
 from peers.shared import cli, process
 from swarm.pipeline.window import MOST_IN_FLIGHT
 
@@ -20,8 +22,9 @@ class TrainerOptions:
     """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
     steps: int = 100
     """Steps to train from where the swarm is now."""
-    dataset: str | None = None
-    """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it."""
+    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it. Of
+    several datasets all are given, in the run's order: --dataset ONE --dataset OTHER."""
     tokenizer: str | None = None
     """This machine's copy of the run's tokenizer (a folder, or a tokenizer.json); left out, it comes from the run's
     peers."""
@@ -30,7 +33,7 @@ class TrainerOptions:
     evaluate_every: int = 10
     """Steps between two evaluations on held-out text; 0 leaves only the one at the end."""
     evaluation_samples: int = 256
-    """Held-out samples in an evaluation."""
+    """Held-out samples in an evaluation; of several datasets as many of each."""
     evaluate_only: bool = False
     """Train nothing: evaluate the round at which the swarm is, write evaluation.json, and end."""
     sample_tokens: int = 0

@@ -228,22 +228,25 @@ async def finish(
 
 
 def open_corpus(
-    config: RunConfig, dataset: str | None, tokenizer: str | None = None
+    config: RunConfig, datasets: tuple[str, ...], tokenizer: str | None = None
 ) -> tuple[corpora.Corpus, Microbatches]:
     """This machine's copy of the run's text.
 
     Args:
-        dataset: where it is, if not where the run says.
+        datasets: where it is, if not where the run says.
         tokenizer: likewise, the copy of the run's tokenizer.
 
     Raises:
         CorpusMismatch: the text or the tokenizer is another.
         ValueError: there is none, or the run does not say which text it is.
     """
-    if dataset is None and not config.data.digest:
+    if not datasets and not config.data.digest:
         # Otherwise the run's first peer could have any file of this machine tokenized, and see what comes of it.
         raise ValueError("this run does not say which text it is trained on: name yours with --dataset")
-    local = config.data if dataset is None else dataclasses.replace(config.data, dataset=dataset)
+    if datasets and len(datasets) != len(config.data.datasets):
+        names = ", ".join(config.data.source_names)
+        raise ValueError(f"--dataset names {len(datasets)} datasets, and the run has {names}: name all, in this order")
+    local = dataclasses.replace(config.data, dataset=datasets) if datasets else config.data
     local = local if tokenizer is None else dataclasses.replace(local, tokenizer=tokenizer)
     # Before a text is tokenized that may take minutes.
     tokenizers.load_for_run(local, vocab_size=config.model.vocab_size)

@@ -13,11 +13,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from peers.trainer.figures import Figures
+from peers.trainer.figures import Figure, Figures
 from swarm.config import RunConfig
 from swarm.data.corpora import Corpus
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 from swarm.metrics.plot import plot_loss
+from swarm.pipeline.evaluate import HeldOutLoss
 from swarm.pipeline.train_loop import Step
 from swarm.training.inner_steps import InnerSteps
 
@@ -82,13 +83,13 @@ class Report(contextlib.AbstractContextManager["Report"]):
         )  # fmt: skip
         self._metrics.event(self.figures.step_number, f"stage {stage} does not answer")
 
-    def step(self, step: Step, validation_loss: float | None) -> None:
+    def step(self, step: Step, validation: HeldOutLoss | None) -> None:
         """Log a step."""
         self._waiting_for.clear()
         report, figures = step.report, self.figures
         figures.add(step)
-        if validation_loss is not None:
-            figures.evaluated(validation_loss)
+        if validation is not None:
+            figures.evaluated(validation)
         self._metrics.step(
             StepMetrics(
                 step=step.number,
@@ -111,13 +112,14 @@ class Report(contextlib.AbstractContextManager["Report"]):
                 attempts=report.num_attempts if report else None,
                 aborted_attempts=report.num_aborted if report else None,
                 residual_bytes=report.residual_bytes if report else None,
-                validation_loss=validation_loss,
+                validation_loss=None if validation is None else validation.mean,
+                validation_losses={} if validation is None else validation.of_several,
                 device_memory_bytes=report.device_bytes if report else None,
                 inner_steps=report.inner_steps if report else (),
             )
         )
         self._warn(report.inner_steps if report else ())
-        self._say(step.number, validation_loss)
+        self._say(step.number, validation)
 
     def _warn(self, inner_steps: Sequence[InnerSteps]) -> None:
         """Say what makes the run learn less than it might: once of each stage."""
@@ -126,18 +128,20 @@ class Report(contextlib.AbstractContextManager["Report"]):
                 self._warned.add(stage)
                 logger.warning("stage %d: %s", stage, steps.fault)
 
-    def evaluated(self, validation_loss: float) -> None:
+    def evaluated(self, validation: HeldOutLoss) -> None:
         """The evaluation at the end, which may be all that was done."""
-        self.figures.evaluated(validation_loss)
-        self._metrics.evaluation(self.figures.step_number, validation_loss)
+        self.figures.evaluated(validation)
+        self._metrics.evaluation(self.figures.step_number, validation.mean, validation.of_several)
 
     def goodbye(self, *, interrupted: bool) -> None:
         """Say where training is."""
         figures = self.figures
+        by_source = {} if figures.validation is None else figures.validation.of_several
         if not self._steps:
             found = figures.validation_loss
             told = "not evaluated" if found is None else f"validation loss {found:.4f}; figures in {self._output}"
             print(f"step {figures.step_number}: {told}")
+            self._print(by_source)
             return
         how = "stopped" if interrupted else "finished"
         loss = "" if figures.loss is None else f", loss {figures.loss:.3f}"
@@ -146,13 +150,22 @@ class Report(contextlib.AbstractContextManager["Report"]):
             f"{how} at step {figures.step_number}{loss}{held_out}; figures in {self._output}. The swarm keeps its "
             "state: start swarm-trainer again to go on."
         )
+        self._print(by_source)
 
-    def _say(self, number: int, validation_loss: float | None) -> None:
-        held_out = "" if validation_loss is None else f"  validation {validation_loss:.3f}"
+    def _print(self, by_source: Mapping[str, float]) -> None:
+        width = max(map(len, by_source), default=0)
+        for name, loss in by_source.items():
+            print(f"  {name:{width}}  {loss:.4f}")
+
+    def _say(self, number: int, validation: HeldOutLoss | None) -> None:
+        held_out = "" if validation is None else f"  validation {validation.mean:.3f}"
         note = f"loss {self.figures.loss or float('nan'):.3f}{held_out}  {self.figures.tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._task, completed=number - self.figures.first_step, note=note)
         if not self._console.is_terminal:
             logger.info("step %d: %s", number, note)
+        if validation is not None and validation.of_several:
+            told = ", ".join(f"{name} {loss:.3f}" for name, loss in validation.of_several.items())
+            logger.info("step %d: validation: %s", number, told)
 
     def files(self, corpus: Corpus, *, interrupted: bool) -> dict[str, Callable[[Path], object]]:
         """The files that are due at the end, by name, each with what writes it to a path."""
@@ -167,6 +180,15 @@ class Report(contextlib.AbstractContextManager["Report"]):
         return files
 
 
-def _write(path: Path, figures: Mapping[str, float | None]) -> None:
-    finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in figures.items()}
-    path.write_text(json.dumps(finite, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+def _write(path: Path, figures: Mapping[str, Figure]) -> None:
+    path.write_text(
+        json.dumps({name: _finite(figure) for name, figure in figures.items()}, indent=2, allow_nan=False) + "\n",
+        encoding="utf-8",
+    )
+
+
+def _finite(figure: Figure) -> object:
+    """JSON knows neither NaN nor infinity."""
+    if isinstance(figure, Mapping):
+        return {name: _finite(each) for name, each in figure.items()}
+    return figure if figure is None or math.isfinite(figure) else None

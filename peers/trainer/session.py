@@ -17,7 +17,7 @@ from swarm.data import tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal
 from swarm.hop.hop import Hop
-from swarm.pipeline.evaluate import generate, held_out_loss
+from swarm.pipeline.evaluate import HeldOutLoss, generate, held_out_loss
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.training.samples import TOKENS
@@ -84,8 +84,8 @@ class Session:
         loss = await self.evaluate() if every and number % every == 0 and not last else None
         self.report.step(step, loss)
 
-    async def evaluate(self) -> float | None:
-        """Loss on held-out text; None, with a warning, if the swarm could not compute it."""
+    async def evaluate(self) -> HeldOutLoss | None:
+        """Losses on held-out text; None, with a warning, if the swarm could not compute it."""
         return await self.at_rest(
             lambda round_number: held_out_loss(
                 self.hop,

@@ -93,7 +93,7 @@ def _speed(options: Options, folder: Path) -> dict[str, Any]:
     model = _model(options)
     model.save_pretrained(folder / "model")
     import_model(
-        Source(folder / "model"), folder / "run", ImportOptions(num_stages=NUM_STAGES, dataset=options.dataset)
+        Source(folder / "model"), folder / "run", ImportOptions(num_stages=NUM_STAGES, dataset=(options.dataset,))
     )
     config, _ = with_corpus(configs.load(folder / "run" / "run.toml"))
     prompt = torch.randint(options.vocabulary, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))

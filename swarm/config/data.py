@@ -1,5 +1,6 @@
 """`[data]`: the text, and how it becomes microbatches."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,8 @@ from swarm.config.checks import (
 )
 
 Format = Literal["text", "chat", "completion"]
+MOST_DATASETS = 64
+"""Of one run. Each has figures of its own in every evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +24,17 @@ class DataConfig:
 
     __pydantic_config__ = STRICT
 
-    dataset: str = "stdlib"
-    """`stdlib`, a file, folder or glob, or `hf:NAME` for a Hugging Face dataset. Files that end in `.jsonl`, `.ndjson`
-    or `.parquet` have rows with named fields, all others are text."""
+    dataset: str | tuple[str, ...] = "stdlib"
+    """`stdlib`, a file, folder or glob, or `hf:NAME` (`hf:NAME:CONFIGURATION`) for a Hugging Face dataset. Files that
+    end in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text. A list names several
+    datasets: part of each is held out, and has a loss of its own."""
+    weights: tuple[float, ...] = ()
+    """Of several datasets: how much each is trained on. With `[3, 1]` three samples of the first come for one of the
+    second, and a dataset that ends begins again. Left out, each sample of all of them comes once in an epoch."""
     hf_config: str = ""
-    """Configuration name of the Hugging Face dataset."""
+    """Configuration name of a Hugging Face dataset whose own name has none."""
     hf_split: str = "train"
-    """Split of the Hugging Face dataset."""
+    """Split of Hugging Face datasets."""
     text_field: str = "text"
     """Field of a row that holds the text, where `format` is `text`."""
     tokenizer: str = "bytes"
@@ -39,7 +46,7 @@ class DataConfig:
     """Digest of the tokenizer's files, the chat template included, by which peers give them to others; empty for
     `bytes`; the first peer fills it in."""
     max_tokens: int = 0
-    """Use at most this many tokens of the corpus; 0 means all."""
+    """Use at most this many tokens of each dataset; 0 means all."""
     sequence_length: int = 128
     """Tokens a sample is long."""
     microbatch_size: int = 8
@@ -54,7 +61,7 @@ class DataConfig:
     too_long: Literal["cut", "drop"] = "cut"
     """With `chat` and `completion`: what becomes of a document that has more than `sequence_length` + 1 tokens."""
     held_out_fraction: float = 0.02
-    """Share of the corpus, taken from its end, that is never trained on."""
+    """Share of each dataset, taken from its end, that is never trained on."""
     seed: int = 0
     """Order of the microbatches, initial weights and dropout all follow from it."""
     digest: str = ""
@@ -62,9 +69,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_usable_numbers("data", self)
-        require(bool(self.dataset), "data.dataset must not be empty")
+        if isinstance(self.dataset, tuple) and len(self.dataset) == 1:
+            # A list of one is that one, so that both are the same run.
+            object.__setattr__(self, "dataset", self.dataset[0])
+        self._check_datasets()
         require(
-            self.dataset != "stdlib" or not self.has_targets,
+            "stdlib" not in self.datasets or not self.has_targets,
             f"data.format {self.format!r} needs a data.dataset with such rows: a JSONL or Parquet file, a folder or "
             "glob of them, or hf:NAME",
         )
@@ -83,6 +93,44 @@ class DataConfig:
             0.0 < self.held_out_fraction < 1.0,
             f"data.held_out_fraction must be between 0 and 1, not {self.held_out_fraction}",
         )
+
+    def _check_datasets(self) -> None:
+        datasets, weights = self.datasets, self.weights
+        require(bool(datasets) and all(datasets), "data.dataset must not be empty")
+        require(
+            len(datasets) <= MOST_DATASETS,
+            f"data.dataset must name at most {MOST_DATASETS} datasets, not {len(datasets)}: a folder or a glob is one",
+        )
+        for name in self.source_names:
+            require(
+                self.source_names.count(name) == 1, f"data.dataset names {name!r} twice: give it more of data.weights"
+            )
+        require(
+            len(weights) in (0, len(datasets)),
+            f"data.weights has {len(weights)} numbers, and data.dataset names {len(datasets)}: each needs one",
+        )
+        require(
+            all(0.0 < weight < math.inf for weight in weights),
+            f"data.weights must be positive and finite, not {list(weights)}",
+        )
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """What `dataset` names, one by one."""
+        return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """What each of `datasets` is called where its loss is told: as much of its path's end as sets it apart."""
+        paths = [dataset.rstrip("/").split("/") for dataset in self.datasets]
+
+        def name(path: list[str]) -> str:
+            ends = (path[-length:] for length in range(1, len(path) + 1))
+            end = next((end for end in ends if sum(other[-len(end) :] == end for other in paths) == 1), path)
+            # It comes from whoever began the run, and goes to terminals and files.
+            return "".join(character if character.isprintable() else "?" for character in "/".join(end))
+
+        return tuple(map(name, paths))
 
     @property
     def has_targets(self) -> bool:

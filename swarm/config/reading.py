@@ -72,7 +72,8 @@ def from_json(text: str, *, source: str) -> RunConfig:
         return _ADAPTER.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        # Section, field and number; what else there is says which of a field's types did not fit.
+        where = ".".join(str(part) for n, part in enumerate(first["loc"]) if n < 2 or isinstance(part, int))
         if first["type"] == "json_invalid":
             raise ValueError(f"{source} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
         if first["type"] == "unexpected_keyword_argument":

@@ -18,7 +18,8 @@ _CHUNK_TOKENS = 2**20
 
 def unigram_entropy(corpus: Corpus) -> float:
     """Held-out cross entropy of token frequencies with add-one smoothing, in nats per token."""
-    return float(-np.log(_unigram(_counts(corpus))[corpus.held_out]).mean())
+    unigram = _unigram(_counts(corpus))
+    return float(np.concatenate([-np.log(unigram[source.held_out]) for source in corpus.sources]).mean())
 
 
 def bigram_entropy(corpus: Corpus) -> float:
@@ -32,9 +33,10 @@ def bigram_entropy(corpus: Corpus) -> float:
     So it still says something where the vocabulary is large and most pairs were never seen. Only the pairs that occur
     in the held-out part are counted: memory does not grow with the square of the vocabulary.
     """
-    pairs, where = np.unique(_pairs(corpus.held_out, corpus.vocab_size), return_inverse=True)
+    held_out = np.concatenate([_pairs(source.held_out, corpus.vocab_size) for source in corpus.sources])
+    pairs, where = np.unique(held_out, return_inverse=True)
     pair_counts = np.zeros(len(pairs), dtype=np.int64)
-    for chunk in _chunks(corpus.training):
+    for chunk in _training_chunks(corpus):
         seen, times = np.unique(_pairs(chunk, corpus.vocab_size), return_counts=True)
         places = np.searchsorted(pairs, seen).clip(max=len(pairs) - 1)
         found = pairs[places] == seen
@@ -49,7 +51,7 @@ def bigram_entropy(corpus: Corpus) -> float:
 def _counts(corpus: Corpus) -> npt.NDArray[np.int64]:
     """How often each token is followed by another in the training part [vocab_size]."""
     counts = np.zeros(corpus.vocab_size, dtype=np.int64)
-    for chunk in _chunks(corpus.training):
+    for chunk in _training_chunks(corpus):
         counts += np.bincount(chunk[:-1], minlength=corpus.vocab_size)
     return counts
 
@@ -65,7 +67,8 @@ def _pairs(tokens: TokenIds, vocab_size: int) -> npt.NDArray[np.int64]:
     return tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
 
 
-def _chunks(tokens: TokenIds) -> Iterator[TokenIds]:
-    """Pieces that share one token, so that every two neighbours fall into exactly one of them."""
-    for start in range(0, len(tokens) - 1, _CHUNK_TOKENS):
-        yield tokens[start : start + _CHUNK_TOKENS + 1]
+def _training_chunks(corpus: Corpus) -> Iterator[TokenIds]:
+    """Pieces of each text that share one token, so that every two neighbours fall into exactly one of them."""
+    for source in corpus.sources:
+        for start in range(0, len(source.training) - 1, _CHUNK_TOKENS):
+            yield source.training[start : start + _CHUNK_TOKENS + 1]

@@ -5,9 +5,12 @@ a pure function of the configuration and i. Evaluation asks for the held-out win
 
 The training part of a text is cut into windows of `sequence_length` tokens, each with one more token, the next
 window's first, as its last target. Conversations and completions are sequences already (data/packing). An epoch visits
-every sequence once, in an order of its own.
+every sequence once, in an order of its own. With `data.weights` it has as many of each dataset as these say, and the
+next epoch goes on where a dataset was left.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,18 +25,39 @@ _NUM_FEISTEL_ROUNDS = 6
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 _Words = npt.NDArray[np.uint64]
+_Part = npt.NDArray[Any]
+"""Tokens of a text, or sequences, of one dataset."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldOut:
+    """What one dataset is evaluated on.
+
+    Attributes:
+        name: of the dataset, as figures have it.
+        batches: as they travel (training/samples); the last one may be smaller.
+        share: sequences of the held-out part that each one of these stands for.
+    """
+
+    name: str
+    batches: Sequence[dict[str, torch.Tensor]]
+    share: float
 
 
 class Microbatches:
     """The samples of a run, by number."""
 
     def __init__(self, corpus: Corpus, config: DataConfig) -> None:
-        self._training = corpus.training
-        self._held_out = corpus.held_out
+        self._sources = corpus.sources
+        self._names = config.source_names
         self._sequence_length = config.sequence_length
         self._microbatch_size = config.microbatch_size
         self._seed = config.seed
-        self.num_windows = self._num_sequences(self._training)
+        self._num_sequences = [self._count(source.training) for source in corpus.sources]
+        self._sizes = _epoch_sizes(self._num_sequences, config.weights)
+        """Samples of each dataset in an epoch."""
+        self._ends = np.cumsum(self._sizes)
+        self.num_windows = int(self._ends[-1])
         """Samples in an epoch."""
 
     def tokens(self, index: int) -> npt.NDArray[np.int32]:
@@ -50,33 +74,60 @@ class Microbatches:
         first = index * self._microbatch_size
         samples = np.arange(first, first + self._microbatch_size, dtype=np.uint64)
         epochs, positions = np.divmod(samples, np.uint64(self.num_windows))
-        return self._gather(self._training, _permute(positions, self.num_windows, seed=self._seed, epochs=epochs))
+        places = _permute(positions, self.num_windows, seed=self._seed, epochs=epochs)
+        return self._gather(map(self._training_sequence, epochs.tolist(), places.tolist()))
 
     def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
-        """About `num_samples` sequences spread evenly over the held-out part, always the same ones.
+        """The microbatches of `held_out_by_source`, of one dataset after another."""
+        return [batch for source in self.held_out_by_source(num_samples) for batch in source.batches]
 
-        Returns microbatches: the last one is smaller if `num_samples` is no multiple. Asked for more sequences than
-        there are, it returns each once.
+    def held_out_by_source(self, num_samples: int) -> list[HeldOut]:
+        """About `num_samples` sequences, as many of each dataset, spread evenly over its held-out part.
+
+        They are always the same ones. Asked for more sequences than there are, it returns each once.
         """
-        num_windows = self._num_sequences(self._held_out)
-        num_samples = min(num_samples, num_windows)
-        windows = np.arange(num_samples, dtype=np.uint64) * np.uint64(num_windows) // np.uint64(num_samples)
-        return [
-            self._gather(self._held_out, windows[first : first + self._microbatch_size])
-            for first in range(0, num_samples, self._microbatch_size)
-        ]
+        own = -(-num_samples // len(self._sources))
+        return [self._held_out_of(number, own) for number in range(len(self._sources))]
 
-    def _num_sequences(self, part: npt.NDArray[Any]) -> int:
+    def _held_out_of(self, source: int, num_samples: int) -> HeldOut:
+        part = self._sources[source].held_out
+        available = self._count(part)
+        num_samples = min(num_samples, available)
+        numbers = [number * available // num_samples for number in range(num_samples)]
+        size = self._microbatch_size
+        batches = [
+            self._gather((part, number) for number in numbers[first : first + size])
+            for first in range(0, num_samples, size)
+        ]
+        return HeldOut(name=self._names[source], batches=batches, share=available / num_samples)
+
+    def _training_sequence(self, epoch: int, place: int) -> tuple[_Part, int]:
+        """The dataset's part, and the number of the sequence there, at a place of an epoch before it is permuted."""
+        source = int(np.searchsorted(self._ends, place, side="right"))
+        size = self._sizes[source]
+        seen = epoch * size + place - (int(self._ends[source]) - size)
+        return self._sources[source].training, seen % self._num_sequences[source]
+
+    def _count(self, part: _Part) -> int:
         return (len(part) - 1) // self._sequence_length if part.dtype.names is None else len(part)
 
-    def _gather(self, part: npt.NDArray[Any], numbers: _Words) -> dict[str, torch.Tensor]:
+    def _gather(self, sequences: Iterable[tuple[_Part, int]]) -> dict[str, torch.Tensor]:
+        rows = [self._sequence(part, number) for part, number in sequences]
+        return {name: torch.from_numpy(np.stack([row[name] for row in rows]).astype(np.int32)) for name in rows[0]}
+
+    def _sequence(self, part: _Part, number: int) -> dict[str, _Part]:
         if part.dtype.names is None:
-            starts = numbers.astype(np.int64) * self._sequence_length
-            fields = {TOKENS: part[starts[:, None] + np.arange(self._sequence_length + 1)]}
-        else:
-            rows = part[numbers.astype(np.int64)]
-            fields = {name: rows[name] for name in part.dtype.names}
-        return {name: torch.from_numpy(values.astype(np.int32)) for name, values in fields.items()}
+            start = number * self._sequence_length
+            return {TOKENS: part[start : start + self._sequence_length + 1]}
+        return {name: part[number][name] for name in part.dtype.names}
+
+
+def _epoch_sizes(num_sequences: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Samples of each dataset in an epoch, which has about as many as there are sequences in all."""
+    if not weights:
+        return list(num_sequences)
+    total = sum(num_sequences)
+    return [max(1, round(total * (weight / sum(weights)))) for weight in weights]
 
 
 def _permute(positions: _Words, size: int, *, seed: int, epochs: _Words) -> _Words:

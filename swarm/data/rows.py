@@ -54,21 +54,21 @@ def of_file(path: Path) -> Iterator[Row]:
     return _jsonl(path) if path.suffix.lower() in JSONL else _parquet(path)
 
 
-def of_hugging_face(config: DataConfig) -> Iterator[Row]:
-    """The rows of the dataset that `data.dataset` names, as they are downloaded. Raises ValueError with one line."""
+def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
+    """The rows of `hf:NAME` or `hf:NAME:CONFIGURATION`, as they are downloaded. Raises ValueError with one line."""
     try:
         # The library is an extra, and slow to import.
         from datasets import load_dataset
     except ImportError:
-        raise _missing(config.dataset, "hf") from None
-    name = config.dataset.removeprefix(HUGGING_FACE)
+        raise _missing(dataset, "hf") from None
+    name, _, configuration = dataset.removeprefix(HUGGING_FACE).partition(":")
     try:
-        rows = load_dataset(name, config.hf_config or None, split=config.hf_split, streaming=True)
+        rows = load_dataset(name, configuration or config.hf_config or None, split=config.hf_split, streaming=True)
         for number, values in enumerate(rows, start=1):
-            yield Row(f"data.dataset {config.dataset!r}, row {number}", values)
+            yield Row(f"data.dataset {dataset!r}, row {number}", values)
     except Exception as error:  # noqa: BLE001 - the library raises many kinds, and as late as at the last row
         reason = in_one_line(error)
-        raise ValueError(f"cannot load data.dataset {config.dataset!r}: {reason}") from None
+        raise ValueError(f"cannot load data.dataset {dataset!r}: {reason}") from None
 
 
 def _jsonl(path: Path) -> Iterator[Row]:

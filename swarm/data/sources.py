@@ -1,4 +1,4 @@
-"""Sources: where a dataset comes from, text by text or row by row.
+"""Sources: where one dataset comes from, text by text or row by row.
 
 Used by data/corpora. A text is a file, or what a field of a row says. Which files there are, and in what
 order, data/text_files says. A file that holds nothing of use is skipped, and the reason is kept for the log.
@@ -17,24 +17,26 @@ Text = Iterable[str]
 
 
 class Source:
-    """What a corpus is made of.
+    """What a dataset is made of.
 
     Attributes:
+        dataset: its name, of those in `data.dataset`.
         identity: what tells on this machine whether the source has changed.
         unreadable: reason by path, of files that were skipped without being read.
         no_text: reason by path, of files that turned out to hold nothing of use when they were read.
         num_files: the skipped ones are included.
     """
 
-    def __init__(self, config: DataConfig) -> None:
-        """Find what `data.dataset` names. Raises ValueError with one line if there is no such thing."""
+    def __init__(self, dataset: str, config: DataConfig) -> None:
+        """Find what is named so. Raises ValueError with one line if there is no such thing."""
+        self.dataset = dataset
         self._config = config
         self._files: list[Path] = []
         self.unreadable: dict[str, str] = {}
         self.no_text: dict[str, str] = {}
         self.identity: list[Any] = [config.hf_config, config.hf_split, config.text_field]
         if not self._is_hugging_face:
-            found = text_files.find(config.dataset)
+            found = text_files.find(dataset)
             self._files = found.files
             self.unreadable = {_shown(path): reason for path, reason in found.unreadable.items()}
             stats = [(str(path), path.stat()) for path in found.files]
@@ -43,12 +45,12 @@ class Source:
 
     @property
     def _is_hugging_face(self) -> bool:
-        return self._config.dataset.startswith(HUGGING_FACE)
+        return self.dataset.startswith(HUGGING_FACE)
 
     def texts(self) -> Iterator[Text]:
         """The texts, file by file; adds to `no_text` what it skips. Raises ValueError with one line."""
         if self._is_hugging_face:
-            yield from self._texts_of(rows.of_hugging_face(self._config))
+            yield from self._texts_of(rows.of_hugging_face(self.dataset, self._config))
         for path in self._files:
             if rows.has_rows(path):
                 yield from self._texts_of(rows.of_file(path))
@@ -60,7 +62,7 @@ class Source:
     def rows(self) -> Iterator[Row]:
         """The rows, file by file; adds to `no_text` the files that have none. Raises ValueError with one line."""
         if self._is_hugging_face:
-            yield from rows.of_hugging_face(self._config)
+            yield from rows.of_hugging_face(self.dataset, self._config)
         for path in self._files:
             if rows.has_rows(path):
                 yield from rows.of_file(path)

@@ -181,12 +181,13 @@ def _byte_tokenizer() -> library.Tokenizer:
 
 def _card(origin: Origin, family: Family, dtype: torch.dtype) -> str:
     config, card = origin.config, origin.card
+    texts = ", ".join(f"`{dataset}`" for dataset in config.data.datasets)
     rows = {
         "Run": f"`{config.run_id}`",
         "Round": str(card.round),
         **({"Digest": f"`{card.digest}`"} if card.digest else {}),
         "Tokens seen": f"{card.num_samples * config.data.sequence_length:,}",
-        "Text": f"`{config.data.dataset}`, digest `{config.data.digest or 'not known'}`",
+        "Text": f"{texts}, digest `{config.data.digest or 'not known'}`",
         "Weights at the beginning": f"`{config.model.weights}`" if config.model.weights else "random",
         "Architecture": f"{family.architecture}, {str(dtype).removeprefix('torch.')}",
         **{name: f"{loss:.4f} nats a token" for name, loss in card.losses.items()},

@@ -38,13 +38,13 @@ class ImportOptions:
 
     Attributes:
         num_stages: into how many the model is cut; 0 for two, or one where it has a single layer.
-        dataset: what to train on; the configuration's default if it is empty.
+        dataset: what to train on, one or several; the configuration's default if it is empty.
         format: what that is.
         run: the run's name; that of the source's folder if it is empty.
     """
 
     num_stages: int = 0
-    dataset: str = ""
+    dataset: tuple[str, ...] = ()
     format: Format = "text"
     run: str = ""
 

@@ -6,7 +6,7 @@ The trainer writes steps and the launcher writes events; both may append to one 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,9 @@ from swarm.training.inner_steps import InnerSteps
 
 BEGINS = "training begins"
 """The event of a trainer that begins, at the step that the swarm is at."""
+
+OF_SOURCE = "val/loss/"
+"""What the names of held-out losses of single datasets begin with."""
 
 Value = float | int | str | None
 
@@ -65,6 +68,8 @@ class StepMetrics:
     """Bytes that error feedback keeps, summed over one peer of each stage."""
     validation_loss: float | None = None
     """In nats per token on held-out text, in steps that evaluate."""
+    validation_losses: Mapping[str, float] = field(default_factory=dict)
+    """Likewise of each dataset, where there are several, by its name."""
     device_memory_bytes: int | None = None
     """Largest amount that any stage peer's device held."""
     inner_steps: Sequence[InnerSteps] = ()
@@ -94,6 +99,7 @@ class StepMetrics:
             "averaging/aborted": self.aborted_attempts,
             "averaging/residual_bytes": self.residual_bytes,
             "val/loss": self.validation_loss,
+            **_by_source(self.validation_losses),
             "device/memory_bytes": self.device_memory_bytes,
             **self._inner(),
         }
@@ -135,9 +141,14 @@ class MetricsLog:
         if self._wandb_run:
             self._wandb_run.log(values, step=metrics.step)
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Append what held-out text gives at a step, apart from the step's own figures."""
-        values = {"step": step, "val/loss": _finite(loss)}
+    def evaluation(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
+        """Append what held-out text gives at a step, apart from the step's own figures.
+
+        Args:
+            by_source: of each dataset, where there are several.
+        """
+        named: dict[str, Value] = {"val/loss": loss, **_by_source(by_source)}
+        values = {"step": step, **{name: _finite(value) for name, value in named.items()}}
         self._append(values)
         if self._wandb_run:
             self._wandb_run.log(values, step=step)
@@ -173,6 +184,10 @@ def read_current(path: Path) -> list[dict[str, Any]]:
             rows = [earlier for earlier in rows if earlier["step"] <= row["step"]]
         rows.append(row)
     return rows
+
+
+def _by_source(losses: Mapping[str, float]) -> dict[str, Value]:
+    return {f"{OF_SOURCE}{name}": loss for name, loss in losses.items()}
 
 
 def _finite(value: Value) -> Value:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm.metrics.log import read_current
+from swarm.metrics.log import OF_SOURCE, read_current
 
 
 def plot_loss(metrics: Path, image: Path) -> None:
@@ -24,6 +24,8 @@ def plot_loss(metrics: Path, image: Path) -> None:
     validation = _series(rows, "val/loss")
     if validation[0]:
         axes.plot(*validation, marker="o", markersize=3, label="validation")
+    for name in dict.fromkeys(name for row in rows for name in row if name.startswith(OF_SOURCE)):
+        axes.plot(*_series(rows, name), linestyle="--", linewidth=1, label=_plain(name.removeprefix(OF_SOURCE)))
     for row in rows:
         if "event" in row:
             axes.axvline(row["step"], color="grey", linestyle=":", linewidth=1)
@@ -39,6 +41,11 @@ def plot_loss(metrics: Path, image: Path) -> None:
             )
     axes.legend(loc="upper right")
     figure.savefig(image, dpi=120, format="png")
+
+
+def _plain(name: str) -> str:
+    """A legend takes what is between dollar signs for a formula."""
+    return name.replace("$", r"\$")
 
 
 def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

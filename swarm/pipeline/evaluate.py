@@ -4,7 +4,8 @@ Called by trainers between steps and at the end. Never trains.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,10 +22,28 @@ from swarm.training.samples import Samples
 _CONCURRENCY = 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """Losses on held-out text, in nats per target.
+
+    Attributes:
+        mean: over the held-out parts of all datasets, by their lengths.
+        by_source: of each dataset, by its name.
+    """
+
+    mean: float
+    by_source: Mapping[str, float]
+
+    @property
+    def of_several(self) -> Mapping[str, float]:
+        """`by_source` where it says more than the mean."""
+        return self.by_source if len(self.by_source) > 1 else {}
+
+
 async def held_out_loss(
     hop: Hop, data: Microbatches, *, round_number: int, num_samples: int, listener: HopListener | None = None
-) -> float:
-    """Mean loss in nats per target over about `num_samples` held-out samples.
+) -> HeldOutLoss:
+    """Losses over about `num_samples` held-out samples, as many of each dataset.
 
     Args:
         listener: hears which stage is waited for; that may last until a peer serves it.
@@ -32,7 +51,7 @@ async def held_out_loss(
     Raises:
         Fatal: no chain of peers holds that round's anchor (any more).
     """
-    batches = data.held_out(num_samples)
+    sources = data.held_out_by_source(num_samples)
     room = asyncio.Semaphore(_CONCURRENCY)
 
     async def one(batch: Samples) -> float:
@@ -41,14 +60,20 @@ async def held_out_loss(
             assert isinstance(loss, float)
             return loss
 
-    tasks: list[asyncio.Task[float]] = []
+    tasks: list[list[asyncio.Task[float]]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(batch)) for batch in batches]
+            tasks = [[group.create_task(one(batch)) for batch in source.batches] for source in sources]
     except* Fatal as failures:
         raise Fatal(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
-    weights = [samples.amount(batch).targets for batch in batches]
-    return float(np.average([task.result() for task in tasks], weights=weights))
+    losses = [[task.result() for task in own] for own in tasks]
+    targets = [[samples.amount(batch).targets for batch in source.batches] for source in sources]
+    means = [float(np.average(own, weights=weights)) for own, weights in zip(losses, targets, strict=True)]
+    shares = [source.share * sum(weights) for source, weights in zip(sources, targets, strict=True)]
+    return HeldOutLoss(
+        mean=float(np.average(means, weights=shares)),
+        by_source={source.name: mean for source, mean in zip(sources, means, strict=True)},
+    )
 
 
 async def generate(

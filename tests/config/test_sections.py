@@ -63,6 +63,12 @@ from swarm.config import RunConfig
         ("[optimizer]\nschedule = 'cosine-restarts'", "'cosine-restarts' needs optimizer.restart_samples"),
         ("[averaging]\ncodec = 'int3'", "averaging.codec: Input should be"),
         ("[data]\nheld_out_fraction = 1.0", "data.held_out_fraction must be between 0 and 1, not 1.0"),
+        ("[data]\ndataset = []", "data.dataset must not be empty"),
+        ("[data]\ndataset = ['a', '']", "data.dataset must not be empty"),
+        ("[data]\ndataset = ['a', 'b', 'a']", "data.dataset names 'a' twice: give it more of data.weights"),
+        (f"[data]\ndataset = {[str(n) for n in range(65)]}", "data.dataset must name at most 64 datasets, not 65"),
+        ("[data]\nweights = [1, 2]", "data.weights has 2 numbers, and data.dataset names 1: each needs one"),
+        ("[data]\ndataset = ['a', 'b']\nweights = [1, 0]", "data.weights must be positive and finite, not [1.0, 0.0]"),
         ("[data]\nseed = -1", "data.seed must be at least 0 and below 2^63, not -1"),
         (f"[data]\nseed = {1 << 63}", f"data.seed must be at least 0 and below 2^63, not {1 << 63}"),
         (
@@ -126,3 +132,27 @@ def test_the_largest_seed_is_one_that_torch_and_numpy_take() -> None:
 def test_synchronous_rounds_have_no_inner_batch() -> None:
     text = "[rounds]\nsetting = 'synchronous'\ninner_batch_samples = 3"
     assert config.from_toml(text, source="x").rounds.synchronous
+
+
+def test_a_list_of_one_dataset_is_that_one() -> None:
+    one, other = (config.from_toml(f"[data]\ndataset = {value}", source="x") for value in ("'a'", "['a']"))
+    assert one == other
+    assert one.digest == other.digest
+
+
+@pytest.mark.parametrize(
+    ("datasets", "names"),
+    [
+        (("stdlib",), ("stdlib",)),
+        (("~/books/", "/data/code/*.py"), ("books", "*.py")),
+        (("a/train.jsonl", "b/train.jsonl", "c/d.jsonl"), ("a/train.jsonl", "b/train.jsonl", "d.jsonl")),
+        (("x", "a/x", "hf:a/x"), ("x", "a/x", "hf:a/x")),
+        (("hf:some/bees:v1", "w\x1b[2Jasps"), ("bees:v1", "w?[2Jasps")),
+    ],
+)
+def test_datasets_are_called_by_as_much_of_their_paths_as_sets_them_apart(
+    datasets: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    data = config.DataConfig(dataset=datasets)
+    assert data.datasets == datasets
+    assert data.source_names == names

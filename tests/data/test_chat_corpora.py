@@ -1,5 +1,6 @@
 """Corpora of conversations and completions, and of texts in rows."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,17 @@ def test_every_conversation_is_in_one_sample(talks: Path, cache: Path) -> None:
     corpus = corpora.prepare(config, cache_dir=cache)
     assert not corpus.is_text
     data = Microbatches(corpus, config)
-    assert data.num_windows + len(corpus.held_out) == len(corpus.tokens)
+    assert data.num_windows + len(corpus.sources[0].held_out) == len(corpus.sources[0].tokens)
     seen = [data.samples(index) for index in range(data.num_windows // 2)] + data.held_out(1000)
     for batch in seen:
         samples.require_sound(batch, corpus.vocab_size)
         assert batch.keys() == {TOKENS, TARGETS, DOCUMENTS}
     num_documents = sum(
-        len(np.unique(record[DOCUMENTS][record[TOKENS] != 0])) for record in (*corpus.training, *corpus.held_out)
+        len(np.unique(record[DOCUMENTS][record[TOKENS] != 0]))
+        for record in (*corpus.sources[0].training, *corpus.sources[0].held_out)
     )
     assert num_documents == NUM_TALKS
-    assert int(corpus.tokens[TARGETS].sum()) == sum(
+    assert int(corpus.sources[0].tokens[TARGETS].sum()) == sum(
         len(_talk(number)["messages"][1]["content"]) + 1 for number in range(NUM_TALKS)
     )
 
@@ -73,7 +75,7 @@ def test_every_conversation_is_in_one_sample(talks: Path, cache: Path) -> None:
 def test_without_packing_each_has_a_sample(talks: Path, cache: Path) -> None:
     config = _config(talks, packing=False)
     corpus = corpora.prepare(config, cache_dir=cache)
-    assert len(corpus.tokens) == NUM_TALKS
+    assert len(corpus.sources[0].tokens) == NUM_TALKS
     assert Microbatches(corpus, config).samples(0).keys() == {TOKENS, TARGETS}
 
 
@@ -128,11 +130,11 @@ def test_texts_may_be_rows(suffix: str, tmp_path: Path, cache: Path) -> None:
         dataset=str(path), text_field="body", sequence_length=8, microbatch_size=2, held_out_fraction=0.1
     )
     corpus = corpora.prepare(config, cache_dir=cache)
-    assert corpus.tokens.tobytes().decode().splitlines() == [f"line {number}" for number in range(99)]
+    assert corpus.sources[0].tokens.tobytes().decode().splitlines() == [f"line {number}" for number in range(99)]
 
 
 def test_max_tokens_ends_it_sooner(talks: Path, cache: Path) -> None:
-    assert len(corpora.prepare(_config(talks, max_tokens=1000), cache_dir=cache).tokens) == 11
+    assert len(corpora.prepare(_config(talks, max_tokens=1000), cache_dir=cache).sources[0].tokens) == 11
 
 
 def _refused(config: DataConfig, cache: Path, message: str) -> None:
@@ -156,6 +158,21 @@ def test_what_has_no_rows_is_named(tmp_path: Path, cache: Path) -> None:
     _refused(_config(tmp_path / "b.jsonl"), cache, r"has nothing to learn: 0 rows are longer .* and 1 have no token")
     _write(tmp_path / "c.jsonl", [_talk(1)])
     _refused(_config(tmp_path / "c.jsonl"), cache, "too short: it makes 0 samples to train on and 1 held out")
+
+
+@pytest.mark.parametrize("format", ["chat", "completion"])
+def test_several_datasets_have_held_out_parts_of_their_own(format: Any, tmp_path: Path, cache: Path) -> None:
+    rows = [{**_talk(number), "prompt": "one and", "completion": f" {number}"} for number in range(30)]
+    names = (str(_write(tmp_path / "a.jsonl", rows)), str(_write(tmp_path / "b.parquet", rows[:10])))
+    config = dataclasses.replace(_config(tmp_path / "a.jsonl", format=format, packing=False), dataset=names)
+    corpus = corpora.prepare(config, cache_dir=cache)
+    assert [(source.num_training, len(source.held_out)) for source in corpus.sources] == [(27, 3), (9, 1)]
+    data = Microbatches(corpus, config)
+    assert data.num_windows == 36
+    assert [(source.name, len(source.batches)) for source in data.held_out_by_source(10)] == [
+        ("a.jsonl", 2),
+        ("b.parquet", 1),
+    ]
 
 
 def test_chat_needs_a_template(talks: Path, cache: Path) -> None:

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from tokenizers.trainers import BpeTrainer
 
 from swarm.config import DataConfig
-from swarm.data import corpora, text_files, tokenizers
+from swarm.data import corpora, prepared, text_files, tokenizers
 from swarm.errors import CorpusMismatch
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def _decoded(corpus: corpora.Corpus) -> str:
-    return corpus.tokens.tobytes().decode()
+    return corpus.sources[0].tokens.tobytes().decode()
 
 
 def test_every_document_once_and_whole(folder: Path, cache: Path) -> None:
@@ -66,8 +66,48 @@ def test_order_is_not_the_order_of_names(folder: Path, cache: Path) -> None:
 
 def test_parts_cover_the_corpus(folder: Path, cache: Path) -> None:
     corpus = corpora.prepare(_config(folder, held_out_fraction=0.25), cache_dir=cache)
-    assert len(corpus.held_out) == len(corpus.tokens) // 4
-    assert np.array_equal(np.concatenate([corpus.training, corpus.held_out]), corpus.tokens)
+    assert len(corpus.sources[0].held_out) == len(corpus.sources[0].tokens) // 4
+    assert np.array_equal(
+        np.concatenate([corpus.sources[0].training, corpus.sources[0].held_out]), corpus.sources[0].tokens
+    )
+
+
+def _several(*datasets: Path, **changes: Any) -> DataConfig:
+    return dataclasses.replace(_config("stdlib", **changes), dataset=tuple(map(str, datasets)))
+
+
+def test_several_datasets_are_each_what_they_are_alone(folder: Path, tmp_path: Path, cache: Path) -> None:
+    """With a held-out part of its own; what one of them was made into is used again."""
+    parts = [folder / "part0", folder / "part1", folder / "part2"]
+    alone = [corpora.prepare(_config(part), cache_dir=cache) for part in parts]
+    files = sorted(cache.iterdir())
+    corpus = corpora.prepare(_several(*parts), cache_dir=cache)
+    assert sorted(cache.iterdir()) == files
+    for source, other in zip(corpus.sources, alone, strict=True):
+        assert np.array_equal(source.training, other.sources[0].training)
+        assert np.array_equal(source.held_out, other.sources[0].held_out)
+    assert corpus.digest not in {other.digest for other in alone}
+
+
+def test_the_digest_covers_every_dataset_and_their_order(folder: Path, tmp_path: Path, cache: Path) -> None:
+    parts = [folder / "part0", folder / "part1"]
+    copies = [Path(shutil.copytree(part, tmp_path / f"copy of {part.name}")) for part in parts]
+    digests = [corpora.prepare(_several(*each), cache_dir=cache).digest for each in (parts, copies, parts[::-1])]
+    assert digests[0] == digests[1] != digests[2]
+    (copies[1] / "more.txt").write_text(_text(99))
+    config = _several(*copies, digest=digests[0])
+    with pytest.raises(CorpusMismatch, match=r"'.*copy of part0', '.*copy of part1' is different text here"):
+        corpora.check_digest(config, corpora.prepare(config, cache_dir=cache))
+
+
+def test_of_several_datasets_the_one_that_is_too_short_is_named(folder: Path, tmp_path: Path, cache: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("x" * 30)
+    message = "short.txt' is too short: 28 tokens to train on and 3 held out, where a sample needs 9 in each; give"
+    with pytest.raises(ValueError, match=message):
+        corpora.prepare(_several(folder, short), cache_dir=cache)
+    with pytest.raises(ValueError, match="nowhere' does not exist"):
+        corpora.prepare(_several(folder, tmp_path / "nowhere"), cache_dir=cache)
 
 
 def test_digest_is_independent_of_location(folder: Path, tmp_path: Path) -> None:
@@ -79,7 +119,7 @@ def test_digest_is_independent_of_location(folder: Path, tmp_path: Path) -> None
     there = corpora.prepare(_config(copy), cache_dir=tmp_path / "b")
     by_glob = corpora.prepare(_config(f"{copy}/**/*.txt"), cache_dir=tmp_path / "c")
     assert here.digest == there.digest == by_glob.digest
-    assert np.array_equal(here.tokens, there.tokens)
+    assert np.array_equal(here.sources[0].tokens, there.sources[0].tokens)
 
 
 def test_digest_depends_on_text_and_tokenizer(folder: Path, cache: Path) -> None:
@@ -93,7 +133,7 @@ def test_digest_depends_on_text_and_tokenizer(folder: Path, cache: Path) -> None
     tokenized = corpora.prepare(_config(folder, tokenizer=str(tokenizer)), cache_dir=cache)
     assert len({before.digest, after.digest, tokenized.digest}) == 3
     assert tokenized.vocab_size == 2
-    assert set(tokenized.tokens.tolist()) == {0, 1}
+    assert set(tokenized.sources[0].tokens.tolist()) == {0, 1}
 
 
 def test_cache_is_used(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +141,9 @@ def test_cache_is_used(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(text_files, "pieces", None)
     second = corpora.prepare(_config(folder, sequence_length=4), cache_dir=cache)
     assert second.digest == first.digest
-    assert np.array_equal(second.tokens, first.tokens)
-    assert isinstance(second.tokens, np.memmap)
-    assert not second.tokens.flags.writeable
+    assert np.array_equal(second.sources[0].tokens, first.sources[0].tokens)
+    assert isinstance(second.sources[0].tokens, np.memmap)
+    assert not second.sources[0].tokens.flags.writeable
 
 
 def _add_what_is_no_text(folder: Path) -> list[str]:
@@ -184,7 +224,7 @@ def test_pieces_leave_no_trace_in_the_tokens_of_a_long_line(
     path.write_text(text)
     monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 100)
     corpus = corpora.prepare(_config(path, tokenizer=str(tmp_path / "tokenizer.json")), cache_dir=cache)
-    assert corpus.tokens.tolist() == [*tokenizer.encode(text), *tokenizer.separator]
+    assert corpus.sources[0].tokens.tolist() == [*tokenizer.encode(text), *tokenizer.separator]
 
 
 @pytest.mark.parametrize("words", ["the bees of this swarm ", "\u4e2d\u6587"])
@@ -223,7 +263,7 @@ def test_a_file_of_one_line_is_not_held_whole(
 def test_max_tokens(folder: Path, cache: Path) -> None:
     whole = corpora.prepare(_config(folder), cache_dir=cache)
     part = corpora.prepare(_config(folder, max_tokens=500), cache_dir=cache)
-    assert np.array_equal(part.tokens, whole.tokens[:500])
+    assert np.array_equal(part.sources[0].tokens, whole.sources[0].tokens[:500])
     assert part.digest != whole.digest
 
 
@@ -235,7 +275,7 @@ def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
         "import sys; from pathlib import Path; from swarm.config import DataConfig; from swarm.data import corpora\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "corpus = corpora.prepare(DataConfig(dataset=sys.argv[1]), cache_dir=Path(sys.argv[2]))\n"
-        "print(corpus.digest, int(corpus.tokens.sum()))"
+        "print(corpus.digest, int(corpus.sources[0].tokens.sum()))"
     )
     processes = [
         subprocess.Popen(
@@ -308,7 +348,7 @@ def test_stdlib(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The default dataset is there on every machine, and its tests are not in it."""
     corpus = corpora.prepare(DataConfig(max_tokens=300_000), cache_dir=cache)
     names = {path.name for path in text_files.find("stdlib").files}
-    assert len(corpus.tokens) == 300_000
+    assert len(corpus.sources[0].tokens) == 300_000
     assert not caplog.messages
     assert {"argparse.py", "topics.py"} <= names
     assert not any(name.startswith(("test_argparse", "_sysconfigdata", "python-config")) for name in names)
@@ -352,16 +392,24 @@ def test_hugging_face(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows.asked == [("some/bees", "v1", "validation", True)]
 
 
+def test_a_hugging_face_dataset_may_name_its_configuration_itself(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _Rows([{"text": f"row {number} of many"} for number in range(50)])
+    rows.install(monkeypatch)
+    config = dataclasses.replace(_config("hf:some/bees:v2", hf_config="v1"), dataset=("hf:some/bees:v2", "hf:wasps"))
+    corpora.prepare(config, cache_dir=cache)
+    assert [(name, configuration) for name, configuration, _, _ in rows.asked] == [("some/bees", "v2"), ("wasps", "v1")]
+
+
 def test_hugging_face_is_read_no_further_than_needed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = _Rows([{"text": "x" * 300}, {"text": "y" * 300}, {}])
     rows.install(monkeypatch)
-    assert len(corpora.prepare(_config("hf:bees", max_tokens=500), cache_dir=cache).tokens) == 500
+    assert len(corpora.prepare(_config("hf:bees", max_tokens=500), cache_dir=cache).sources[0].tokens) == 500
 
 
 def _refused(config: DataConfig, cache: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         corpora.prepare(config, cache_dir=cache)
-    assert config.dataset in str(caught.value)
+    assert config.datasets[0] in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not cache.is_dir() or not any(cache.glob(".preparing-*"))
 
@@ -409,7 +457,7 @@ def test_just_long_enough(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("x" * 33)
     corpus = corpora.prepare(_config(path, held_out_fraction=0.5), cache_dir=cache)
-    assert len(corpus.training) == len(corpus.held_out) == 17
+    assert len(corpus.sources[0].training) == len(corpus.sources[0].held_out) == 17
 
 
 def test_cache_that_cannot_be_written(folder: Path) -> None:
@@ -436,7 +484,7 @@ def test_how_far_a_long_preparation_is(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _Rows([{"text": "x" * 99_999}] * 3).install(monkeypatch)
-    monkeypatch.setattr(corpora, "_SAY_SECONDS", 0.0)
+    monkeypatch.setattr(prepared, "_SAY_SECONDS", 0.0)
     with caplog.at_level("INFO"):
         corpora.prepare(_config("hf:bees"), cache_dir=cache)
         corpora.prepare(_config("hf:bees", max_tokens=250_000), cache_dir=cache)

@@ -8,16 +8,11 @@ import pytest
 from swarm.data import entropy
 from swarm.data.corpora import Corpus
 from swarm.data.entropy import bigram_entropy, unigram_entropy
+from tests.support.text_corpus import text_corpus
 
 
 def _corpus(tokens: list[int], *, training: int, vocab_size: int) -> Corpus:
-    return Corpus(
-        tokens=np.array(tokens, dtype=np.uint16),
-        num_training=training,
-        vocab_size=vocab_size,
-        digest="",
-        tokenizer_identity="",
-    )
+    return text_corpus((np.array(tokens, dtype=np.uint16), training), vocab_size=vocab_size)
 
 
 def _random(num_tokens: int, vocab_size: int) -> list[int]:
@@ -65,3 +60,13 @@ def test_large_vocabulary() -> None:
     tokens = _random(5000, 60_000)
     corpus = _corpus(tokens, training=4000, vocab_size=60_000)
     assert bigram_entropy(corpus) == pytest.approx(unigram_entropy(corpus), abs=0.1)
+
+
+def test_neighbours_of_two_texts_are_no_pair() -> None:
+    """Counts are of all texts, and so are the means; but the first text's end and the second's beginning are apart."""
+    texts = [np.array(tokens, dtype=np.uint16) for tokens in ([0, 1] * 500, [2, 3] * 200)]
+    corpus = text_corpus(*((text, len(text) - 100) for text in texts), vocab_size=4)
+    # Times that each is followed by another, and one more.
+    unigram = np.array([451, 450, 151, 150]) / 1202
+    assert unigram_entropy(corpus) == pytest.approx(-np.log(unigram).mean())
+    assert bigram_entropy(corpus) < 0.02

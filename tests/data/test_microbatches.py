@@ -4,22 +4,17 @@ import numpy as np
 import pytest
 
 from swarm.config import DataConfig
-from swarm.data.corpora import Corpus
 from swarm.data.microbatches import Microbatches
 from swarm.training.samples import TOKENS
+from tests.support.text_corpus import text_corpus
 
 SEQUENCE = 4
 
 
 def _microbatches(*, training: int, held_out: int = 101, seed: int = 0, microbatch_size: int = 3) -> Microbatches:
     """Token i of the corpus is i, so that a sample says where it comes from."""
-    corpus = Corpus(
-        tokens=np.arange(training + held_out, dtype=np.uint32),
-        num_training=training,
-        vocab_size=training + held_out,
-        digest="",
-        tokenizer_identity="",
-    )
+    tokens = np.arange(training + held_out, dtype=np.uint32)
+    corpus = text_corpus((tokens, training), vocab_size=training + held_out)
     settings: dict[str, Any] = {"sequence_length": SEQUENCE, "microbatch_size": microbatch_size, "seed": seed}
     return Microbatches(corpus, DataConfig(**settings))
 
@@ -112,3 +107,53 @@ def test_held_out_has_no_more_than_there_is() -> None:
     batches = _microbatches(training=400, held_out=101).held_out(1000)
     firsts = np.concatenate([batch[TOKENS] for batch in batches])[:, 0]
     assert firsts.tolist() == [400 + window * SEQUENCE for window in range(25)]
+
+
+def _mixture(*windows: int, weights: tuple[float, ...] = (), microbatch_size: int = 3) -> Microbatches:
+    """Of each dataset so many windows to train on, and half as many held out; tokens of the k-th begin at 10^6 k."""
+    parts = []
+    for number, count in enumerate(windows):
+        tokens = np.arange(count * SEQUENCE + 1 + count // 2 * SEQUENCE + 1, dtype=np.uint32) + number * 10**6
+        parts.append((tokens, count * SEQUENCE + 1))
+    names = tuple(f"texts/{number}" for number in range(len(windows)))
+    config = DataConfig(
+        dataset=names, weights=weights, sequence_length=SEQUENCE, microbatch_size=microbatch_size, seed=3
+    )  # fmt: skip
+    return Microbatches(text_corpus(*parts, vocab_size=10**7), config)
+
+
+def test_of_several_datasets_each_window_comes_once_an_epoch() -> None:
+    microbatches = _mixture(7, 1, 20)
+    expected = [
+        number * 10**6 + window * SEQUENCE for number, count in enumerate((7, 1, 20)) for window in range(count)
+    ]
+    for epoch in range(3):
+        found = _epoch(microbatches, epoch)
+        assert sorted(found) == expected
+        assert found != expected
+    samples = _samples(microbatches, 28)
+    assert np.array_equal(samples - samples[:, :1], np.tile(np.arange(SEQUENCE + 1), (28, 1))), "no window of two texts"
+
+
+def test_weights_say_how_much_of_each_dataset_is_seen() -> None:
+    """A small one comes again and again, a large one in parts, and each of its windows as often as any other."""
+    microbatches = _mixture(10, 190, weights=(3, 1))
+    assert microbatches.num_windows == 200
+    firsts = _samples(microbatches, 200 * 19)[:, 0]
+    for epoch in range(19):
+        assert (firsts[epoch * 200 : (epoch + 1) * 200] < 10**6).sum() == 150
+    for found, num_windows, times in ((firsts[firsts < 10**6], 10, 285), (firsts[firsts >= 10**6], 190, 5)):
+        windows, counts = np.unique(found, return_counts=True)
+        assert len(windows) == num_windows
+        assert set(counts) == {times}
+
+
+def test_what_is_held_out_is_told_apart_by_dataset() -> None:
+    microbatches = _mixture(200, 20)
+    one, other = microbatches.held_out_by_source(16)
+    assert (one.name, other.name) == ("0", "1")
+    assert [len(batch[TOKENS]) for batch in one.batches] == [len(batch[TOKENS]) for batch in other.batches] == [3, 3, 2]
+    assert min(batch[TOKENS].min() for batch in one.batches) == 200 * SEQUENCE + 1
+    assert min(batch[TOKENS].min() for batch in other.batches) == 10**6 + 20 * SEQUENCE + 1
+    assert (one.share, other.share) == (100 / 8, 10 / 8)
+    assert len(microbatches.held_out(16)) == 6

@@ -51,9 +51,9 @@ def _has_trained(folder: Path) -> bool:
 
 
 def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
-    launcher = _start(
-        tmp_path, "--peers-per-stage", "2", "--steps", "25", "--kill-at", "4", "--join-at", "6", "--sample-tokens", "20"
-    )
+    texts = [word for name in ("one.txt", "other.txt") for word in ("--dataset", str(write_text(tmp_path / name)))]
+    faults = ("--kill-at", "4", "--join-at", "6")
+    launcher = _start(tmp_path, "--peers-per-stage", "2", "--steps", "25", *faults, "--sample-tokens", "20", *texts)
     output, _ = launcher.communicate(timeout=150)
     assert launcher.returncode == 0, output
     assert "Traceback" not in output
@@ -62,6 +62,10 @@ def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
     assert summary["peers_joined"] == 1
     assert summary["steps"] == 25
     assert summary["validation_loss"] < summary["first_loss"] - 0.5
+    # Both are the same text.
+    assert summary["validation_losses"] == pytest.approx(
+        dict.fromkeys(("one.txt", "other.txt"), summary["validation_loss"])
+    )
     assert "the swarm goes on" in output
     assert (tmp_path / "out" / "loss.png").stat().st_size > 0
     _assert_nothing_left(tmp_path, 5.0)

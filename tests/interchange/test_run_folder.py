@@ -25,7 +25,7 @@ def _import(tmp_path: Path, name: str = "llama-2", options: ImportOptions | None
 
 
 def test_the_configuration_is_read_back(tmp_path: Path) -> None:
-    config = _import(tmp_path, options=ImportOptions(num_stages=3, dataset="stdlib", run="mine"))
+    config = _import(tmp_path, options=ImportOptions(num_stages=3, dataset=("stdlib",), run="mine"))
     assert configs.load(tmp_path / "run" / "run.toml") == config
     assert (config.run, config.stages.num_stages, config.data.sequence_length) == ("mine", 3, 64)
     assert config.data.tokenizer == "bytes"

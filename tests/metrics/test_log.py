@@ -98,6 +98,17 @@ def test_the_training_that_a_file_ends_with(tmp_path: Path) -> None:
     assert steps == [1, 2, 3, 4]
 
 
+def test_every_dataset_has_a_held_out_loss(tmp_path: Path) -> None:
+    path, losses = tmp_path / "metrics.jsonl", {"books": 2.5, "code": math.inf}
+    with MetricsLog(path) as log:
+        log.step(replace(METRICS, validation_loss=3.0, validation_losses=losses))
+        log.evaluation(2, 2.75, losses)
+    one, other = read(path)
+    expected = {"val/loss/books": 2.5, "val/loss/code": None}
+    assert {name: one[name] for name in expected} == expected
+    assert other == {"step": 2, "val/loss": 2.75, **expected}
+
+
 def test_inner_steps_have_names_by_stage(tmp_path: Path) -> None:
     steps = InnerSteps(configured_samples=16)
     steps.add(16, {3: 1, 4: 1}, newest=4)

@@ -14,6 +14,7 @@ from swarm.metrics.plot import plot_loss
         [],
         [{"step": 1, "train/loss": 5.0, "val/loss": None}, {"step": 2, "train/loss": None}],
         [{"step": 1, "train/loss": 5.0, "val/loss": 5.1}, {"step": 1, "event": "killed peer 1-0"}],
+        [{"step": 1, "val/loss": 5.1, "val/loss/$x^{$.txt": 5.0, "val/loss/code": None}],
     ],
 )
 def test_plot(rows: list[dict[str, object]], tmp_path: Path) -> None:

@@ -1,17 +1,18 @@
 """What evaluation and generation make of a hop's answers."""
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 import pytest
 import torch
 
-from swarm.data.microbatches import Microbatches
+from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Fatal
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
-from swarm.pipeline.evaluate import generate, held_out_loss
+from swarm.pipeline.evaluate import HeldOutLoss, generate, held_out_loss
 from swarm.rpc.wire import TensorSpec
 from swarm.training.samples import TOKENS
 from tests.support.chain import SYNCHRONOUS
@@ -22,17 +23,23 @@ LISTENER = HopListener()
 LENGTH, VOCABULARY = SYNCHRONOUS.data.sequence_length, SYNCHRONOUS.model.vocab_size
 
 
-class HeldOut:
-    """Batches of so many samples, each filled with its number."""
+class Texts:
+    """Of each dataset, batches of so many samples, each filled with its number."""
 
-    def __init__(self, *sizes: int) -> None:
-        self.batches = [
-            {TOKENS: torch.full((size, LENGTH + 1), number, dtype=torch.int32)} for number, size in enumerate(sizes)
+    def __init__(self, *sizes: Sequence[int], shares: Sequence[float]) -> None:
+        numbers = itertools.count()
+        self.sources = [
+            HeldOut(name=f"text {source}", batches=[self._batch(next(numbers), size) for size in own], share=share)
+            for source, (own, share) in enumerate(zip(sizes, shares, strict=True))
         ]
 
-    def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
-        assert num_samples == sum(len(batch[TOKENS]) for batch in self.batches)
-        return self.batches
+    @staticmethod
+    def _batch(number: int, size: int) -> dict[str, torch.Tensor]:
+        return {TOKENS: torch.full((size, LENGTH + 1), number, dtype=torch.int32)}
+
+    def held_out_by_source(self, num_samples: int) -> list[HeldOut]:
+        assert num_samples == sum(len(batch[TOKENS]) for source in self.sources for batch in source.batches)
+        return self.sources
 
 
 class Scorer:
@@ -57,26 +64,36 @@ class Scorer:
         return loss
 
 
-async def evaluation(scorer: Scorer, *sizes: int) -> float:
-    hop, data = cast(Hop, scorer), cast(Microbatches, HeldOut(*sizes))
-    return await held_out_loss(hop, data, round_number=ROUND, num_samples=sum(sizes), listener=LISTENER)
+async def evaluation(scorer: Scorer, *sizes: Sequence[int], shares: Sequence[float] = (1.0,)) -> HeldOutLoss:
+    hop, data = cast(Hop, scorer), cast(Microbatches, Texts(*sizes, shares=shares))
+    return await held_out_loss(hop, data, round_number=ROUND, num_samples=sum(map(sum, sizes)), listener=LISTENER)
 
 
 @in_virtual_time
 async def test_the_loss_is_the_mean_over_targets_and_not_over_batches() -> None:
-    assert await evaluation(Scorer(1.0, 2.0, 4.0), 2, 2, 1) == 2.0
+    found = await evaluation(Scorer(1.0, 2.0, 4.0), (2, 2, 1), shares=[7.5])
+    assert found == HeldOutLoss(mean=2.0, by_source={"text 0": 2.0})
+    assert not found.of_several
+
+
+@in_virtual_time
+async def test_each_dataset_has_a_loss_and_weighs_in_the_mean_as_much_as_it_is_long() -> None:
+    """As many samples are taken of a long one as of a short one."""
+    found = await evaluation(Scorer(1.0, 4.0, 5.0), (2, 1), (3,), shares=[10.0, 1.0])
+    assert found.by_source == found.of_several == {"text 0": 2.0, "text 1": 5.0}
+    assert found.mean == pytest.approx((30 * 2.0 + 3 * 5.0) / 33)
 
 
 @in_virtual_time
 async def test_who_cannot_evaluate_says_at_which_round() -> None:
     with pytest.raises(Fatal, match=r"^evaluation at round 3: nobody holds it$"):
-        await evaluation(Scorer(1.0, Fatal("nobody holds it"), 4.0), 2, 2, 1)
+        await evaluation(Scorer(1.0, Fatal("nobody holds it"), 4.0), (2, 2, 1))
 
 
 @in_virtual_time
 async def test_four_batches_at_once_and_no_more() -> None:
     scorer = Scorer(*[1.0] * 11)
-    await evaluation(scorer, *[2] * 11)
+    await evaluation(scorer, [2] * 11)
     assert scorer.most_running == 4
 
 

@@ -101,15 +101,18 @@ def test_the_card_has_the_losses_that_were_measured_by_then(tmp_path: Path, caps
     (tmp_path / "checkpoints").mkdir()
     write_cut(tmp_path / "checkpoints", cut(2, config), num_rounds=2)
     rows = [
-        {"step": 0, "event": "training begins"}, {"step": 1, "train/loss": 3.5, "val/loss": 3.25},
-        {"step": 2, "train/loss": 3.0, "val/loss": None}, {"step": 3, "train/loss": 2.0, "val/loss": 2.0},
-    ]  # fmt: skip
+        {"step": 0, "event": "training begins"},
+        {"step": 1, "train/loss": 3.5, "val/loss": 3.25, "val/loss/books": 3.125},
+        {"step": 2, "train/loss": 3.0, "val/loss": None},
+        {"step": 3, "train/loss": 2.0, "val/loss": 2.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     where = ["--checkpoint", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "out")]
     _run(capsys, "export", *where, "--metrics", str(tmp_path))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| Loss, training, at round 2 | 3.0000 nats a token |" in card
     assert "| Loss, held-out, at round 1 | 3.2500 nats a token |" in card
+    assert "| Loss, held-out, books, at round 1 | 3.1250 nats a token |" in card
     assert "2.0000" not in card
     for content, fault in (("{}", "has no losses"), ("{", "is no metrics.jsonl"), ("[]", "is no metrics.jsonl")):
         (tmp_path / "metrics.jsonl").write_text(content)

@@ -19,6 +19,8 @@ class _Options:
     """Stage to serve."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers."""
+    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Texts, one a time."""
     output: Path | None = None
     """Folder for results."""
     log_level: Literal["debug", "info"] = "info"
@@ -47,10 +49,27 @@ class _Arguments:
     """Stage to show; a line so long that it does not fit into one of the box, and so goes on in the next one of it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Repeated:
+    """Read a file and some more."""
+
+    file: tyro.conf.Positional[str]
+    """The file."""
+    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """The others."""
+
+
 def test_options_are_read() -> None:
     argv = ["--stage", "1", "--initial-peers", "a:1", "b:2", "--insecure", "--log-level", "debug", "--stage", "2"]
     expected = _Options(stage=2, initial_peers=("a:1", "b:2"), insecure=True, log_level="debug")
     assert parse(_Options, prog="swarm-x", argv=argv) == expected
+
+
+def test_an_option_may_be_given_several_times_and_takes_no_more_than_one_each_time() -> None:
+    argv = ["--dataset", "a", "--stage", "1", "--dataset", "b"]
+    assert parse(_Options, prog="swarm-x", argv=argv).dataset == ("a", "b")
+    positional = parse(_Repeated, prog="swarm-x", argv=["--dataset", "a", "b"])
+    assert positional == _Repeated(file="b", dataset=("a",))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +138,7 @@ def test_a_list_names_something_and_nothing_twice(values: tuple[str, ...]) -> No
     [
         _Options(stage=0),
         _Options(stage=3, initial_peers=("a", "b"), output=Path("x y"), log_level="debug", insecure=True),
-        _Options(stage=1, goes="auto", every=7, seconds=0.25),
+        _Options(stage=1, goes="auto", every=7, seconds=0.25, dataset=("a", "b c")),
         _Options(stage=1, goes=5),
     ],
 )

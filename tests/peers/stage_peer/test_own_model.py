@@ -32,7 +32,7 @@ def text(tmp_path: Path) -> str:
 
 
 def _config(folder: Path | str, text: str, cache: Path, *, stages: int | None = None) -> RunConfig:
-    options = PeerOptions(model=str(folder), dataset=text, stages=stages)
+    options = PeerOptions(model=str(folder), dataset=(text,), stages=stages)
     config = own_config(options, None, cache, model=open_model(str(folder)))
     assert config is not None
     return config

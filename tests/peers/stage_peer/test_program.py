@@ -49,7 +49,7 @@ def test_adapters_of_a_new_run_may_be_named_on_the_command_line(tmp_path: Path) 
     text = write_text(tmp_path / "text.txt")
 
     def configured(**options: Any) -> LoraConfig:
-        found = own_config(PeerOptions(preset="tiny", dataset=str(text), **options), None, tmp_path / "cache")
+        found = own_config(PeerOptions(preset="tiny", dataset=(str(text),), **options), None, tmp_path / "cache")
         assert found is not None
         return found.lora
 

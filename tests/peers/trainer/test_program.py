@@ -16,12 +16,12 @@ from peers.trainer.program import finish, open_corpus
 from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.data import tokenizers
-from swarm.data.corpora import Corpus
 from swarm.errors import CorpusMismatch
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.training.samples import TOKENS
 from tests.support.chain import SYNCHRONOUS
+from tests.support.text_corpus import text_corpus
 from tests.support.tokenizers import write_tokenizer
 
 
@@ -32,14 +32,14 @@ def test_a_run_that_names_a_file_and_no_digest_does_not_have_it_read(tmp_path: P
         SYNCHRONOUS, data=dataclasses.replace(SYNCHRONOUS.data, dataset=str(secret), digest="")
     )
     with pytest.raises(ValueError, match="does not say which text it is trained on: name yours with --dataset"):
-        open_corpus(config, None)
+        open_corpus(config, ())
 
 
 def _run_with_a_tokenizer(folder: Path) -> RunConfig:
     """A run whose first peer had its text and its tokenizer in a folder of its own, as it is published."""
     (folder / "text.txt").write_text("the bees trained all day. " * 6000)
     tokenizer = write_tokenizer(folder / "first" / "tokenizer.json", ["the", "bees", "trained"])
-    options = PeerOptions(preset="tiny", dataset=str(folder / "text.txt"), tokenizer=tokenizer)
+    options = PeerOptions(preset="tiny", dataset=(str(folder / "text.txt"),), tokenizer=tokenizer)
     config = own_config(options, None, folder / "cache")
     assert config is not None
     return config
@@ -50,8 +50,8 @@ def test_the_tokenizer_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.Mon
     config = _run_with_a_tokenizer(tmp_path)
     copy = (tmp_path / "first").rename(tmp_path / "second") / "tokenizer.json"
     with pytest.raises(ValueError, match="the run's tokenizer is not on this machine: name a copy with --tokenizer"):
-        open_corpus(config, None)
-    corpus, data = open_corpus(config, None, str(copy))
+        open_corpus(config, ())
+    corpus, data = open_corpus(config, (), str(copy))
     assert corpus.digest == config.data.digest
     assert data.held_out(1)[0][TOKENS].max() == 3
 
@@ -67,12 +67,12 @@ def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(
     ours, theirs = tokenizers.load(larger).identity[:12], config.data.tokenizer_identity[:12]
     told = f"is another tokenizer here ({ours}) than in the run ({theirs}); leave --tokenizer out"
     with pytest.raises(CorpusMismatch, match=re.escape(told)) as caught:
-        open_corpus(config, None, larger)
+        open_corpus(config, (), larger)
     assert "\n" not in str(caught.value)
     with pytest.raises(
         CorpusMismatch, match=re.escape(f"is another tokenizer here (bytes) than in the run ({theirs})")
     ):
-        open_corpus(config, None, "bytes")
+        open_corpus(config, (), "bytes")
 
 
 class _Wandb:
@@ -90,9 +90,7 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
     stuck: tuple[str, ...], interrupted: bool, exit_code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    corpus = Corpus(
-        tokens=np.arange(9, dtype=np.uint16) % 3, num_training=6, vocab_size=3, digest="", tokenizer_identity=""
-    )
+    corpus = text_corpus((np.arange(9, dtype=np.uint16) % 3, 6), vocab_size=3)
     for name in stuck:
         (tmp_path / name).mkdir()
     sample = "" if interrupted else "it goes on"

@@ -17,7 +17,7 @@ from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
 from swarm.data.corpora import Corpus
-from swarm.data.microbatches import Microbatches
+from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Fatal
 from swarm.machine.clock import SystemClock
 from swarm.metrics.log import MetricsLog, read
@@ -35,6 +35,11 @@ class _HeldOut:
 
     def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
         return [{TOKENS: tokens(SYNCHRONOUS, 99 + index)} for index in range(num_samples)]
+
+    def held_out_by_source(self, num_samples: int) -> list[HeldOut]:
+        batches = self.held_out(num_samples)
+        books, code = batches[:1], batches[1:]
+        return [HeldOut(name="books", batches=books, share=30.0), HeldOut(name="code", batches=code, share=10.0)]
 
 
 def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1) -> Session:
@@ -94,12 +99,24 @@ async def test_who_only_evaluates_writes_down_the_present_round_s_loss_and_feeds
             await session.only_evaluate()
             assert expected is not None
             assert chain.counts("forwards") == [0, 0, 0]
-    assert list(read(tmp_path / "metrics.jsonl")) == [{"step": 0, "val/loss": expected}]
+    books, code = expected.by_source["books"], expected.by_source["code"]
+    assert books != code
+    assert expected.mean == pytest.approx(0.75 * books + 0.25 * code)
+    (line,) = read(tmp_path / "metrics.jsonl")
+    assert line == {"step": 0, "val/loss": expected.mean, "val/loss/books": books, "val/loss/code": code}
     session.report.goodbye(interrupted=False)
-    assert capsys.readouterr().out == f"step 0: validation loss {expected:.4f}; figures in {tmp_path}\n"
+    assert capsys.readouterr().out.splitlines() == [
+        f"step 0: validation loss {expected.mean:.4f}; figures in {tmp_path}",
+        f"  books  {books:.4f}",
+        f"  code   {code:.4f}",
+    ]
     ((name, write),) = session.report.files(cast(Corpus, None), interrupted=False).items()
     write(tmp_path / name)
-    assert json.loads((tmp_path / "evaluation.json").read_text()) == {"step": 0, "validation_loss": expected}
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == {
+        "step": 0,
+        "validation_loss": expected.mean,
+        "validation_losses": expected.by_source,
+    }
     assert session.sample
 
 

@@ -1,0 +1,244 @@
+"""A dataset, tokenized: one file in the user's cache, which is memory-mapped.
+
+Used by data/corpora, for each dataset of a run. A file does not depend on where the dataset's own files lie: two
+machines with the same ones get the same tokens in the same order. Texts (data/sources) stay whole, and the tokenizer's
+separator follows each of them. Of conversations and completions (data/documents) some tokens are targets, and
+data/packing puts them side by side. What is skipped is told in the log. Nothing is in memory as a whole.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.config import DataConfig
+from swarm.data import packing, tokenizers
+from swarm.data.chat import ChatTemplate
+from swarm.data.documents import Documents
+from swarm.data.sources import Source, Text
+from swarm.data.tokenizers import TokenIds, Tokenizer
+from swarm.errors import in_one_line
+from swarm.training.samples import TARGETS
+
+logger = logging.getLogger(__name__)
+
+_CACHE_VERSION = 3
+_PREPARING, _LOCK = ".preparing-", "lock"
+_LOCKED_SECONDS = 60.0
+"""A new folder is locked within this time."""
+_MOST_NAMED = 20
+"""So many skipped files are named in the log. Of the others only their number is told."""
+_SAY_SECONDS = 10.0
+"""Between two lines that say how far a long preparation is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What a dataset gives.
+
+    Attributes:
+        tokens: every token of a text [num_tokens], or the sequences [num_sequences] as data/packing has them;
+            memory-mapped and read-only.
+        digest: SHA-256, in hexadecimal, of the tokenizer's identity, the type of what is stored, and its bytes.
+    """
+
+    tokens: npt.NDArray[Any]
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How datasets become tokens, or sequences.
+
+    Attributes:
+        template: of conversations.
+    """
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of what is stored."""
+        vocab_size = self.tokenizer.vocab_size
+        if self.config.has_targets:
+            return packing.record_dtype(self.config, vocab_size)
+        return tokenizers.token_dtype(vocab_size)
+
+    def documents(self) -> Documents | None:
+        """What makes documents of one dataset's rows, and counts them; None for texts."""
+        return Documents(self.config, self.tokenizer, self.template) if self.config.has_targets else None
+
+    def key(self, source: Source) -> str:
+        """What tells on this machine whether a dataset has been prepared already."""
+        config = self.config
+        origin = [_CACHE_VERSION, source.dataset, config.max_tokens, self.tokenizer.identity, source.identity]
+        if config.has_targets:
+            identity = self.template.identity if self.template is not None else ""
+            origin += [config.format, config.too_long, repr(self.dtype), identity]
+        return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
+
+
+def prepare(dataset: str, recipe: Recipe, cache_dir: Path) -> Prepared:
+    """Make a dataset's tokens, or its sequences, in `cache_dir`, unless they are there, and map them into memory.
+
+    Local files are recognised by path, size and modification time; a Hugging Face dataset by its name alone.
+    Several processes may call this at once: each writes a file of its own, and the last rename wins. What killed
+    processes left is removed.
+
+    Raises:
+        ValueError: one line, if the dataset is missing, unreadable or empty, or a row lacks what it needs.
+    """
+    _sweep(cache_dir)
+    try:
+        source = Source(dataset, recipe.config)
+        path = cache_dir / f"{recipe.key(source)[:32]}.tokens"
+        if not path.exists():
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            _write(path, source, recipe)
+        tokens = np.memmap(path, dtype=recipe.dtype, mode="r")
+        about = json.loads(_about_path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = in_one_line(error)
+        raise ValueError(f"cannot prepare data.dataset {dataset!r} in {cache_dir}: {reason}") from None
+    _say_skipped(dataset, {**source.unreadable, **about["no_text"]}, source.num_files)
+    if recipe.config.has_targets:
+        _say_counts(dataset, recipe.config, about["counts"], len(tokens))
+    return Prepared(tokens, about["digest"])
+
+
+def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> None:
+    for path, reason in sorted(skipped.items())[:_MOST_NAMED]:
+        logger.warning("skipped %s: %s", path, reason)
+    if skipped:
+        logger.warning("skipped %d of the %d files of %s", len(skipped), num_files, dataset)
+
+
+def _say_counts(dataset: str, config: DataConfig, counts: Mapping[str, int], num_samples: int) -> None:
+    """What became of rows; a warning where some are not learnt as they are."""
+    what, length = "conversations" if config.format == "chat" else "completions", config.sequence_length
+    logger.info("%s has %d %s in %d samples of %d tokens", dataset, counts["taken"], what, num_samples, length)
+    for number, fate in (
+        (counts["cut"], f"were cut to {length + 1} tokens"),
+        (counts["dropped"], f"are left out: they have more than {length + 1} tokens"),
+        (counts["without_target"], f"are left out: no token of theirs within {length + 1} is to be learnt"),
+    ):
+        if number:
+            logger.warning("%d %s of %s %s", number, what, dataset, fate)
+
+
+def _write(path: Path, source: Source, recipe: Recipe) -> None:
+    config, documents = recipe.config, recipe.documents()
+    layout = recipe.dtype.str if documents is None else str(recipe.dtype.descr)
+    digest = hashlib.sha256(f"{recipe.tokenizer.identity}\n{layout}\n".encode())
+    remaining = most = config.max_tokens or sys.maxsize
+    said_at = time.monotonic()
+    with _own_folder(path.parent) as folder:
+        written = folder / path.name
+        with written.open("wb") as file:
+            for piece in _pieces(source, recipe, documents):
+                # Of sequences none is cut.
+                data = piece[:remaining] if documents is None else piece
+                digest.update(data.tobytes())
+                file.write(data.tobytes())
+                remaining -= min(_num_tokens(piece), remaining)
+                if not remaining:
+                    break
+                if time.monotonic() - said_at >= _SAY_SECONDS:
+                    said_at = time.monotonic()
+                    end = f"of {most / 1e6:.1f}" if config.max_tokens else "so far; data.max_tokens would end it sooner"
+                    done = (most - remaining) / 1e6
+                    logger.info("preparing %s: %.1f million tokens %s", source.dataset, done, end)
+            # A file that lost its end in a power cut would pass for the whole corpus.
+            file.flush()
+            os.fsync(file.fileno())
+            if not file.tell():
+                raise ValueError(_nothing(source, documents))
+        counts = {} if documents is None else dataclasses.asdict(documents.counts)
+        about = {"digest": digest.hexdigest(), "no_text": source.no_text, "counts": counts}
+        _about_path(written).write_text(json.dumps(about), encoding="utf-8")
+        # This file first: a process that sees the tokens finds it too.
+        _about_path(written).replace(_about_path(path))
+        written.replace(path)
+
+
+def _nothing(source: Source, documents: Documents | None) -> str:
+    """What is wrong with a dataset of which nothing is left."""
+    if documents is None:
+        return f"data.dataset {source.dataset!r} holds no text{_first_fault(source)}; give it files of UTF-8 text"
+    counts = documents.counts
+    if counts.dropped or counts.without_target:
+        return (
+            f"data.dataset {source.dataset!r} has nothing to learn: {counts.dropped} rows are longer than "
+            f"data.sequence_length, and {counts.without_target} have no token to learn within it"
+        )
+    return f"data.dataset {source.dataset!r} has no rows{_first_fault(source)}; give it JSONL or Parquet files"
+
+
+def _first_fault(source: Source) -> str:
+    skipped = sorted({**source.unreadable, **source.no_text}.items())
+    if not skipped:
+        return ""
+    path, reason = skipped[0]
+    others = f", and {len(skipped) - 1} more were skipped" if len(skipped) > 1 else ""
+    return f" ({path}: {reason}{others})"
+
+
+@contextlib.contextmanager
+def _own_folder(parent: Path) -> Iterator[Path]:
+    """A new folder, which is removed at the end. Others leave it alone while this process holds its lock."""
+    with tempfile.TemporaryDirectory(dir=parent, prefix=_PREPARING) as name:
+        folder = Path(name)
+        with (folder / _LOCK).open("wb") as lock:
+            # A file system without locks gives none to `_sweep` either, which then removes nothing.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+
+
+def _sweep(cache_dir: Path) -> None:
+    """Remove what killed processes left: folders that are neither new nor locked."""
+    for folder in cache_dir.glob(f"{_PREPARING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _LOCKED_SECONDS:
+                with (folder / _LOCK).open("ab") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+
+
+def _pieces(source: Source, recipe: Recipe, documents: Documents | None) -> Iterator[npt.NDArray[Any]]:
+    """What is stored, in order: tokens [N] of a text, or single sequences."""
+    if documents is None:
+        return _encode(source.texts(), recipe.tokenizer)
+    return packing.sequences(documents.of(source.rows()), recipe.config, recipe.tokenizer.vocab_size)
+
+
+def _num_tokens(piece: npt.NDArray[Any]) -> int:
+    """Of a piece; of a sequence it is how many it can have."""
+    return len(piece) if piece.dtype.names is None else piece[TARGETS].size - 1
+
+
+def _encode(texts: Iterator[Text], tokenizer: Tokenizer) -> Iterator[TokenIds]:
+    for text in texts:
+        yield from map(tokenizer.encode, text)
+        yield tokenizer.separator
+
+
+def _about_path(tokens_path: Path) -> Path:
+    """Path of the file that holds a dataset's digest, and says which files hold no text."""
+    return tokens_path.with_suffix(".json")
