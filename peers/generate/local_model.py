@@ -57,12 +57,12 @@ def _origin(options: GenerateOptions) -> Origin:
     if options.checkpoint is not None:
         return origin.from_checkpoints(options.checkpoint, options.round, options.base)
     assert options.model is not None
-    if (options.model / run_folder.CONFIG).is_file():
-        return origin.from_run_folder(options.model)
-    return origin.from_model_folder(options.model)
+    folder = Path(options.model)
+    is_run = (folder / run_folder.CONFIG).is_file()
+    return origin.from_run_folder(folder) if is_run else origin.from_model_folder(folder)
 
 
 def _text_folders(options: GenerateOptions, tokenizer: str) -> list[Path]:
     """Where the chat template and the end tokens may be told: beside the tokenizer, and in the model's folder."""
     beside = [] if tokenizer == ByteTokenizer.identity else [tokenizer_files.located(tokenizer).parent]
-    return beside + [folder for folder in (options.model, options.base) if folder is not None]
+    return beside + [Path(folder) for folder in (options.model, options.base) if folder is not None]

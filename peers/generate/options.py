@@ -37,8 +37,8 @@ class GenerateOptions:
     """Round of the checkpoints; left out, the newest that is whole."""
     base: Path | None = None
     """Run folder with the weights that the checkpoints' adapters belong to, of a run that trains adapters (LoRA)."""
-    model: Path | None = None
-    """Run folder, or a model's folder of Hugging Face, instead of checkpoints."""
+    model: str | None = None
+    """Run folder, a model's folder of Hugging Face, or a model on the hub, instead of checkpoints."""
     tokenizer: str | None = None
     """bytes, a folder with a tokenizer.json, or the path of one, if it is not with the model; a swarm has its own."""
     max_tokens: int | None = None
@@ -63,7 +63,7 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         if [bool(self.initial_peers), self.checkpoint is not None, self.model is not None].count(True) != 1:
-            raise ValueError("give one of --initial-peers ADDRESS, --checkpoint DIR and --model DIR")
+            raise ValueError("give one of --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME")
         if self.round is not None and self.checkpoint is None:
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
         if self.base is not None and self.checkpoint is None:

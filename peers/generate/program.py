@@ -7,9 +7,10 @@
     swarm-generate --model run/ --serve 127.0.0.1:8000
 
 With addresses of peers a running swarm writes the text. Else the whole model is loaded into this process, from
-checkpoints of all stages, a run folder, or a model's folder of Hugging Face.
+checkpoints of all stages, a run folder, or a model of Hugging Face: a folder, or a name on the hub.
 """
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from peers.generate.local_model import open_local_model
 from peers.generate.options import GenerateOptions
 from peers.generate.swarm_model import open_swarm
 from peers.shared import cli, process
+from swarm.interchange.source import located
 from swarm.machine.clock import run_loop
 
 if TYPE_CHECKING:
@@ -36,19 +38,21 @@ def main(argv: Sequence[str]) -> int:
     process.setup_logging(PROG, "warning")
     if options.threads:
         torch.set_num_threads(options.threads)
+    # What a server lacks is to be told before anything is loaded.
+    server = _server(options) if options.serve is not None else None
     with process.interruptible():
-        run_loop(_run(options))
+        if options.model is not None:
+            folder, _ = located(options.model, _say)
+            options = dataclasses.replace(options, model=str(folder))
+        run_loop(_run(options, server))
     return 0
 
 
-async def _run(options: GenerateOptions) -> None:
-    if options.serve is not None:
-        # What it lacks is to be told before anything is loaded.
-        server = _server(options)
+async def _run(options: GenerateOptions, server: "Server | None") -> None:
     from_swarm = bool(options.initial_peers)
-    print(f"{PROG}: {'looking for the swarm' if from_swarm else 'loading the model'}", file=sys.stderr, flush=True)
+    _say("looking for the swarm" if from_swarm else "loading the model")
     async with (open_swarm if from_swarm else open_local_model)(options) as model:
-        if options.serve is not None:
+        if server is not None:
             await server.serve(model)
         elif options.chat:
             await conversation.talk(model, options)
@@ -67,3 +71,7 @@ def _server(options: GenerateOptions) -> "Server":
             "--serve needs starlette and uvicorn: .venv/bin/pip install -c constraints.txt -e '.[serve]'"
         ) from None
     return Server(options, os.environ)
+
+
+def _say(text: str) -> None:
+    print(f"{PROG}: {text}", file=sys.stderr, flush=True)

@@ -33,7 +33,7 @@ from swarm.interchange.adapter import export_adapter
 from swarm.interchange.export import Origin, Target, export_model
 from swarm.interchange.families.known import family_of
 from swarm.interchange.run_folder import ImportOptions, import_model
-from swarm.interchange.source import DTYPES, HUB_FILES, Source, parameter_shapes
+from swarm.interchange.source import DTYPES, Source, located, parameter_shapes
 from swarm.model.stages import trained_shapes
 
 PROG = "swarm-model"
@@ -47,13 +47,14 @@ def main(argv: Sequence[str]) -> int:
 
 def import_(options: ImportModelOptions) -> None:
     """Make a run folder. Raises ValueError, IntegrityError, PeerUnavailable, OSError."""
-    source = Source(_folder_of(options.source))
+    folder, name = located(options.source, _say)
+    source = Source(folder)
     _say(f"{source.family.architecture}, {_count(source.shapes)} parameters, {_name_of(source.dtype)}")
     wanted = ImportOptions(
         num_stages=options.stages,
         dataset=options.dataset,
         format=options.format,
-        run=options.run or ("" if Path(options.source).is_dir() else options.source.replace("/", "-")[:64]),
+        run=options.run or name,
     )
     config = import_model(source, options.output, wanted)
     print(f"{options.output}: the run {config.run} in {config.stages.num_stages} stages, {config.model.weights}")
@@ -175,23 +176,6 @@ def push(options: PushModelOptions) -> None:
     except Exception as error:  # noqa: BLE001 - the library raises its own and those of its HTTP client
         raise PeerUnavailable(f"the hub did not take it: {hub.one_line(error)}") from None
     print(f"https://huggingface.co/{options.repository}")
-
-
-def _origin(options: ExportModelOptions) -> Origin:
-    if options.model is not None:
-        return origin.from_run_folder(options.model)
-    assert options.checkpoint is not None
-    return origin.from_checkpoints(options.checkpoint, options.round, options.base)
-
-
-def _folder_of(source: str) -> Path:
-    """The folder of a model, downloaded if it is no folder here. Raises ValueError, PeerUnavailable."""
-    if Path(source).is_dir():
-        return Path(source)
-    if not hub.is_name(source):
-        raise ValueError(f"{source}: there is no such folder")
-    _say(f"{source} is no folder here: downloading it from the hub")
-    return hub.download(source, HUB_FILES)
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -16,11 +16,10 @@ from pathlib import Path
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.data import hub
 from swarm.errors import IntegrityError
 from swarm.interchange import run_folder, weights
 from swarm.interchange.run_folder import ImportOptions
-from swarm.interchange.source import HUB_FILES, Source
+from swarm.interchange.source import Source, located
 from swarm.interchange.weights import Index, Weights
 from swarm.machine.disk import write_private
 
@@ -69,16 +68,10 @@ def open_model(spec: str) -> OwnModel:
         ValueError: one line, for whatever is wrong with the folder.
         PeerUnavailable: the hub does not give it.
     """
-    folder = Path(spec).expanduser()
+    folder, name = located(spec, logger.info)
     if (folder / run_folder.CONFIG).is_file():
         return OwnModel(folder, source=None)
-    if folder.is_dir():
-        return OwnModel(folder, Source(folder))
-    if not hub.is_name(spec):
-        raise ValueError(f"--model {spec}: there is no such folder")
-    logger.info("%s is no folder here: downloading it from the hub, unless it is in the hub's cache", spec)
-    folder = hub.download(spec, HUB_FILES)
-    return OwnModel(folder, Source(folder), name=spec.replace("/", "-")[:64])
+    return OwnModel(folder, Source(folder), name=name)
 
 
 def kept_weights(cache: Path, digest: str) -> Path:

@@ -6,7 +6,7 @@ only safetensors is read. Never writes.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,40 @@ from typing import Any
 import torch
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.data import hub
 from swarm.interchange.families.family import TensorRule
 from swarm.interchange.families.known import read_config
 from swarm.machine import tensor_file
 from swarm.model import stages
 
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+_HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is downloaded of a model on the hub: its configuration, weights if they are safetensors, and its tokenizer."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of weights that can be read, by their names in safetensors."""
+
+
+def located(spec: str, say: Callable[[str], object]) -> tuple[Path, str]:
+    """Where a model is that a user names: in a folder here, or on the hub, from where it is downloaded. Blocks.
+
+    Args:
+        say: is told before a download.
+
+    Returns:
+        The folder, and what a run is called that begins with a model of the hub; empty for a folder here.
+
+    Raises:
+        ValueError: it is neither.
+        PeerUnavailable: the hub does not give it.
+    """
+    folder = Path(spec).expanduser()
+    if folder.is_dir():
+        return folder, ""
+    if not hub.is_name(spec):
+        raise ValueError(f"{spec}: there is no such folder")
+    say(f"{spec} is no folder here: downloading it from the hub, unless it is in the hub's cache")
+    return hub.download(spec, _HUB_FILES), spec.replace("/", "-")[:64]
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """swarm-generate: what it writes and refuses."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from peers.generate import program
 from peers.model import program as model
 from peers.shared import process
 from swarm.config import LoraConfig
+from swarm.data import hub
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import make, save
 from tests.support.tokenizers import write_tokenizer
@@ -36,6 +38,25 @@ def test_a_model_s_folder_and_its_run_folder_write_the_same(tmp_path: Path, caps
     assert texts[0] == texts[1]
     assert texts[0].startswith("def f")
     assert texts[0] != _run(capsys, "--model", str(tmp_path / "in"), *options[:-1], "5")
+
+
+def test_a_name_is_looked_for_on_the_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("gpt2", tmp_path / "snapshot")
+    monkeypatch.chdir(tmp_path)
+    options = ("--prompt", "def f", "--max-tokens", "5")
+    asked = list[str]()
+
+    def download(name: str, patterns: Sequence[str]) -> Path:
+        asked.append(name)
+        return tmp_path / "snapshot"
+
+    monkeypatch.setattr(hub, "download", download)
+    found = _run(capsys, "--model", "me/mine", *options)
+    assert found == _run(capsys, "--model", "snapshot", *options)
+    assert asked == ["me/mine"], "a folder that is here comes first"
+    assert "/no/such: there is no such folder" in _refused(capsys, "--model", "/no/such", *options)
 
 
 WORDS = [f"word{number}" for number in range(250)]
@@ -83,7 +104,7 @@ def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        ([], "give one of --initial-peers ADDRESS, --checkpoint DIR and --model DIR"),
+        ([], "give one of --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME"),
         (["--model", "m"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
         (["--model", "m", "--chat", "--prompt", "a"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
         (["--model", "m", "--chat", "--serve", "1"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),

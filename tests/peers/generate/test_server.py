@@ -2,7 +2,6 @@
 
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -34,9 +33,9 @@ def test_an_address_of_nobody_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_port_alone_is_one_of_this_machine() -> None:
-    assert GenerateOptions(model=Path("m"), serve="8000").address == ("127.0.0.1", 8000)
-    assert GenerateOptions(model=Path("m"), serve="[::1]:0").address == ("::1", 0)
-    assert GenerateOptions(model=Path("m"), serve="0.0.0.0:80").address == ("0.0.0.0", 80)
+    assert GenerateOptions(model="m", serve="8000").address == ("127.0.0.1", 8000)
+    assert GenerateOptions(model="m", serve="[::1]:0").address == ("::1", 0)
+    assert GenerateOptions(model="m", serve="0.0.0.0:80").address == ("0.0.0.0", 80)
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
@@ -55,4 +54,4 @@ def test_without_its_libraries_it_says_what_to_install(
 
 
 def test_a_server_can_be_told_of_its_address_by_name() -> None:
-    Server(GenerateOptions(model=Path("m"), serve="localhost:0"), {}).close()
+    Server(GenerateOptions(model="m", serve="localhost:0"), {}).close()

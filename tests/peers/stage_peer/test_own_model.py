@@ -70,7 +70,7 @@ def test_a_name_is_looked_for_on_the_hub(tmp_path: Path, text: str, monkeypatch:
     monkeypatch.setattr(hub, "download", lambda name, patterns: tmp_path / "snapshot")
     monkeypatch.chdir(tmp_path)
     assert _config("me/mine", text, tmp_path / "cache").run == "me-mine"
-    with pytest.raises(ValueError, match="--model /there/is/none: there is no such folder"):
+    with pytest.raises(ValueError, match="/there/is/none: there is no such folder"):
         open_model("/there/is/none")
 
 
