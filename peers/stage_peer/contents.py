@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 30.0
 """Between two tries to have the tokenizer."""
 WAIT_SECONDS = 20.0
-"""How long a peer looks for one that has its stage's weights: the run's first peer may have started just now."""
+"""How long a peer looks for one that has its stage's weights: the run's first peer may have started just now, or start
+again after it died."""
 
 
 class Contents:
@@ -103,13 +104,16 @@ class Contents:
         member, shapes = self._member, parameter_shapes(self._member.config, stage)
         if (here := self._weights.here(shapes)) is not None or (resumes and not always):
             return here
-        until = member.clock.monotonic() + WAIT_SECONDS
+        until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
         has_said = False
         # Until a round is committed there is no state to download: what peers at round 0 hold is what is looked for.
         while always or not await self._has_gone_on(stage):
             try:
                 return await self._weights.of(shapes)
             except PeerUnavailable as error:
+                if self._weights.num_fetched > num_fetched:
+                    # Whoever sent something is gone: others are looked for from now on, however long that took.
+                    until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
                 if member.clock.monotonic() >= until:
                     return None
                 if not has_said:

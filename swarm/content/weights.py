@@ -27,7 +27,11 @@ SAY_SECONDS = 10.0
 
 
 class WeightsCache:
-    """What this machine has of one run's initial weights."""
+    """What this machine has of one run's initial weights.
+
+    Attributes:
+        num_fetched: segments that other peers have sent.
+    """
 
     def __init__(
         self, folder: Path, digest: str, fetcher: Fetcher, clock: Clock, *, own: Weights | None = None,
@@ -40,6 +44,7 @@ class WeightsCache:
             own: of the run folder that the user has named, if any.
             source: the model's folder that the user has named, if any.
         """
+        self.num_fetched = 0
         self._folder = folder
         self._digest = digest
         self._own = own
@@ -133,15 +138,15 @@ class WeightsCache:
         for name, tensor in tensors.items():
             for number, sha256 in enumerate(index.entries[name].sha256):
                 segment = weights.bytes_of(tensor)[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
-                pieces.append(Piece(sha256=sha256, max_bytes=len(segment), keep=partial(_write, segment)))
+                pieces.append(Piece(sha256=sha256, max_bytes=len(segment), keep=partial(self._take, segment)))
         await self._fetcher.fetch(pieces)
         return tensors
 
-
-def _write(segment: memoryview, data: bytes) -> None:
-    if len(data) != len(segment):
-        raise IntegrityError("the index of the weights names a segment of another size")
-    segment[:] = data
+    def _take(self, segment: memoryview, data: bytes) -> None:
+        if len(data) != len(segment):
+            raise IntegrityError("the index of the weights names a segment of another size")
+        segment[:] = data
+        self.num_fetched += 1
 
 
 def _open(folder: Path, digest: str) -> Weights | None:

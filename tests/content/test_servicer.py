@@ -1,6 +1,7 @@
 """Over real gRPC: what is given, to how many at once, and when."""
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -8,9 +9,10 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from swarm.content.fetcher import Fetcher, Piece
 from swarm.content.line import GrpcLine, Kind
 from swarm.content.servicer import MOST_CALLS_OF_ONE, ContentServicer, Shelf, Shelves, nothing
-from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, SwarmError, WrongRun
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
@@ -115,3 +117,26 @@ async def test_training_comes_first(channels: ChannelPool) -> None:
         assert not asking.done()
         is_exchanging = False
         assert await asking == b"x"
+
+
+async def test_a_donor_that_dies_in_mid_piece_is_unavailable_and_another_one_sends_it(channels: ChannelPool) -> None:
+    line, is_exchanging = GrpcLine("run", channels), False
+
+    def begin_exchange() -> bool:
+        # From the second part of the piece on, which then does not come.
+        nonlocal is_exchanging
+        before, is_exchanging = is_exchanging, True
+        return before
+
+    async with _serving(shelf_of(LARGE)) as other:
+        async with _serving(shelf_of(LARGE), is_exchanging=begin_exchange) as donor:
+            asking = asyncio.create_task(line.ask(donor, Kind.WEIGHTS, digest_of(LARGE), max_bytes=len(LARGE)))
+            await until(lambda: is_exchanging)
+            await asyncio.sleep(0.05)
+            assert not asking.done()
+        with pytest.raises(PeerUnavailable):
+            await asking
+        found = list[bytes]()
+        fetcher = Fetcher(line, Kind.WEIGHTS, lambda: [donor, other], SystemClock(), random.Random(0))
+        await fetcher.fetch([Piece(sha256=digest_of(LARGE), max_bytes=len(LARGE), keep=found.append)])
+        assert found == [LARGE]
