@@ -206,12 +206,14 @@ class Continuation:
     # -- beside it -----------------------------------------------------------------------------------------------------
 
     async def _keep_standby(self) -> None:
+        # At once: where rounds are short, the second peer soon lets go of this one's weights.
+        await self.begun.wait()
         while True:
-            await self._clock.sleep(STANDBY_SECONDS)
             if self._standby is not None and not self._standby.is_open:
                 self._standby = None
             if self._standby is None and self._call is not None:
                 await self._find_standby(self._call.peer_id)
+            await self._clock.sleep(STANDBY_SECONDS)
 
     async def _find_standby(self, present: PeerId) -> None:
         record = self._router.choose(self._stage, 1, exclude={present, *self._without})

@@ -141,7 +141,11 @@ async def test_a_text_goes_on_when_a_peer_dies(stage: int) -> None:
 
 
 @pytest.mark.usefixtures("slow_texts")
-async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that_takes_over() -> None:
+async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that_takes_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The second peer stands by from the beginning, however soon the next rounds come.
+    monkeypatch.setattr(continuation, "STANDBY_SECONDS", 1e6)
     expected = _expected(CONFIG, PROMPT, GREEDY, 40)
     async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
         engine, found = _engine(chain), []
