@@ -3,7 +3,7 @@
 import asyncio
 import random
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,28 @@ import torch
 
 from peers.shared.membership import Membership
 from peers.stage_peer.claim import Claim
+from peers.stage_peer.contents import Contents
 from peers.stage_peer.mover import Listen, Mover
+from peers.stage_peer.own_model import OwnModel
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer
 from peers.stage_peer.server_options import ServerOptions
+from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
+from swarm.content.servicer import Shelves
 from swarm.credentials.identity import generate
 from swarm.events.kinds import Event, Leave
+from swarm.hop.answers import HopListener, HopReply
+from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.stage.boundary import TOKENS
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord
+from tests.support.chain import tokens
 from tests.support.memory_store import MemoryStore
 
 
@@ -52,13 +63,28 @@ class Record:
 class LocalPeer:
     """One swarm-peer, without its process."""
 
-    def __init__(self, config: RunConfig, store: MemoryStore, *, resume: Path, checkpoints: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        store: MemoryStore,
+        *,
+        resume: Path,
+        checkpoints: Path | None = None,
+        model: OwnModel | None = None,
+        cache: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            model: its user's copy of the model that the run begins with.
+            cache: where it keeps what it has of that model from others; None where the run's weights are drawn.
+        """
         self._config = config
         self.identity = generate()
         self.peer_id = PeerId(self.identity.peer_id)
         self.clock = SystemClock()
         self._membership = Membership.enter(config, store, self.identity, self.clock, insecure=True)
         self.directory, self.known = self._membership.directory, self._membership.known
+        self._contents = Contents(self._membership, model, cache, checkpoints=None) if cache is not None else None
         self._resume = resume
         self.writer = CheckpointWriter(checkpoints, every=100, keep=3, owner=self.peer_id) if checkpoints else None
         claim = Claim(directory=self.directory, clock=self.clock, peer_id=self.peer_id, name="local")
@@ -122,12 +148,54 @@ class LocalPeer:
     async def make_server(
         self, stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
     ) -> StageServer:
+        weights, shelves = None, Shelves()
+        if self._contents is not None:
+            resumes, always = bool(file.names(self._resume)), self._config.lora.is_on
+            weights = await self._contents.initial_weights(stage, resumes=resumes, always=always)
+            shelves = self._contents.shelves
         options = ServerOptions(
             name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
-            resume=ResumeOptions(folder=self._resume, joins=comes_from_another, moves=comes_from_another),
-            checkpoints=self.writer, events=self.log, movable=True, moves=moves,
+            resume=ResumeOptions(
+                folder=self._resume, joins=comes_from_another, moves=comes_from_another,
+                has_weights=weights is not None,
+            ),
+            checkpoints=self.writer, events=self.log, movable=True, moves=moves, weights=weights, shelves=shelves,
         )  # fmt: skip
         self.server = StageServer(self._membership, stage, tasks, options)
         self.tasks = tasks
         self.made.append(weakref.ref(self.server))
         return self.server
+
+
+@asynccontextmanager
+async def trainer(
+    config: RunConfig, peers: Sequence[LocalPeer]
+) -> AsyncIterator[Callable[[int], Coroutine[None, None, HopReply]]]:
+    """Hands a microbatch to one of these peers; gives the answer, not acknowledged yet."""
+    clock = SystemClock()
+    router = Router(clock, random.Random(0))
+    router.update(0, [record for peer in peers if (record := await peer.record(0)) is not None])
+    channels = ChannelPool(insecure=True)
+    hop = Hop(run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
+
+    async def train(index: int) -> HopReply:
+        microbatch = Microbatch(
+            index=index, round=index // config.microbatches_per_round, num_samples=config.data.microbatch_size
+        )
+        return await hop.train(microbatch, {TOKENS: tokens(config, index)}, HopListener(), {})
+
+    async with asyncio.timeout(30.0):
+        yield train
+    await channels.close()
+
+
+async def train_all(config: RunConfig, peers: Sequence[LocalPeer], microbatches: Sequence[int]) -> list[float]:
+    """As a trainer does, through one of these peers each; gives the losses."""
+    async with trainer(config, peers) as train:
+
+        async def one(index: int) -> float:
+            reply = await train(index)
+            await reply.ack()
+            return reply.loss
+
+        return await asyncio.gather(*map(one, microbatches))

@@ -2,10 +2,9 @@
 
 import asyncio
 import gc
-import random
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,18 @@ from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.errors import Fatal, NotReady
 from swarm.events.kinds import Install, Join, Leave, Move
-from swarm.hop.answers import HopListener, HopReply
-from swarm.hop.hop import Hop
+from swarm.hop.answers import HopReply
 from swarm.machine.clock import SystemClock
 from swarm.model.stages import build_stage
-from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import averaging_pb2
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.stage.boundary import TOKENS
 from swarm.stage.context import StageLimits
 from swarm.stage.shortage import TRIES
 from swarm.training.microbatch import Microbatch
 from swarm.types import ClaimState, PeerRecord, PeerState
 from tests.checkpoint.states import cut, write_cut
-from tests.peers.stage_peer.movers import LocalPeer
+from tests.peers.stage_peer.movers import LocalPeer, train_all, trainer
 from tests.support.chain import eventually, held
 from tests.support.memory_store import MemoryStore
 
@@ -391,7 +387,7 @@ async def test_a_peer_that_is_told_to_stop_while_it_drainsleaves(
     ):
         server = peer.server
         assert server is not None
-        async with _trainer(config, [peer]) as train:
+        async with trainer(config, [peer]) as train:
             reply = await train(ROUND * config.microbatches_per_round)
             peer.rebalancer.orders.put_nowait(1)
             # It drains until that is acknowledged.
@@ -402,37 +398,6 @@ async def test_a_peer_that_is_told_to_stop_while_it_drainsleaves(
         await peer.has_left()
         assert Move(stage=1) not in peer.log.events
         assert await peer.record(1) is None
-
-
-@asynccontextmanager
-async def _trainer(
-    config: RunConfig, peers: Sequence[LocalPeer]
-) -> AsyncIterator[Callable[[int], Coroutine[None, None, HopReply]]]:
-    """Hands a microbatch to one of these peers; gives the answer, not acknowledged yet."""
-    clock = SystemClock()
-    router = Router(clock, random.Random(0))
-    router.update(0, [record for peer in peers if (record := await peer.record(0)) is not None])
-    channels = ChannelPool(insecure=True)
-    hop = Hop(run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
-    tokens_BT1 = torch.zeros(config.data.microbatch_size, config.data.sequence_length + 1, dtype=torch.int32)
-
-    async def train(index: int) -> HopReply:
-        microbatch = Microbatch(index=index, round=ROUND, num_samples=config.data.microbatch_size)
-        return await hop.train(microbatch, {TOKENS: tokens_BT1}, HopListener(), {})
-
-    async with asyncio.timeout(30.0):
-        yield train
-    await channels.close()
-
-
-async def _train(config: RunConfig, peers: Sequence[LocalPeer], microbatches: Sequence[int]) -> None:
-    """As a trainer does, through one of these peers each."""
-    async with _trainer(config, peers) as train:
-
-        async def one(index: int) -> None:
-            await (await train(index)).ack()
-
-        await asyncio.gather(*map(one, microbatches))
 
 
 @pytest.fixture
@@ -456,7 +421,7 @@ async def test_a_peer_that_is_told_to_stop_serves_until_what_it_has_is_committed
     _, peer = mates
     server = peer.server
     assert server is not None
-    await _train(config, [peer], range(first, first + 4))
+    await train_all(config, [peer], range(first, first + 4))
     peer.stop.set()
     await asyncio.sleep(0.5)
     record = await peer.record(0)
@@ -465,7 +430,7 @@ async def test_a_peer_that_is_told_to_stop_serves_until_what_it_has_is_committed
     assert server.presence.describe(server.averager).state == PeerState.LEAVING, (
         "nobody moves away because this one serves"
     )
-    await _train(config, mates, range(first + 4, first + config.microbatches_per_round))
+    await train_all(config, mates, range(first + 4, first + config.microbatches_per_round))
     await peer.has_left()
     assert server.stage.round == ROUND + 1
 
@@ -478,12 +443,12 @@ async def test_a_peer_that_is_told_to_stop_with_its_first_microbatch_under_way_s
     server = peer.server
     assert server is not None
     async with held(server.stage.context.runtime):
-        training = asyncio.create_task(_train(config, [peer], [first]))
+        training = asyncio.create_task(train_all(config, [peer], [first]))
         await eventually(lambda: server.stage.admission.num_admitted == 1)
         peer.stop.set()
         await asyncio.sleep(0.3)
     await training
-    await _train(config, mates, range(first + 1, first + config.microbatches_per_round))
+    await train_all(config, mates, range(first + 1, first + config.microbatches_per_round))
     await peer.has_left()
     assert server.stage.round == ROUND + 1
 
@@ -502,7 +467,7 @@ async def test_a_peer_that_drains_waits_for_the_acknowledgement_of_what_it_has_a
         server, last = peer.server, last_peer.server
         assert server is not None
         assert last is not None
-        async with _trainer(config, [peer]) as train:
+        async with trainer(config, [peer]) as train:
             reply = await train(ROUND * config.microbatches_per_round)
             await eventually(lambda: server.stage.admission.num_admitted == last.stage.admission.num_admitted == 0)
             draining = [asyncio.create_task(one.drain(10.0)) for one in (server, last)]
@@ -552,7 +517,7 @@ async def test_a_peer_that_ends_passes_on_what_was_acknowledged_to_it(
     async with LocalPeer(config, store, resume=trained).running(0) as peer:
         server = peer.server
         assert server is not None
-        async with _trainer(config, [peer]) as train:
+        async with trainer(config, [peer]) as train:
             reply = await train(ROUND * config.microbatches_per_round)
             passing_on = HopReply.ack
 
@@ -599,7 +564,7 @@ async def test_a_peer_that_ends_waits_for_no_retry(
     async with asyncio.timeout(15.0) as patience, LocalPeer(config, store, resume=trained).running(0) as peer:
         server = peer.server
         assert server is not None
-        async with _trainer(config, [peer]) as train:
+        async with trainer(config, [peer]) as train:
             first = ROUND * config.microbatches_per_round
             gone, _ = await train(first), await train(first + 1)
             gone.close()
@@ -616,7 +581,7 @@ async def idle_peer(
     """It has something of a round that nobody trains on; one more peer is at its stage, and one at the other."""
     monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 0.5)
     _, peer = mates
-    await _train(config, [peer], [ROUND * config.microbatches_per_round])
+    await train_all(config, [peer], [ROUND * config.microbatches_per_round])
     return peer
 
 
