@@ -26,6 +26,7 @@ from scripts.benches.shared.judged import MORE
 from scripts.benches.shared.lines import FAST, Lines, serve
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.faulty_swarm import FaultySwarm
+from scripts.benches.sides.reference import Reference
 from swarm.audit.audit import audit
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.rpc.channels import ChannelPool
@@ -70,7 +71,7 @@ def run(options: Options) -> dict[str, Any]:
     torch.set_num_threads(1)
     config, data = with_corpus(_config(options))
     say(f"reference: {options.steps} steps in one process")
-    reference = train_reference(config, data, options.steps, {})
+    reference = train_reference(Reference(config, data), options.steps, {})
     results = {scenario: _run_scenario(scenario, options, config, reference) for scenario in options.scenarios}
 
     def over_all(name: str, combine: Callable[[Iterable[Any]], Any]) -> Any:

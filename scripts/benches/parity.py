@@ -1,8 +1,9 @@
 """Does a swarm in the synchronous setting follow the trajectory of one process?
 
 Real processes over TLS train; their losses and their final weights, downloaded from every peer, are compared with the
-single-process reference: in stages, as one stage, and in stages that share a tied embedding. Two references that are
-wrong on purpose, with a microbatch of an early round left out or counted twice, show that the comparison would notice.
+single-process reference: in stages, as one stage, and in stages that share a tied embedding. With --lora it is the
+adapters of a model of transformers, and peft's own layers in one process. Two references that are wrong on purpose,
+with a microbatch of an early round left out or counted twice, show that the comparison would notice.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import dataclasses
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,23 @@ import torch
 
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
-from scripts.benches.shared.common import BenchOptions, SwarmProcesses, largest_of, say, with_corpus
+from scripts.benches.shared.common import (
+    BenchOptions,
+    SwarmProcesses,
+    compute_like_peers,
+    largest_of,
+    say,
+    with_corpus,
+    write_config,
+)
 from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.reference import Reference
 from swarm.averaging.catching_up.state_transfer import StateTransfer
 from swarm.averaging.transport import GrpcTransport
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials import identity
-from swarm.data.microbatches import Microbatches
 from swarm.errors import PeerUnavailable
+from swarm.interchange import run_folder
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -59,10 +68,12 @@ class Options(BenchOptions):
     """Peers that serve each stage."""
     steps: int = 20
     """Optimizer steps to train."""
+    lora: int = 0
+    """Train adapters of this rank (LoRA) beside a model of transformers, and compare with peft's layers."""
 
     def __post_init__(self) -> None:
         first_with_control = CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1
-        cli.require_at_least(self, {"stages": 1, "peers_per_stage": 1, "steps": first_with_control})
+        cli.require_at_least(self, {"stages": 1, "peers_per_stage": 1, "steps": first_with_control, "lora": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,41 +90,87 @@ class Trained:
 
 def run(options: Options) -> dict[str, Any]:
     """Train all of it; gives the figures."""
-    config, data = with_corpus(_config(options))
-    say(f"reference: {options.steps} steps in one process")
-    reference = train_reference(config, data, options.steps, {})
-    dropped = train_reference(config, data, options.steps, {CONTROL_MICROBATCH: 0})
-    doubled = train_reference(config, data, options.steps, {CONTROL_MICROBATCH: 2})
+    compute_like_peers()
     with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder, Supervisor(Path(folder) / "logs") as children:
-        swarm = _train_swarm(config, options.peers_per_stage, options.steps, children, Path(folder) / "swarm")
-        uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
-        single = _train_swarm(uncut, 1, options.steps, children, Path(folder) / "single")
-        tied_config = dataclasses.replace(config, model=dataclasses.replace(config.model, tied_embeddings=True))
-        tied_swarm = _train_swarm(tied_config, options.peers_per_stage, options.steps, children, Path(folder) / "tied")
-        tied_reference = train_reference(tied_config, data, options.steps, {})
-    expected = options.steps * MICROBATCHES_PER_ROUND
-    figures = differences(swarm, reference)
-    one_by_one = differences(single, reference)
-    tied = differences(tied_swarm, tied_reference)
-    controls = {
-        "dropped_microbatch": _weight_difference(swarm, dropped),
-        "doubled_microbatch": _weight_difference(swarm, doubled),
+        return (_compare_adapters if options.lora else _compare)(options, children, Path(folder))
+
+
+def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, Any]:
+    """Three shapes of a swarm that trains all weights."""
+    config, data = with_corpus(_config(options))
+    steps, num_peers = options.steps, options.peers_per_stage
+    references = _references(lambda: Reference(config, data), steps)
+    swarm = _train_swarm(config, num_peers, steps, children, folder / "swarm")
+    uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
+    single = _train_swarm(uncut, 1, steps, children, folder / "single")
+    tied_config = dataclasses.replace(config, model=dataclasses.replace(config.model, tied_embeddings=True))
+    tied_swarm = _train_swarm(tied_config, num_peers, steps, children, folder / "tied")
+    shapes = {
+        "one_by_one": differences(single, references.plain),
+        "tied_embeddings": differences(tied_swarm, train_reference(Reference(tied_config, data), steps, {})),
     }
-    exactly_once = {*swarm.committed, *single.committed, *tied_swarm.committed} == {expected}
-    largest = max(*figures.values(), *one_by_one.values(), *tied.values())
+    return _figures(swarm, references, shapes, committed=[*single.committed, *tied_swarm.committed])
+
+
+def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> dict[str, Any]:
+    """A swarm that trains adapters, with peft's layers in one process."""
+    # Only now: it takes seconds to import.
+    from scripts.benches.sides.peft_model import RUN, peft_model, with_model
+
+    plain = dataclasses.replace(_config(options), lora=LoraConfig(rank=options.lora))
+    config, data = with_corpus(with_model(plain, folder))
+    write_config(config, folder / RUN / run_folder.CONFIG)
+    references = _references(lambda: Reference(config, data, peft_model(config, folder)), options.steps)
+    swarm = _train_swarm(config, options.peers_per_stage, options.steps, children, folder / "swarm", model=folder / RUN)
+    return _figures(swarm, references, {}, committed=[])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _References:
+    """Of the same run: as it should be, and as it must not be."""
+
+    plain: Trained
+    dropped: Trained
+    doubled: Trained
+
+
+def _references(begin: Callable[[], Reference], steps: int) -> _References:
+    say(f"reference: {steps} steps in one process, three times")
+    return _References(
+        plain=train_reference(begin(), steps, {}),
+        dropped=train_reference(begin(), steps, {CONTROL_MICROBATCH: 0}),
+        doubled=train_reference(begin(), steps, {CONTROL_MICROBATCH: 2}),
+    )
+
+
+def _figures(
+    swarm: Trained, references: _References, shapes: Mapping[str, Mapping[str, float]], *, committed: Sequence[int]
+) -> dict[str, Any]:
+    """What is reported.
+
+    Args:
+        shapes: by name, the differences of swarms of other shapes.
+        committed: by their stages.
+    """
+    expected = len(references.plain.losses) * MICROBATCHES_PER_ROUND
+    figures = differences(swarm, references.plain)
+    controls = {
+        "dropped_microbatch": _weight_difference(swarm, references.dropped),
+        "doubled_microbatch": _weight_difference(swarm, references.doubled),
+    }
+    exactly_once = {*swarm.committed, *committed} == {expected}
+    largest = max(value for found in (figures, *shapes.values()) for value in found.values())
     controls_differ = all(CONTROL_BOUND < value < math.inf for value in controls.values())
-    passed = largest < BOUND and controls_differ and exactly_once
     return {
         **figures,
-        "one_by_one": one_by_one,
-        "tied_embeddings": tied,
+        **shapes,
         **controls,
         "microbatches": expected,
         "committed_per_stage": list(swarm.committed),
         "exactly_once": exactly_once,
-        "first_loss": reference.losses[0],
-        "final_loss": reference.losses[-1],
-        "passed": passed,
+        "first_loss": references.plain.losses[0],
+        "final_loss": references.plain.losses[-1],
+        "passed": largest < BOUND and controls_differ and exactly_once,
     }
 
 
@@ -128,16 +185,23 @@ def _config(options: Options) -> RunConfig:
     )
 
 
-def train_reference(config: RunConfig, data: Microbatches, steps: int, counts: Mapping[int, int]) -> Trained:
-    reference = Reference(config, data)
+def train_reference(reference: Reference, steps: int, counts: Mapping[int, int]) -> Trained:
     losses = [reference.step(number, counts) for number in range(steps)]
     return Trained(losses=losses, weights=[reference.weights])
 
 
-def _train_swarm(config: RunConfig, peers_per_stage: int, steps: int, children: Supervisor, folder: Path) -> Trained:
+def _train_swarm(
+    config: RunConfig,
+    peers_per_stage: int,
+    steps: int,
+    children: Supervisor,
+    folder: Path,
+    *,
+    model: Path | None = None,
+) -> Trained:
     num_stages = config.stages.num_stages
     say(f"swarm: {num_stages} x {peers_per_stage} peers start")
-    swarm = SwarmProcesses(config, children, folder)
+    swarm = SwarmProcesses(config, children, folder, model=model)
     swarm.start_peers([stage for _ in range(peers_per_stage) for stage in range(num_stages)])
     say(f"swarm: {steps} steps")
     metrics = swarm.train("trainer", steps)

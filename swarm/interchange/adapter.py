@@ -41,24 +41,26 @@ def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = Non
         raise ValueError("this run trains the model's own weights, and has no adapters: export it without --adapter")
     config = origin.config
     with whole_folder(output) as folder:
-        family = family_of(config.model)
-        adapted = _adapted(config, family)
+        adapted = peft_modules(config)
         tensors = {
             f"base_model.model.{module}.{part}.weight": tensor.to(dtype or tensor.dtype)
             for module, adapters in adapted.items()
             for part, tensor in _theirs(adapters, origin.adapters).items()
         }
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        values = _config(config, family, adapted)
+        values = _config(config, family_of(config.model), adapted)
         (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_card(origin), encoding="utf-8")
     return sorted(output.iterdir())
 
 
-def _adapted(config: RunConfig, family: Family) -> dict[str, list[AdapterNames]]:
-    """By the family's name of a matrix, our adapters for it, whose outputs it has one below the other."""
+def peft_modules(config: RunConfig) -> dict[str, list[AdapterNames]]:
+    """By transformers' name of a module, our adapters for its matrix, whose outputs it has one below the other.
+
+    Raises ValueError if transformers has no such architecture.
+    """
     names = adapter_names(config)
-    rules = family.tensors(config.model, parameter_shapes(config.model))
+    rules = family_of(config.model).tensors(config.model, parameter_shapes(config.model))
     return {_module(rule): [names[name] for name in rule.ours] for rule in rules if rule.ours[0] in names}
 
 

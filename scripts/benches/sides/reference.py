@@ -4,17 +4,20 @@ One optimizer step a round on the mean gradient over all targets of the round's 
 norm: what the synchronous setting promises. The model, the loss and the optimizer are the swarm's own; nothing else is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from swarm.config import OptimizerConfig, RunConfig
 from swarm.data.microbatches import Microbatches
+from swarm.model.adapters import trained_parameters
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.training import optim, samples
+from swarm.training.samples import Samples
 
 
 class BareStage(nn.Module):
@@ -39,14 +42,31 @@ def torch_adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is trained.
+
+    Attributes:
+        summed_loss: a microbatch's losses, summed over its targets.
+        parameters: those that are trained, by their names in the swarm.
+    """
+
+    summed_loss: Callable[[Samples, DropoutKey], torch.Tensor]
+    parameters: Mapping[str, nn.Parameter]
+
+
 class Reference:
     """The whole model, from the same initial weights as the swarm's."""
 
-    def __init__(self, config: RunConfig, data: Microbatches) -> None:
+    def __init__(self, config: RunConfig, data: Microbatches, model: Model | None = None) -> None:
+        """Use the swarm's own model, unless another one is given."""
+        if model is None:
+            ours = build_transformer(config, device="cpu")
+            model = Model(summed_loss=ours.summed_loss, parameters=trained_parameters(ours))
         self._config = config
         self._data = data
-        self._model = build_transformer(config, device="cpu")
-        self._parameters = dict(self._model.named_parameters())
+        self._summed_loss = model.summed_loss
+        self._parameters = model.parameters
         self._adamw = optim.AdamW(config.optimizer)
 
     @property
@@ -85,7 +105,7 @@ class Reference:
         """Add the gradient of a microbatch's loss, summed over its targets, to the sum, times `weight`; gives that
         loss."""
         key = DropoutKey(seed=self._config.data.seed, microbatch=index)
-        loss = self._model.summed_loss(self._data.samples(index), key)
+        loss = self._summed_loss(self._data.samples(index), key)
         (loss * weight).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         return float(loss.detach())
 
@@ -100,7 +120,8 @@ class Reference:
         torch._foreach_mul_(list(gradients.values()), factor)
         rate = optim.learning_rate(self._config.optimizer, run_samples)
         optim.step(adamw, self._parameters, gradients, rate)
-        self._model.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,69 @@
+"""A model of transformers whose adapters are peft's: the bench `parity` compares a swarm that trains adapters with it.
+
+Its import takes seconds, so whoever needs it imports it then.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from scripts.benches.sides.reference import Model
+from swarm.config import RunConfig
+from swarm.interchange.adapter import peft_modules
+from swarm.interchange.run_folder import ImportOptions, import_model
+from swarm.interchange.source import Source
+from swarm.model.adapters import trained_parameters
+from swarm.model.masks import DropoutKey
+from swarm.model.transformer import build_transformer
+from swarm.training.samples import TOKENS, Samples
+
+MODEL, RUN = "model", "run"
+"""Folders: as transformers writes a model, and as swarm-model imports it."""
+
+
+def with_model(config: RunConfig, folder: Path) -> RunConfig:
+    """Make a Llama of the configuration's sizes, with random weights; gives the configuration that begins with it."""
+    sizes = LlamaConfig(
+        vocab_size=config.model.vocab_size,
+        hidden_size=config.model.d_model,
+        intermediate_size=3 * config.model.d_model,
+        num_hidden_layers=config.model.num_layers,
+        num_attention_heads=config.model.num_heads,
+        max_position_embeddings=config.data.sequence_length,
+        # So large that adapters find something to learn beside weights that never learnt anything.
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(sizes).save_pretrained(folder / MODEL)
+    options = ImportOptions(num_stages=config.stages.num_stages)
+    imported = import_model(Source(folder / MODEL), folder / RUN, options)
+    return dataclasses.replace(config, model=imported.model)
+
+
+def peft_model(config: RunConfig, folder: Path) -> Model:
+    """The model that `with_model` has made, with the run's adapters as peft's layers, at the run's initial values."""
+    lora = config.lora
+    peft_config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype=torch.float32)
+    theirs = get_peft_model(base, peft_config)
+    initial, parameters = trained_parameters(build_transformer(config, device="cpu")), dict[str, nn.Parameter]()
+    for name, adapters in peft_modules(config).items():
+        (ours,) = adapters
+        layer = theirs.base_model.model.get_submodule(name)
+        parameters[ours.a] = layer.lora_A["default"].weight
+        parameters[ours.b] = layer.lora_B["default"].weight
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(initial[name])
+
+    def summed_loss(batch: Samples, _: DropoutKey) -> torch.Tensor:
+        tokens_BT1 = batch[TOKENS].long()
+        logits_BTV = theirs(input_ids=tokens_BT1[:, :-1]).logits
+        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT1[:, 1:].flatten(), reduction="sum")
+
+    return Model(summed_loss=summed_loss, parameters=parameters)
