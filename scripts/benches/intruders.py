@@ -48,7 +48,7 @@ IN_FLIGHT = 3
 JUDGED = {"worst_ratio": MORE}
 REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAVAILABLE"}
 """What a peer answers to an invalid token or to a call that it does not have, and gRPC without a connection."""
-OWN_FAULTS = {"UsageError", "InvalidStateError"}
+OWN_FAULTS = {"UsageError", "InvalidStateError", "InternalError"}
 """Of a call that has ended already, and whose end says nothing more."""
 
 

@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,9 @@ class Intruder:
 
     async def opens(self) -> None:
         """A microbatch that is right as far as it goes: it takes a slot, and is given up."""
-        async with asyncio.timeout(5):
-            call = await self._open()
-            await call.read()
-        call.cancel()
+        async with asyncio.timeout(5), self._opened() as (call, answer):
+            await answer
+            call.cancel()
 
     async def idle(self) -> None:
         """A stream that says nothing."""
@@ -66,21 +66,32 @@ class Intruder:
 
     async def slow(self) -> None:
         """A tensor of which a byte comes now and then."""
-        call = await self._open()
         header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(1, 1, 1), num_bytes=4)
-        # Read meanwhile: once a write has failed, gRPC no longer tells what the peer said.
-        answer = asyncio.create_task(call.read())
-        with contextlib.suppress(*FAULTS):
-            while not call.done():
-                await call.write(pb.TrainRequest(chunks=[TensorChunk(header=header, data=b"x")]).SerializeToString())
-                await asyncio.sleep(1.0)
-        await answer
+        chunk = pb.TrainRequest(chunks=[TensorChunk(header=header, data=b"x")]).SerializeToString()
+        async with self._opened() as (call, answer):
+            with contextlib.suppress(*FAULTS):
+                while not call.done():
+                    await call.write(chunk)
+                    await asyncio.sleep(1.0)
+            await answer
 
-    async def _open(self) -> Any:
+    @contextlib.asynccontextmanager
+    async def _opened(self) -> AsyncIterator[tuple[Any, "asyncio.Task[Any]"]]:
+        """A microbatch that is being handed over, and the peer's answer."""
         opening = pb.Open(address=self._address, microbatch=self._random.randrange(1 << 40), num_samples=self._samples)
         call: Any = self._channel.stream_stream(TRAIN)()
-        await call.write(pb.TrainRequest(open=opening).SerializeToString())
-        return call
+        # Read from the beginning: once a write has failed, gRPC no longer tells what the peer said.
+        answer = asyncio.create_task(call.read())
+        try:
+            with contextlib.suppress(*FAULTS):
+                await call.write(pb.TrainRequest(open=opening).SerializeToString())
+            yield call, answer
+        finally:
+            answer.cancel()
+            # Whoever did not wait for it does not want to know.
+            await asyncio.wait({answer})
+            if not answer.cancelled():
+                answer.exception()
 
     async def run(self, kind: str, tally: Path) -> None:
         """Do it again and again, many at a time."""
@@ -95,7 +106,7 @@ class Intruder:
                 try:
                     await getattr(self, kind)()
                 except (*FAULTS, TimeoutError) as error:
-                    outcome = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
+                    outcome = _name_of(error)
                     await asyncio.sleep(0)
                 self._outcomes[outcome] += 1
 
@@ -105,6 +116,14 @@ class Intruder:
             while True:
                 await asyncio.sleep(TALLY_SECONDS)
                 write_json(tally, {"at": time.monotonic(), "calls": self._num_calls, "outcomes": self._outcomes})
+
+
+def _name_of(error: Exception) -> str:
+    """What is counted: what the peer said, or which fault of this side it is."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return type(error).__name__
+    # This gRPC says by itself, of a message that it did not send, since the call had ended.
+    return "InternalError" if error.details() == "Internal error from Core" else error.code().name
 
 
 def compute(share: float) -> None:
