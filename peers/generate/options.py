@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.shared import cli
+from peers.shared.invite_option import InviteOption, joins
 from swarm.generation.sampling import Sampling
 
 DEFAULT_ADDRESS = "127.0.0.1"
@@ -13,6 +14,8 @@ DEFAULT_ADDRESS = "127.0.0.1"
 class GenerateOptions:
     """Have a swarm, or a model in this process, write text: for a prompt, in a conversation, or over HTTP."""
 
+    invite: InviteOption = None
+    """To a run, swarm://..., as every swarm-peer prints it: the swarm's stages write the text, also while it trains."""
     prompt: str | None = None
     """Text to continue."""
     chat: bool = False
@@ -26,9 +29,10 @@ class GenerateOptions:
     """What requests must bring as a bearer token; @FILE reads it from a file. Also as SWARM_SERVE_TOKEN in the
     environment."""
     initial_peers: tuple[str, ...] = ()
-    """DHT addresses of a swarm's peers: its stages write the text, also while it trains."""
+    """DHT addresses of a swarm's peers, instead of an invite."""
     token: str | None = None
-    """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
+    (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     insecure: bool = False
     """For a run whose peers were started with --insecure."""
     checkpoint: Path | None = None
@@ -62,8 +66,8 @@ class GenerateOptions:
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 
     def __post_init__(self) -> None:
-        if [bool(self.initial_peers), self.checkpoint is not None, self.model is not None].count(True) != 1:
-            raise ValueError("give one of --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME")
+        if [joins(self), self.checkpoint is not None, self.model is not None].count(True) != 1:
+            raise ValueError("give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME")
         if self.round is not None and self.checkpoint is None:
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
         if self.base is not None and self.checkpoint is None:

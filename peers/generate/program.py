@@ -1,6 +1,6 @@
 """swarm-generate: text from what a run has learnt.
 
-    swarm-generate --initial-peers ADDRESS... --prompt "It was"
+    swarm-generate INVITE --prompt "It was"
     swarm-generate --checkpoint checkpoints/ --prompt "def "
     swarm-generate --model run/ --prompt "Once upon a time" --temperature 0.8 --max-tokens 200
     swarm-generate --model run/ --chat
@@ -23,6 +23,7 @@ from peers.generate.local_model import open_local_model
 from peers.generate.options import GenerateOptions
 from peers.generate.swarm_model import open_swarm
 from peers.shared import cli, process
+from peers.shared.invite_option import joins
 from swarm.interchange.source import located
 from swarm.machine.clock import run_loop
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(options: GenerateOptions, server: "Server | None") -> None:
-    from_swarm = bool(options.initial_peers)
+    from_swarm = joins(options)
     _say("looking for the swarm" if from_swarm else "loading the model")
     async with (open_swarm if from_swarm else open_local_model)(options) as model:
         if server is not None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from peers.generate.options import GenerateOptions
 from peers.shared.cache import cache_folder
+from peers.shared.entrance import find_entrance
 from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS, agree_on_config
-from peers.shared.token_option import admitted, find_token
+from peers.shared.token_option import admitted
 from peers.shared.tokenizer import have_tokenizer
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
@@ -37,14 +38,13 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
         PeerUnavailable: nobody answers, or gives the run's tokenizer.
     """
     clock = SystemClock()
-    addresses, token = find_token(
-        options.token, options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure, clock=clock
-    )
+    entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
+    addresses = await entrance.dht_addresses(clock)
     # Blocks the loop for some seconds, in which there is nothing else to do.
     node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
     try:
-        identity = admitted(generate(), token)
-        config = await agree_on_config(node, None, addresses, clock, identity.authority)
+        identity = admitted(generate(), entrance.token)
+        config = await agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run)
         member = Membership.enter(config, node, identity, clock, insecure=options.insecure)
         await member.known.look_first(member.directory, member.stages, clock)
         named = options.tokenizer or await have_tokenizer(member, cache_folder())

@@ -1,6 +1,6 @@
 """The model that a running swarm has: the weights with which one round begins, from the peers of every stage.
 
-Used by `swarm-model export --initial-peers`. They come as newcomers have them, in segments of which every one is
+Used by `swarm-model export INVITE`. They come as newcomers have them, in segments of which every one is
 checked, and are written as checkpoints are, so that an export goes on from files. Most holders of a stage have to offer
 the same bits. Peers keep one snapshot for this, as they do for a newcomer, and training goes on.
 """
@@ -16,9 +16,10 @@ from pathlib import Path
 
 from peers.model.options import ExportModelOptions
 from peers.shared.cache import cache_folder
+from peers.shared.entrance import find_entrance
 from peers.shared.membership import Membership
 from peers.shared.network import LOOK_SECONDS, agree_on_config
-from peers.shared.token_option import admitted, find_token
+from peers.shared.token_option import admitted
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import kept_weights
@@ -257,14 +258,13 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> LiveOrigin:
         SwarmError, OSError: as LiveModel.write_checkpoints and have_tokenizer do.
     """
     clock = SystemClock()
-    addresses, token = find_token(
-        options.token, options.initial_peers, os.environ, role=Role.PEER, insecure=options.insecure, clock=clock
-    )
+    entrance = find_entrance(options, os.environ, role=Role.PEER, clock=clock)
+    addresses = run_loop(entrance.dht_addresses(clock))
     node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
 
     async def fetch() -> LiveOrigin:
-        identity = admitted(generate(), token)
-        config = await agree_on_config(node, None, addresses, clock, identity.authority)
+        identity = admitted(generate(), entrance.token)
+        config = await agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run)
         if config.model.custom_class:
             raise ValueError(f"no architecture of transformers computes {config.model.custom_class}")
         member = Membership.enter(config, node, identity, clock, insecure=options.insecure)

@@ -7,6 +7,7 @@ from typing import Literal
 import tyro
 
 from peers.shared import cli
+from peers.shared.invite_option import InviteOption, joins
 from swarm.config.data import Format
 
 
@@ -36,12 +37,14 @@ class ImportModelOptions:
 class ExportModelOptions:
     """Make a folder that transformers loads of what a run has learnt."""
 
+    invite: InviteOption = None
+    """To a running swarm, swarm://..., as every swarm-peer prints it: the weights come from the peers of all stages."""
     output: Path
     """Folder to make."""
     checkpoint: Path | None = None
-    """Folder with checkpoints of all stages."""
+    """Folder with checkpoints of all stages, instead of a running swarm."""
     initial_peers: tuple[str, ...] = ()
-    """Addresses of peers of a running swarm, instead of checkpoints: the weights come from the peers of all stages."""
+    """DHT addresses of a running swarm's peers, instead of an invite."""
     model: Path | None = None
     """Run folder, instead of checkpoints: the model as it was imported."""
     round: int | None = None
@@ -61,22 +64,21 @@ class ExportModelOptions:
     metrics: Path | None = None
     """A trainer's --output folder, or the metrics.jsonl in it: its losses go into the model card."""
     token: str | None = None
-    """A peer's token for --initial-peers, or @FILE, if the run is locked. It may also come with an address
-    (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    """A peer's token, or @FILE, if the running swarm is locked. It may also come with the invite (INVITE#TOKEN), with
+    an address (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     insecure: bool = False
-    """For --initial-peers of a run without TLS."""
+    """For a running swarm without TLS."""
 
     def __post_init__(self) -> None:
-        if sum([self.checkpoint is not None, bool(self.initial_peers), self.model is not None]) != 1:
-            raise ValueError("give one of --checkpoint DIR, --initial-peers ADDRESS and --model DIR")
+        if sum([self.checkpoint is not None, joins(self), self.model is not None]) != 1:
+            raise ValueError("give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR")
         if self.round is not None and self.model is not None:
-            raise ValueError("--round needs --checkpoint DIR or --initial-peers ADDRESS: a run folder has no rounds")
-        if (self.token is not None or self.insecure) and not self.initial_peers:
-            raise ValueError("--token and --insecure belong to --initial-peers ADDRESS")
+            raise ValueError("--round needs INVITE or --checkpoint DIR: a run folder has no rounds")
+        if (self.token is not None or self.insecure) and not joins(self):
+            raise ValueError("--token and --insecure belong to a running swarm: INVITE, or --initial-peers ADDRESS")
         if self.model is not None and (self.base or self.adapter or self.merged):
             raise ValueError(
-                "--base, --adapter and --merged need --checkpoint DIR or --initial-peers ADDRESS: a run folder has no "
-                "adapters yet"
+                "--base, --adapter and --merged need INVITE or --checkpoint DIR: a run folder has no adapters yet"
             )
         if self.adapter and (self.merged or self.base):
             raise ValueError("--adapter excludes --merged and --base: it writes adapters without the model")

@@ -3,7 +3,7 @@
     swarm-model import ./Llama-3.2-1B --output run/      a model of Hugging Face becomes the beginning of a run
     swarm-model export --checkpoint checkpoints/ --output out/
     swarm-model export --checkpoint checkpoints/ --adapter --output out/
-    swarm-model export --initial-peers ADDRESS --output out/
+    swarm-model export INVITE --output out/
     swarm-model show run/
     swarm-model push out/ NAME/REPOSITORY --dry-run
 

@@ -3,6 +3,7 @@
 Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or serves.
 """
 
+import asyncio
 import logging
 import os
 import socket
@@ -31,8 +32,10 @@ REFRESH_SECONDS = 2.0
 """Time between two looks into the DHT."""
 LOOK_SECONDS = 0.5
 """The same, while this process waits for what they show."""
-DISCOVERY_SECONDS = 10.0
-"""How long a joiner looks for the run's configuration, and for its peers: the first one may have started just now."""
+JOIN_SECONDS = 25.0
+"""How long a joiner looks for others, for the run's configuration and for its peers: they may all start just now."""
+SAY_SECONDS = 4.0
+"""After which it says what it is looking for, and how often it says so again."""
 RETURN_SECONDS = 12.0
 """Within which peers find one again that is back at its old address: see dht/node, RECONNECT_SECONDS."""
 
@@ -69,7 +72,7 @@ class KnownPeers:
         Raises:
             PeerUnavailable: the DHT does not answer.
         """
-        await _try_for_a_while(lambda: self.look(directory, stages), clock)
+        await patiently(lambda: self.look(directory, stages), clock, "the run's peers in the DHT")
         if returns and not any(map(self.others, stages)):
             logger.info("was here before: looking for others who may still be in the run, %.0f s", RETURN_SECONDS)
             deadline = clock.monotonic() + RETURN_SECONDS
@@ -78,7 +81,7 @@ class KnownPeers:
                 with suppress(PeerUnavailable):
                     await self.look(directory, stages)
             # They may have come in the middle of a look.
-            await _try_for_a_while(lambda: self.look(directory, stages), clock)
+            await patiently(lambda: self.look(directory, stages), clock, "the run's peers in the DHT")
 
     def peers(self, stage: int) -> Sequence[PeerRecord]:
         """The records of a stage that have not expired, this process's own included."""
@@ -110,14 +113,19 @@ class KnownPeers:
 
 
 async def agree_on_config(
-    node: DhtNode, own: RunConfig | None, initial_peers: Sequence[str], clock: Clock, authority: Authority | None
-) -> RunConfig:
+    node: DhtNode, own: RunConfig | None, initial_peers: Sequence[str], clock: Clock, authority: Authority | None,
+    *, run: str = "",
+) -> RunConfig:  # fmt: skip
     """The run's configuration: published by others, or our own if we are the first.
 
     From now on the node has to do with nothing but this run, and if that is locked with its members alone.
 
+    Args:
+        run: the digest with which the run's id ends, as an invite has it; empty where any will do.
+
     Raises:
-        ValueError: the run is locked and there is no token, or the token is another run's; several runs share the DHT.
+        ValueError: the run is locked and there is no token, or the token or the invite is another run's; several runs
+            share the DHT.
         IncompatibleVersion: the run speaks another version of the protocol.
         ConfigMismatch: ours differs from the run's, naming the field.
         PeerUnavailable: nobody has published one.
@@ -126,7 +134,11 @@ async def agree_on_config(
         assert own is not None, "the first peer brings a configuration"
         published = own
     else:
-        published = await _look_up(node, initial_peers[0], clock, authority)
+        address = initial_peers[0]
+        published = await patiently(
+            lambda: discover_config(node, clock, address=address, authority=authority, run=run), clock,
+            f"a run at {address}",
+        )  # fmt: skip
         if own is not None:
             configs.check_same(own, published)
     node.belong_to(keys.of_run(published.run_id, published.stages.num_stages), authority)
@@ -146,19 +158,36 @@ def say_who_may_join(authority: Authority | None) -> None:
         logger.info("this run is locked by owner %s", authority.fingerprint[:16])
 
 
-async def _look_up(node: DhtNode, address: str, clock: Clock, authority: Authority | None) -> RunConfig:
-    return await _try_for_a_while(lambda: discover_config(node, clock, address=address, authority=authority), clock)
+async def patiently(call: Callable[[], Awaitable[Result]], clock: Clock, looking_for: str) -> Result:
+    """What the call gives, which is made again and again until it is there; soon says what is looked for.
 
+    Raises:
+        PeerUnavailable: for JOIN_SECONDS it was not; what else the call raises is raised at once.
+    """
+    began_at = clock.monotonic()
+    attempts: list[PeerUnavailable] = []
 
-async def _try_for_a_while(call: Callable[[], Awaitable[Result]], clock: Clock) -> Result:
-    deadline = clock.monotonic() + DISCOVERY_SECONDS
-    while True:
-        try:
-            return await call()
-        except PeerUnavailable:
-            if clock.monotonic() > deadline:
-                raise
-            await clock.sleep(LOOK_SECONDS)
+    async def say() -> None:
+        while True:
+            await clock.sleep(SAY_SECONDS)
+            why = f", the last time because {attempts[-1]}" if attempts else ""
+            logger.warning(
+                "looking for %s: %.0f s so far, of %.0f; tried %d times%s", looking_for, clock.monotonic() - began_at,
+                JOIN_SECONDS, len(attempts) + 1, why,
+            )  # fmt: skip
+
+    saying = asyncio.create_task(say())
+    try:
+        while True:
+            try:
+                return await call()
+            except PeerUnavailable as error:
+                attempts.append(error)
+                if clock.monotonic() > began_at + JOIN_SECONDS:
+                    raise
+                await clock.sleep(LOOK_SECONDS)
+    finally:
+        saying.cancel()
 
 
 def default_name() -> str:

@@ -77,11 +77,6 @@ def admitted(identity: Identity, token: Token | None) -> Identity:
     return identity if token is None else token.admit(identity)
 
 
-def with_token(addresses: Sequence[str], token: str) -> str:
-    """The addresses as they are typed: the token, which counts for all, comes with the first."""
-    return " ".join([f"{addresses[0]}#{token}" if token else addresses[0], *addresses[1:]])
-
-
 async def stop_or_expiry(stop: asyncio.Event, identity: Identity, clock: Clock) -> None:
     """Return when the program is to stop: `stop` was set, or its token is about to end, which sets it."""
     if identity.authority is None:

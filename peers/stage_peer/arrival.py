@@ -14,11 +14,11 @@ from pathlib import Path
 
 from peers.shared.membership import Membership
 from peers.shared.network import say_who_may_join
-from peers.shared.token_option import with_token
 from peers.stage_peer.options import PeerOptions
 from swarm.credentials.token import Token
 from swarm.dht.node import DhtNode
 from swarm.rpc.entry import Entry
+from swarm.rpc.invite import Invite
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -61,24 +61,23 @@ class Arrival:
             logger.warning("%s still names the former stage: %s", self._options.ready_file, error.strerror)
 
     def _say_how_to_join(self, stage: int, endpoint: str) -> None:
-        """Name several peers' addresses where there are several."""
+        """Print the lines with which others come, for an invite that names several peers where there are several."""
         config, known = self._membership.config, self._membership.known
-        entry = Entry(PeerId(self._membership.peer_id), endpoint)
-        addresses = list(dict.fromkeys([*outside_addresses(self._node)[:2], *known.dht_addresses(4)]))[:5]
-        for_trainers = "TOKEN" if self._token else ""
-        peers = with_token(addresses, str(self._token or ""))
-        trainers = with_token(addresses, for_trainers)
-        watched = with_token(list(map(str, [entry, *known.entries(2)])), for_trainers)
+        entries = [Entry(PeerId(self._membership.peer_id), endpoint), *known.entries(4)]
+        invite = Invite.fitting(config.run_id, entries, is_locked=self._token is not None)
+        word = f"{invite}#TOKEN" if self._token else str(invite)
         insecure = " --insecure" if self._options.insecure else ""
         own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
         last = config.stages.num_stages - 1
         kind = "new run" if self._is_new else "run"
         print(f"Serving stage {stage} (of 0 to {last}) of {kind} {config.run_id} on {self._device}")
-        print(f"  join:   swarm-peer --stage auto --initial-peers {peers}{own_class}{insecure}")
-        print(f"  train:  swarm-trainer --steps 100 --initial-peers {trainers}{insecure}")
-        print(f"  watch:  swarm-status --watch --peer {watched}{insecure}", flush=True)
+        print(f"  join:   swarm-peer {word}{own_class}{insecure}")
+        print(f"  train:  swarm-trainer {word} --steps 100{insecure}")
+        print(f"  watch:  swarm-status {word} --watch{insecure}", flush=True)
         if self._token:
-            print("  TOKEN is a trainer's; the run's owner makes one: swarm-keys issue FILE --role trainer", flush=True)
+            print("  TOKEN comes from the run's owner: swarm-keys issue FILE --role peer, or trainer", flush=True)
+        addresses = list(dict.fromkeys([*outside_addresses(self._node)[:2], *known.dht_addresses(4)]))[:5]
+        logger.info("addresses for --initial-peers: %s; for swarm-status --peer: %s", " ".join(addresses), entries[0])
 
     def _write(self, path: Path, stage: int, endpoint: str) -> None:
         identity = self._membership.identity

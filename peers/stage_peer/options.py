@@ -11,6 +11,7 @@ from typing import Any, Literal
 import tyro
 
 from peers.shared import cli, process
+from peers.shared.invite_option import InviteOption, joins
 from swarm.dht.addresses import is_host
 
 DEFAULT_REBALANCE_SECONDS = 60.0
@@ -20,24 +21,26 @@ DEFAULT_REBALANCE_SECONDS = 60.0
 class PeerOptions:
     """Serve one stage of a run."""
 
-    stage: int | Literal["auto"] = 0
-    """Stage to serve, from 0, and to stay at: 0 if left out, also where others serve it already. auto takes the one
-    that needs a peer most, and moves when another one does."""
+    invite: InviteOption = None
+    """To a run that is there already, swarm://..., as every swarm-peer prints it; without one a new run begins."""
+    stage: int | Literal["auto"] | None = None
+    """Stage to serve, from 0, and to stay at. auto takes the one that needs a peer most, and moves when another one
+    does. Left out, it is auto with an invite, and else 0, also where others serve that already."""
     rebalance_every: float | None = None
     """Seconds between two looks whether another stage needs this peer more, 60 if left out; 0 never moves. Only with
     --stage auto."""
     initial_peers: tuple[str, ...] = ()
-    """DHT addresses of peers that are there already; without any, a new run begins."""
+    """DHT addresses of peers that are there already, instead of an invite."""
     token: str | None = None
     """A peer's token, or @FILE: a new run that is begun with one is locked, and one is needed to join it. It may also
-    come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    come with the invite (INVITE#TOKEN), with an address (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     allow_class: str | None = None
     """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it."""
     config: Path | None = None
     """TOML file of a new run."""
     model: str | None = None
     """A new run begins with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its
-    name on the hub. With --initial-peers, where nobody holds the stage yet, the stage's weights are taken from it."""
+    name on the hub. Joining a run, where nobody holds the stage yet, the stage's weights are taken from it."""
     preset: str | None = None
     """Configuration of a new run that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m,
     sparseloco or targon."""
@@ -116,19 +119,17 @@ class PeerOptions:
 
     def __post_init__(self) -> None:
         if self.rebalance_every is not None:
-            if self.stage != "auto":
+            if self.first_stage != "auto":
                 raise ValueError("--rebalance-every needs --stage auto: at a stage that it was given a peer stays")
             if not 0 <= self.rebalance_every < math.inf:
                 raise ValueError(f"--rebalance-every must be 0 or positive, not {self.rebalance_every}")
-        if self.stage != "auto" and self.stage < 0:
-            raise ValueError(f"--stage must not be negative, not {self.stage}")
+        if self.first_stage != "auto" and self.first_stage < 0:
+            raise ValueError(f"--stage must not be negative, not {self.first_stage}")
         cli.require_at_least(self, {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1})
         if sum(source is not None for source in (self.config, self.preset, self.model)) > 1:
             raise ValueError("--config, --preset and --model exclude each other")
-        if not self.names_a_run and not self.initial_peers:
-            raise ValueError(
-                "a new run needs --preset NAME, --config FILE or --model DIR; to join one, give --initial-peers ADDRESS"
-            )
+        if not self.names_a_run and not self.joins:
+            raise ValueError("a new run needs --preset NAME, --config FILE or --model DIR; to join one, say its INVITE")
         if not self.names_a_run and (self.dataset or self.tokenizer or self.stages):
             raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset, --config or --model")
         if not self.names_a_run and self.lora_options:
@@ -150,7 +151,19 @@ class PeerOptions:
     @property
     def names_a_run(self) -> bool:
         """Whether it says what the run is: a joiner that has the model at hand takes the run's own configuration."""
-        return bool(self.config or self.preset or (self.model and not self.initial_peers))
+        return bool(self.config or self.preset or (self.model and not self.joins))
+
+    @property
+    def joins(self) -> bool:
+        """Whether it names a run that is there already. Raises ValueError if it does so twice."""
+        return joins(self)
+
+    @property
+    def first_stage(self) -> int | Literal["auto"]:
+        """The stage to begin with."""
+        if self.stage is not None:
+            return self.stage
+        return "auto" if self.invite is not None else 0
 
     @property
     def lora_options(self) -> dict[str, Any]:
@@ -161,11 +174,11 @@ class PeerOptions:
     @property
     def label(self) -> str:
         """What the peer is called where no name was given: in its log, and in its key's file."""
-        return "auto" if self.stage == "auto" else f"stage {self.stage}"
+        return "auto" if self.first_stage == "auto" else f"stage {self.first_stage}"
 
     @property
     def rebalance_seconds(self) -> float:
         """Time between two looks whether another stage needs this peer more; 0 never moves."""
-        if self.stage != "auto":
+        if self.first_stage != "auto":
             return 0.0
         return DEFAULT_REBALANCE_SECONDS if self.rebalance_every is None else self.rebalance_every

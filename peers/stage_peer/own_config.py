@@ -38,8 +38,8 @@ def own_config(
         config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, **options.lora_options))
         if not config.lora.is_on and options.lora_options.keys() != {"rank"}:
             raise ValueError("--lora-alpha, --lora-dropout and --lora-targets need a --lora-rank above 0")
-    if options.stage != "auto":
-        require_stage(config, options.stage)
+    if options.first_stage != "auto":
+        require_stage(config, options.first_stage)
     owner = token.authority.fingerprint if token is not None else ""
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")

@@ -1,8 +1,8 @@
 """swarm-peer: serves one stage of a run.
 
     swarm-peer --preset tiny                                   the first peer, stage 0, of a new run
-    swarm-peer --stage 2 --initial-peers ADDRESS...            everyone else
-    swarm-peer --stage auto --initial-peers ADDRESS...         ... wherever it is needed most
+    swarm-peer INVITE                                          everyone else, wherever it is needed most
+    swarm-peer INVITE --stage 2                                ... at a stage
 
 Reads top to bottom: options -> join the DHT -> agree on the configuration -> choose a stage -> have mover.py build,
 enter the run and serve, at one stage or at several in turn, until SIGTERM. The mechanisms are in swarm/; here they are
@@ -24,6 +24,7 @@ import torch
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
 from peers.shared.devices import device_of
+from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.membership import Membership
 from peers.shared.network import (
@@ -32,7 +33,7 @@ from peers.shared.network import (
     default_name,
 )
 from peers.shared.own_figures import OwnFigures, exporting
-from peers.shared.token_option import admitted, find_token, stop_or_expiry
+from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.arrival import Arrival, outside_addresses, require_ready_file
 from peers.stage_peer.claim import Claim
@@ -55,7 +56,6 @@ from swarm.config import RunConfig
 from swarm.content.servicer import Shelves
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity
-from swarm.credentials.token import Token
 from swarm.dht import node as dht_node
 from swarm.dht.addresses import OwnAddress
 from swarm.dht.directory import Directory
@@ -76,17 +76,16 @@ def main(argv: Sequence[str]) -> int:
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
     process.setup_logging(options.name or options.label, options.log_level)
     clock = SystemClock()
-    addresses, token = find_token(
-        options.token, options.initial_peers, os.environ, role=Role.PEER, insecure=options.insecure, clock=clock
-    )
+    entrance = find_entrance(options, os.environ, role=Role.PEER, clock=clock)
+    token = entrance.token
     announce = options.announce and options.announce.lower()
-    name = options.name or default_name()
-    options = dataclasses.replace(options, initial_peers=addresses, announce=announce, name=name)
+    options = dataclasses.replace(options, announce=announce, name=options.name or default_name())
     require_ready_file(options.ready_file)
     cache = cache_folder()
     device = device_of(options.device, random.SystemRandom())
     if options.threads:
         torch.set_num_threads(options.threads)
+    addresses = run_loop(entrance.dht_addresses(clock))
     with process.interruptible():
         model = open_model(options.model) if options.model is not None else None
         own = own_config(options, token, cache, model=model)
@@ -94,18 +93,18 @@ def main(argv: Sequence[str]) -> int:
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
     # A peer that begins a run at an address that it has had before may find the run still there.
-    returns = not options.initial_peers and options.dht_port > 0 and identity.libp2p_path.exists()
-    if not (options.initial_peers or returns or options.resume or options.stage in (0, "auto")):
+    returns = not options.joins and options.dht_port > 0 and identity.libp2p_path.exists()
+    if not (options.joins or returns or options.resume or options.first_stage in (0, "auto")):
         logger.warning(
-            "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, add "
-            "--initial-peers ADDRESS", options.stage,
+            "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, say its "
+            "INVITE", options.first_stage,
         )  # fmt: skip
     member = admitted(identity.identity, token)
-    node = enter_dht(options, member, identity.libp2p_path)
+    node = enter_dht(options, addresses, member, identity.libp2p_path)
     try:
         start = Start(
-            options=options, config=own, model=model, token=token, identity=member, node=node, device=device,
-            checkpoints=checkpoints, events=events, returns=returns,
+            options=options, config=own, model=model, entrance=entrance, addresses=addresses, identity=member,
+            node=node, device=device, checkpoints=checkpoints, events=events, returns=returns,
         )  # fmt: skip
         run_loop(run(start))
     finally:
@@ -113,24 +112,22 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def enter_dht(options: PeerOptions, member: Identity, libp2p_path: Path) -> DhtNode:
+def enter_dht(options: PeerOptions, initial_peers: Sequence[str], member: Identity, libp2p_path: Path) -> DhtNode:
     """Start this peer's node. Raises what dht_node.start raises, and Fatal if another process has this identity."""
     clock = SystemClock()
     try:
         return dht_node.start(
-            clock=clock, initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
-            announce_hosts=[options.announce] if options.announce else own_hosts(options.host, options.initial_peers),
+            clock=clock, initial_peers=initial_peers, host=options.host, port=options.dht_port,
+            announce_hosts=[options.announce] if options.announce else own_hosts(options.host, initial_peers),
             identity_path=libp2p_path,
         )  # fmt: skip
     except OwnAddress:
         # Either the process that has this address has died, or its key files were copied to here.
         with contextlib.suppress(PeerUnavailable):
-            node = dht_node.start(clock=clock, initial_peers=options.initial_peers, client_mode=True)
+            node = dht_node.start(clock=clock, initial_peers=initial_peers, client_mode=True)
             try:
                 run_loop(
-                    incarnations.require_alone_at(
-                        node, options.initial_peers, member, insecure=options.insecure, clock=clock
-                    )
+                    incarnations.require_alone_at(node, initial_peers, member, insecure=options.insecure, clock=clock)
                 )
             finally:
                 node.shutdown()
@@ -157,7 +154,9 @@ class Start:
     config: RunConfig | None
     """The configuration that the command line names, if it names one."""
     model: OwnModel | None
-    token: Token | None
+    entrance: Entrance
+    addresses: Sequence[str]
+    """Where the DHT is entered; none for a new run."""
     identity: Identity
     node: DhtNode
     device: torch.device
@@ -175,7 +174,7 @@ class Start:
         resume = ResumeOptions(
             folder=options.resume,
             round_number=None if moved else options.resume_round,
-            joins=moved or bool(options.initial_peers),
+            joins=moved or options.joins,
             moves=moved,
             had_checkpoints=checkpoints is not None and checkpoints.had_any,
             starts_over=options.start_over,
@@ -217,10 +216,12 @@ async def run(start: Start) -> None:
 async def serve(start: Start, own_figures: OwnFigures) -> None:
     """Join, serve and leave. Raises what Mover.run raises."""
     options, identity, clock = start.options, start.identity, SystemClock()
-    config = await agree_on_config(start.node, start.config, options.initial_peers, clock, identity.authority)
+    config = await agree_on_config(
+        start.node, start.config, start.addresses, clock, identity.authority, run=start.entrance.run
+    )
     require_allowed_class(config, start.config, options.allow_class)
-    if options.stage != "auto":
-        require_stage(config, options.stage)
+    if options.first_stage != "auto":
+        require_stage(config, options.first_stage)
     member = Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
     incarnation = incarnations.begin(clock)
     rivals = Rivals(member, own=incarnation)
@@ -230,8 +231,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         checkpoints=options.resume,
     )  # fmt: skip
     arrival = Arrival(
-        options=options, membership=member, node=start.node, device=str(start.device), token=start.token,
-        is_new=not (options.initial_peers or start.returns or options.resume),
+        options=options, membership=member, node=start.node, device=str(start.device), token=start.entrance.token,
+        is_new=not (options.joins or start.returns or options.resume),
     )  # fmt: skip
 
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
@@ -276,9 +277,9 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
 async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:
     """The stage to begin with, claimed: the one that was asked for, 0 of a new run, or the neediest."""
-    if options.stage == "auto" and options.initial_peers:
+    if options.first_stage == "auto" and options.joins:
         return await rebalancer.choose_stage()
-    stage = 0 if options.stage == "auto" else options.stage
+    stage = 0 if options.first_stage == "auto" else options.first_stage
     await rebalancer.goes(stage, from_stage=None)
     return stage
 

@@ -1,5 +1,6 @@
 """swarm-status: which peers and trainers are in a swarm, and what they are doing.
 
+    swarm-status INVITE [--watch] [--json]
     swarm-status --peer PEER_ID@HOST:PORT... [--watch] [--json]
     swarm-status --initial-peers ADDRESS... [--watch] [--json]
     swarm-status --audit FILES... [--json]
@@ -21,8 +22,10 @@ from pathlib import Path
 from rich.console import Console
 
 from peers.shared import cli, process
+from peers.shared.entrance import Entrance, find_entrance
+from peers.shared.invite_option import InviteOption, joins
 from peers.shared.network import agree_on_config
-from peers.shared.token_option import admitted, find_token
+from peers.shared.token_option import admitted
 from peers.status import audit_report
 from peers.status.live_table import LiveTable, render
 from peers.status.observe import observe
@@ -39,7 +42,6 @@ from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.entry import Entry
 from swarm.types import PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
@@ -51,13 +53,15 @@ PROG = "swarm-status"
 class StatusOptions:
     """Show the stages, peers and trainers of a swarm."""
 
+    invite: InviteOption = None
+    """To the run, swarm://..., as every swarm-peer prints it: the first of its peers that answers is asked."""
     peer: tuple[str, ...] = ()
-    """Peers to ask (PEER_ID@HOST:PORT, from the watch: line that a swarm-peer prints): the first that answers is
-    enough."""
+    """Peers to ask instead (PEER_ID@HOST:PORT, as a swarm-peer has it in its log)."""
     initial_peers: tuple[str, ...] = ()
     """Enter the DHT instead, at these addresses of the swarm's peers: slower, and asks no single peer who there is."""
     token: str | None = None
-    """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
+    (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     audit: tuple[Path, ...] = ()
     """Event logs of all processes of a run, to be audited instead; exit code 1 if they refute it, or one is
     missing."""
@@ -73,12 +77,13 @@ class StatusOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if self.audit and (self.peer or self.initial_peers or self.watch):
-            raise ValueError("--audit reads files: it goes with neither --peer nor --initial-peers nor --watch")
-        if self.peer and self.initial_peers:
-            raise ValueError("--peer and --initial-peers are two ways to the same: leave one out")
-        if not self.peer and not self.initial_peers and not self.audit:
-            raise ValueError("--peer needs the address of at least one peer; every swarm-peer prints its own")
+        ways = [joins(self), bool(self.peer), bool(self.audit)].count(True)
+        if self.audit and (ways > 1 or self.watch):
+            raise ValueError("--audit reads files: it goes with no INVITE, --peer, --initial-peers or --watch")
+        if ways > 1:
+            raise ValueError("INVITE, --peer and --initial-peers are ways to the same: leave all but one out")
+        if ways == 0:
+            raise ValueError("which run? say swarm-status INVITE, with the invite that every swarm-peer prints")
         cli.require_positive(self, ["interval"])
 
 
@@ -88,17 +93,14 @@ def main(argv: Sequence[str]) -> int:
     process.setup_logging("status", options.log_level)
     if options.audit:
         return audit_files(options)
-    addresses, token = find_token(
-        options.token, options.peer or options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure,
-        clock=SystemClock(),
-    )  # fmt: skip
-    identity = admitted(generate(), token)
-    if options.peer:
-        asyncio.run(look_through_peers(options, [Entry.parse(address) for address in addresses], identity))
+    entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=SystemClock(), peers=options.peer)
+    identity = admitted(generate(), entrance.token)
+    if entrance.entries:
+        asyncio.run(look_through_peers(options, entrance, identity))
         return 0
-    node = dht_node.start(clock=SystemClock(), initial_peers=addresses, client_mode=True)
+    node = dht_node.start(clock=SystemClock(), initial_peers=entrance.addresses, client_mode=True)
     try:
-        asyncio.run(look_through_dht(options, node, addresses, identity))
+        asyncio.run(look_through_dht(options, node, entrance.addresses, identity))
     finally:
         node.shutdown()
     return 0
@@ -114,13 +116,14 @@ def audit_files(options: StatusOptions) -> int:
     return 0 if report.proven else process.EXIT_FAILURE
 
 
-async def look_through_peers(options: StatusOptions, entries: Sequence[Entry], identity: Identity) -> None:
+async def look_through_peers(options: StatusOptions, entrance: Entrance, identity: Identity) -> None:
     """Look, with the directory as a peer shows it. Raises what PeerStore.get and discover_config raise."""
     clock = SystemClock()
     channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
-    store = PeerStore(entries, channels, identity, insecure=options.insecure)
+    store = PeerStore(entrance.entries, channels, identity, insecure=options.insecure)
     try:
-        config = await discover_config(store, clock, address=str(entries[0]), authority=identity.authority)
+        address = str(entrance.entries[0])
+        config = await discover_config(store, clock, address=address, authority=identity.authority, run=entrance.run)
         await look(options, config, Directory(store, identity, config.run_id, clock), channels, store.learn)
     finally:
         await store.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 import tyro
 
 from peers.shared import cli, process
+from peers.shared.invite_option import InviteOption, joins
 from swarm.pipeline.window import MOST_IN_FLIGHT
 
 
@@ -16,10 +17,13 @@ from swarm.pipeline.window import MOST_IN_FLIGHT
 class TrainerOptions:
     """Train: feed text into a running swarm. A step is one round of the whole swarm."""
 
-    initial_peers: tuple[str, ...]
-    """DHT addresses of the swarm's peers."""
+    invite: InviteOption = None
+    """To the run, swarm://..., as every swarm-peer prints it."""
+    initial_peers: tuple[str, ...] = ()
+    """DHT addresses of the swarm's peers, instead of an invite."""
     token: str | None = None
-    """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
+    (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     steps: int = 100
     """Steps to train from where the swarm is now."""
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -59,8 +63,8 @@ class TrainerOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if not self.initial_peers:
-            raise ValueError("--initial-peers needs the address of at least one peer; every swarm-peer prints its own")
+        if not joins(self):
+            raise ValueError("which run? say swarm-trainer INVITE, with the invite that every swarm-peer prints")
         cli.require_at_least(
             self,
             {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1},

@@ -1,6 +1,6 @@
 """swarm-trainer: feeds text into a running swarm and follows its steps.
 
-    swarm-trainer --initial-peers ADDRESS... --steps 100
+    swarm-trainer INVITE --steps 100
 
 Holds no parameters. Reads top to bottom: options -> join the DHT as a client -> find the text -> train, evaluate,
 report -> say goodbye.
@@ -18,6 +18,7 @@ from rich.console import Console
 
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
+from peers.shared.entrance import find_entrance
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.membership import Membership
 from peers.shared.network import (
@@ -28,7 +29,7 @@ from peers.shared.network import (
 )
 from peers.shared.own_figures import OwnFigures, exporting
 from peers.shared.sole_writer import require_sole_writer
-from peers.shared.token_option import admitted, find_token, stop_or_expiry
+from peers.shared.token_option import admitted, stop_or_expiry
 from peers.shared.tokenizer import have_tokenizer
 from peers.status.view import TrainerRow
 from peers.trainer.options import TrainerOptions
@@ -68,15 +69,14 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     clock = SystemClock()
     events = open_events(options.events, clock)
-    addresses, token = find_token(
-        options.token, options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure, clock=clock
-    )
+    entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
     options.output.mkdir(parents=True, exist_ok=True)
     require_sole_writer(options.output, f"--output {options.output}")
+    addresses = run_loop(entrance.dht_addresses(clock))
     node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
     try:
-        identity = admitted(generate(), token)
-        config = run_loop(agree_on_config(node, None, addresses, clock, identity.authority))
+        identity = admitted(generate(), entrance.token)
+        config = run_loop(agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run))
         if options.tokenizer is None:
             fetching = fetch_tokenizer(config, node, identity, insecure=options.insecure)
             options = dataclasses.replace(options, tokenizer=run_loop(fetching))

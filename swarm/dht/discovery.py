@@ -14,22 +14,27 @@ from swarm.types import PROTOCOL_VERSION, RunRecord
 
 
 async def discover_config(
-    store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None
+    store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None, run: str = ""
 ) -> config.RunConfig:
     """The configuration of the run that the peers at `address` (which only errors name) train.
 
     Args:
         authority: the owner of the run that is looked for, as the token names it; None for an open run.
+        run: the digest with which the id of the run that is looked for ends; without it there may be one run alone.
 
     Raises:
         PeerUnavailable: the DHT cannot be reached, or no run is announced in it.
-        ValueError: there are several runs, the run's configuration makes no sense to this version, it is locked and
-            there is no token, or the token is for another run.
+        ValueError: there are several runs, or another than the one that is looked for, the run's configuration makes no
+            sense to this version, it is locked and there is no token, or the token is for another run.
         IncompatibleVersion: the run speaks another protocol version.
     """
     runs, faults = await _announced_runs(store, clock, address, authority)
     if authority is not None:
         runs = {run_id: found for run_id, found in runs.items() if found.owner == authority.fingerprint}
+    others = [run_id for run_id in runs if run and not run_id.endswith(f".{run}")]
+    runs = {run_id: found for run_id, found in runs.items() if run_id not in others}
+    if others and not runs:
+        raise ValueError(f"the invite is to another run than the one at {address}, {others[0]}: ask for a new invite")
     if len(runs) > 1:
         names = ", ".join(sorted(runs))
         raise ValueError(f"several runs share the DHT at {address}: {names}; start every run on a DHT of its own")
@@ -43,8 +48,8 @@ async def discover_config(
     if faults:
         raise faults[0]
     if authority is not None:
-        others, _ = await _announced_runs(store, clock, address, None)
-        for other in others.values():
+        foreign, _ = await _announced_runs(store, clock, address, None)
+        for other in foreign.values():
             theirs = f"is owned by {other.owner[:16]}" if other.owner else "is open"
             raise ValueError(
                 f"the token is for the run of owner {authority.fingerprint[:16]}, and the run at {address} {theirs}: "

@@ -1,6 +1,6 @@
-"""Where a run is entered by gRPC alone: PEER_ID@HOST:PORT, as a swarm-peer prints it for swarm-status.
+"""Where a run is entered by gRPC alone: PEER_ID@HOST:PORT, of which an invite holds one or several.
 
-Used by swarm-peer, which prints it, and by dht/lookup, which connects. The id makes it safe to copy: a peer that
+Used by swarm-peer, which has it in its log, and by dht/lookup, which connects. The id makes it safe to copy: a peer that
 answers has to show that id's certificate before it is told or asked anything. Never looks up where a peer is.
 """
 
@@ -40,10 +40,24 @@ class Entry:
         match = _ENTRY.fullmatch(text)
         if match is None or not 0 < int(match["port"]) < 65536:
             raise ValueError(
-                f"{text!r} is no peer's address: copy the whole of it from the watch: line that a swarm-peer prints, "
-                "PEER_ID@HOST:PORT"
+                f"{text!r} is no peer's address: copy the whole of it from a swarm-peer's log, PEER_ID@HOST:PORT"
             )
         return cls(PeerId(match["peer_id"]), f"{match['host']}:{match['port']}")
+
+    @classmethod
+    def at(cls, peer_id: PeerId, host: str, port: int) -> Self:
+        """A peer at a host, given by name or IP address. Raises ValueError as `parse` does."""
+        return cls.parse(f"{peer_id}@{endpoint_of(host, port)}")
+
+    @property
+    def host(self) -> str:
+        """Its name or IP address, without brackets."""
+        return self.endpoint.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Of its gRPC server."""
+        return int(self.endpoint.rpartition(":")[2])
 
     async def connect(self, own: Identity, *, insecure: bool) -> grpc.aio.Channel:
         """A channel to this very peer. Cancellation leaves nothing behind.
@@ -77,7 +91,6 @@ class Entry:
 
     async def _shown_certificate(self) -> str:
         """The certificate of the server that listens there. Raises OSError."""
-        host, _, port = self.endpoint.rpartition(":")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         # gRPC shows only certificates that it has verified, and this one is checked against the id instead.
         context.check_hostname = False
@@ -85,7 +98,7 @@ class Entry:
         # With an earlier TLS a locked run's server would refuse us before it has shown anything.
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.set_alpn_protocols(["h2"])
-        _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+        _, writer = await asyncio.open_connection(self.host, self.port, ssl=context)
         try:
             shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         finally:
@@ -94,6 +107,11 @@ class Entry:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
         return ssl.DER_cert_to_PEM_cert(shown)
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _id_of(certificate_pem: str) -> PeerId | None:

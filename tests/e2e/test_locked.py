@@ -33,7 +33,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
 
 def test_a_peer_and_a_trainer_join_by_the_printed_lines(swarm: RealSwarm) -> None:
     ready = swarm.folder / "second.json"
-    line = ["1" if word == "N" else word for word in _printed(swarm, "join")]
+    line = [word.replace("#TOKEN", f"#{PEER_TOKEN}") for word in _printed(swarm, "join")]
     own = ["--host", "127.0.0.1", "--threads", "1", "--identity", str(swarm.folder / "second.pem")]
     second = swarm.children.start("second", command_line("peer", [*line, *own, "--ready-file", str(ready)]))
     wait_until(ready.exists, 60.0, f"the second peer to serve; see {second.log}")

@@ -24,7 +24,7 @@ from tests.support.tokenizers import write_chat_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _BLOCK = re.compile(r"^<!-- run -->\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_ADDRESS = re.compile(r"swarm-peer --stage auto --initial-peers (\S+)")
+_INVITE = re.compile(r"join:   swarm-peer (swarm://\S+)")
 
 
 def _write_model(folder: Path) -> None:
@@ -52,7 +52,7 @@ class Story:
         for line in block.replace("\\\n", " ").splitlines():
             if not line.strip() or line.startswith("#"):
                 continue
-            line = line.replace("ADDRESS", self._address) if "ADDRESS" in line else line
+            line = line.replace("INVITE", self._invite) if "INVITE" in line else line
             program, *words = shlex.split(line.replace("~/", f"{self._folder}/"))
             command = command_line(program.removeprefix("swarm-"), words)
             if program == "swarm-peer":
@@ -73,11 +73,11 @@ class Story:
         in_folder = ["env", "-C", str(self._folder), *command]
         peer = self._children.start(name, in_folder, environment=self._environment)
         self._peers.append(peer)
-        wait_until(lambda: _ADDRESS.search(peer.log.read_text()), 60.0, f"{name} to serve; see {peer.log}")
+        wait_until(lambda: _INVITE.search(peer.log.read_text()), 60.0, f"{name} to serve; see {peer.log}")
 
     @property
-    def _address(self) -> str:
-        found = _ADDRESS.search(self._peers[0].log.read_text())
+    def _invite(self) -> str:
+        found = _INVITE.search(self._peers[0].log.read_text())
         assert found is not None
         return found[1]
 

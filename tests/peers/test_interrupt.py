@@ -41,7 +41,7 @@ class Node:
     def shutdown(self):
         print("node ends", flush=True)
 
-async def agree_on_config(*arguments):
+async def agree_on_config(*arguments, **options):
     config = configs.load(Path("run.toml"))
     data = dataclasses.replace(config.data, digest="some other text's", tokenizer_identity=ByteTokenizer.identity)
     return dataclasses.replace(config, data=data)

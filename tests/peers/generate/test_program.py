@@ -104,7 +104,7 @@ def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        ([], "give one of --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME"),
+        ([], "give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME"),
         (["--model", "m"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
         (["--model", "m", "--chat", "--prompt", "a"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
         (["--model", "m", "--chat", "--serve", "1"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),

@@ -178,11 +178,14 @@ def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["export", "--output", "out"], "give one of --checkpoint DIR, --initial-peers ADDRESS and --model DIR"),
-        (["export", "--output", "out", "--model", "run", "--round", "3"], "--round needs --checkpoint"),
-        (["export", "--output", "out", "--model", "run", "--adapter"], "need --checkpoint DIR or --initial-peers"),
+        (
+            ["export", "--output", "out"],
+            "give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR",
+        ),
+        (["export", "--output", "out", "--model", "run", "--round", "3"], "--round needs INVITE or --checkpoint"),
+        (["export", "--output", "out", "--model", "run", "--adapter"], "need INVITE or --checkpoint DIR"),
         (["export", "--output", "out", "--checkpoint", "c", "--adapter", "--merged"], "--adapter excludes"),
-        (["export", "--output", "out", "--model", "run", "--insecure"], "--insecure belong to --initial-peers"),
+        (["export", "--output", "out", "--model", "run", "--insecure"], "--insecure belong to a running swarm"),
         (["import", "model", "--output", "run", "--stages", "-1"], "--stages must be at least 0"),
         (["melt"], "say one of import, export, show, push"),
     ],

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.shared.token_option import FAREWELL_SECONDS, admitted, find_token, read_token, stop_or_expiry, with_token
+from peers.shared.token_option import FAREWELL_SECONDS, admitted, find_token, read_token, stop_or_expiry
 from swarm.credentials.certificates import Role
 from swarm.machine.clock import ManualClock
 from tests.support import locked
@@ -29,12 +29,11 @@ def test_a_token_comes_from_any_of_four_places(tmp_path: Path) -> None:
     assert _find(None, *ADDRESSES) == (ADDRESSES, "")
     assert _find(PEER, *ADDRESSES) == (ADDRESSES, PEER)
     assert _find(f"@{file}") == ((), PEER)
-    assert _find(None, *with_token(ADDRESSES, PEER).split()) == (ADDRESSES, PEER)
+    assert _find(None, f"{ADDRESSES[0]}#{PEER}", ADDRESSES[1]) == (ADDRESSES, PEER)
     assert _find(None, ADDRESSES[0], f"{ADDRESSES[1]}#{PEER}") == (ADDRESSES, PEER)
     assert _find(None, environment={"SWARM_TOKEN": PEER}) == ((), PEER)
     assert _find(PEER, f"{ADDRESSES[0]}#{PEER}") == (ADDRESSES[:1], PEER)
     assert _find(PEER, environment={"SWARM_TOKEN": "of another run"}) == ((), PEER)
-    assert with_token(ADDRESSES, "") == " ".join(ADDRESSES)
 
 
 def test_wrong_tokens_are_one_line(tmp_path: Path) -> None:

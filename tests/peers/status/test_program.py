@@ -80,8 +80,8 @@ async def test_it_imports_neither_torch_nor_hivemind(entry: Entry) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({}, "--peer needs the address of at least one peer"),
-        ({"peer": ("x",), "initial_peers": ("y",)}, "--peer and --initial-peers are two ways"),
+        ({}, "which run\\? say swarm-status INVITE"),
+        ({"peer": ("x",), "initial_peers": ("y",)}, "INVITE, --peer and --initial-peers are ways to the same"),
         ({"peer": ("x",), "audit": ("z",)}, "--audit reads files"),
         ({"peer": ("x",), "interval": 0.0}, "--interval must be positive"),
         ({"peer": ("x",), "interval": float("nan")}, "--interval must be positive, not nan"),

@@ -1,0 +1,107 @@
+"""Where programs enter a run: by an invite, by a peer's endpoint, or at addresses."""
+
+import asyncio
+import dataclasses
+import logging
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from peers.shared import network
+from peers.shared.entrance import Entrance, find_entrance
+from peers.shared.invite_option import EntranceOptions, joins
+from swarm import config as configs
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import generate
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import ManualClock, SystemClock
+from swarm.rpc.entry import Entry
+from swarm.rpc.invite import Invite
+from swarm.types import PeerId
+from tests.support import locked
+from tests.support.shown_run import shown_run
+
+CONFIG = configs.load_preset("tiny")
+NODE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWQfGkQq4wGkyNqHUBd7HScWJGfNYsPzRUnGwkKDUdJhqZ"
+ENTRY = Entry(PeerId("ab" * 20), "192.0.2.1:4001")
+
+
+def _options(invite: str | None = None, *initial_peers: str, token: str | None = None) -> EntranceOptions:
+    return SimpleNamespace(invite=invite, initial_peers=initial_peers, token=token, insecure=False)
+
+
+def _find(options: EntranceOptions, *peers: str) -> Entrance:
+    clock = ManualClock(locked.NOW.timestamp())
+    return find_entrance(options, {}, role=Role.TRAINER, clock=clock, peers=peers)
+
+
+def _invite(*entries: Entry, is_locked: bool = False) -> str:
+    return str(Invite.fitting(CONFIG.run_id, entries or [ENTRY], is_locked=is_locked))
+
+
+async def test_an_invite_leads_to_the_addresses_that_its_peer_knows() -> None:
+    async with shown_run(CONFIG, generate(), NODE) as run:
+        gone = Entry(PeerId("cd" * 20), "127.0.0.1:1")
+        entrance = _find(_options(_invite(gone, run.entry)))
+        assert entrance.run == CONFIG.digest[:16]
+        assert await entrance.dht_addresses(SystemClock()) == (NODE,)
+        assert await _find(_options(), str(run.entry)).dht_addresses(SystemClock()) == (NODE,)
+
+
+async def test_addresses_are_taken_as_they_are() -> None:
+    entrance = _find(_options(None, NODE))
+    assert (entrance.entries, entrance.run) == ((), "")
+    assert await entrance.dht_addresses(SystemClock()) == (NODE,)
+
+
+async def test_an_invite_to_another_run_is_refused() -> None:
+    """The peer is the right one, and has begun another run since."""
+    other = dataclasses.replace(CONFIG, run="other")
+    async with shown_run(other, generate(), NODE) as run:
+        with pytest.raises(ValueError, match=r"^the invite is to another run than the one at .*, other\.[0-9a-f]{16}:"):
+            await _find(_options(_invite(run.entry))).dht_addresses(SystemClock())
+
+
+async def test_a_locked_run_wants_a_token_before_anybody_is_called() -> None:
+    with pytest.raises(ValueError, match=r"^the run is locked: ask its owner for a token, and say INVITE#TOKEN"):
+        _find(_options(_invite(is_locked=True)))
+    for options in (
+        _options(f"{_invite(is_locked=True)}#{locked.TRAINER_TOKEN}"),
+        _options(_invite(is_locked=True), token=str(locked.TRAINER_TOKEN)),
+    ):
+        entrance = _find(options)
+        assert str(entrance.token) == str(locked.TRAINER_TOKEN)
+        assert entrance.entries == (ENTRY,)
+
+
+def test_a_run_is_named_once() -> None:
+    assert not joins(_options())
+    assert joins(_options(None, NODE))
+    with pytest.raises(ValueError, match="INVITE and --initial-peers are two ways to the same"):
+        joins(_options(_invite(), NODE))
+
+
+async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(network, "SAY_SECONDS", 0.2)
+    monkeypatch.setattr(network, "LOOK_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    own = generate()
+    entrance = _find(_options(_invite(Entry(PeerId(own.peer_id), f"127.0.0.1:{port}"))))
+    with caplog.at_level(logging.WARNING):
+        finding = asyncio.create_task(entrance.dht_addresses(SystemClock()))
+        await asyncio.sleep(0.5)
+        async with shown_run(CONFIG, own, NODE, port):
+            assert await finding == (NODE,)
+    assert f"looking for the run at 127.0.0.1:{port}: 0 s so far, of 25; tried " in caplog.text
+    assert "the last time because no peer of the run answers: no swarm-peer answers at" in caplog.text
+
+
+async def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "JOIN_SECONDS", 0.1)
+    entrance = _find(_options(_invite(Entry(PeerId("cd" * 20), "127.0.0.1:1"))))
+    with pytest.raises(PeerUnavailable, match=r"^no peer of the run answers: no swarm-peer answers at 127\.0\.0\.1:1 "):
+        await entrance.dht_addresses(SystemClock())
