@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from peers.shared.invite_option import EntranceOptions
-from peers.shared.network import KnownPeers, patiently
+from peers.shared.network import KnownPeers
 from peers.shared.token_option import admitted, find_token
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
@@ -19,6 +19,7 @@ from swarm.dht.discovery import discover_config
 from swarm.dht.lookup import PeerStore
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
+from swarm.machine.patience import patiently
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
@@ -50,7 +51,7 @@ class Entrance:
         """Where the DHT is entered: as given, or as the peers say that are asked. Cancellation ends the search.
 
         Raises:
-            PeerUnavailable: none of them answered, for JOIN_SECONDS.
+            PeerUnavailable: none of them answered, for as long as `patiently` tries.
             ValueError, IncompatibleVersion: as of discover_config.
         """
         if not self.entries:

@@ -3,15 +3,13 @@
 Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or serves.
 """
 
-import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TypeVar
 
 from swarm import config as configs
 from swarm.config import RunConfig
@@ -22,6 +20,7 @@ from swarm.dht.discovery import discover_config
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
+from swarm.machine.patience import patiently
 from swarm.routing.router import Router
 from swarm.rpc.entry import Entry
 from swarm.types import PeerId, PeerRecord, PeerState
@@ -32,14 +31,8 @@ REFRESH_SECONDS = 2.0
 """Time between two looks into the DHT."""
 LOOK_SECONDS = 0.5
 """The same, while this process waits for what they show."""
-JOIN_SECONDS = 25.0
-"""How long a joiner looks for others, for the run's configuration and for its peers: they may all start just now."""
-SAY_SECONDS = 4.0
-"""After which it says what it is looking for, and how often it says so again."""
 RETURN_SECONDS = 12.0
 """Within which peers find one again that is back at its old address: see dht/node, RECONNECT_SECONDS."""
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -156,38 +149,6 @@ def say_who_may_join(authority: Authority | None) -> None:
         logger.info("this run is open: whoever reaches one of its peers can join")
     else:
         logger.info("this run is locked by owner %s", authority.fingerprint[:16])
-
-
-async def patiently(call: Callable[[], Awaitable[Result]], clock: Clock, looking_for: str) -> Result:
-    """What the call gives, which is made again and again until it is there; soon says what is looked for.
-
-    Raises:
-        PeerUnavailable: for JOIN_SECONDS it was not; what else the call raises is raised at once.
-    """
-    began_at = clock.monotonic()
-    attempts: list[PeerUnavailable] = []
-
-    async def say() -> None:
-        while True:
-            await clock.sleep(SAY_SECONDS)
-            why = f", the last time because {attempts[-1]}" if attempts else ""
-            logger.warning(
-                "looking for %s: %.0f s so far, of %.0f; tried %d times%s", looking_for, clock.monotonic() - began_at,
-                JOIN_SECONDS, len(attempts) + 1, why,
-            )  # fmt: skip
-
-    saying = asyncio.create_task(say())
-    try:
-        while True:
-            try:
-                return await call()
-            except PeerUnavailable as error:
-                attempts.append(error)
-                if clock.monotonic() > began_at + JOIN_SECONDS:
-                    raise
-                await clock.sleep(LOOK_SECONDS)
-    finally:
-        saying.cancel()
 
 
 def default_name() -> str:

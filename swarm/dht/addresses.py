@@ -22,16 +22,26 @@ _NODE = re.compile(
 )
 
 
-class OwnAddress(PeerUnavailable):
+class Unjoinable(PeerUnavailable):
+    """No node can be joined at the addresses that were given, however often it is tried."""
+
+
+class OwnAddress(Unjoinable):
     """All addresses that were given to enter the DHT are this very node's own."""
 
 
-def cannot_join(tried: Sequence[str], fault: str) -> PeerUnavailable:
-    """The error to raise if no node at these addresses can be joined. `fault` is what libp2p or hivemind says."""
-    kind = OwnAddress if "dial to self" in fault else PeerUnavailable
-    explanations = (text for needle, text in _EXPLANATIONS.items() if needle in fault)
-    default = "check the address, that a swarm-peer runs there, and that its port is open"
-    return kind(f"cannot join the DHT at {', '.join(tried)}: {next(explanations, default)}")
+def cannot_join(tried: Sequence[str], faults: Sequence[str]) -> PeerUnavailable:
+    """The error to raise if no node at these addresses can be joined.
+
+    Args:
+        faults: what libp2p or hivemind says of each.
+    """
+    explained = [text for fault in faults for needle, text in _EXPLANATIONS.items() if needle in fault]
+    where = f"cannot join the DHT at {', '.join(tried)}"
+    if len(explained) < len(faults):
+        return PeerUnavailable(f"{where}: check the address, that a swarm-peer runs there, and that its port is open")
+    kind = OwnAddress if all("dial to self" in fault for fault in faults) else Unjoinable
+    return kind(f"{where}: {explained[0]}")
 
 
 def is_node(address: str) -> bool:

@@ -55,7 +55,10 @@ async def discover_config(
                 f"the token is for the run of owner {authority.fingerprint[:16]}, and the run at {address} {theirs}: "
                 "take the address and the token from one line"
             )
-    raise PeerUnavailable(f"no run is announced at {address}: is a swarm-peer running there?")
+    raise PeerUnavailable(
+        f"no run is announced at {address}: nobody has begun one there, or its peers have left; a run's first peer is "
+        "started without an invite and without --initial-peers"
+    )
 
 
 async def _announced_runs(

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,16 @@ from swarm.dht.keepers import Keepers
 from swarm.dht.record_store import Found
 from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.dht.validator import RecordValidator
+from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.machine.disk import put_in_place
+from swarm.machine.patience import patiently
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
+LOOK_AROUND_SECONDS = 3.0
+"""Longest time for a node that has joined to get to know those around it."""
 
 
 class Kademlia:
@@ -150,7 +155,8 @@ async def launch(
         known: addresses of nodes.
         options: of p2pd.
         client_mode: ask others, but be asked by none and store nothing.
-        must_join: whether one of the known nodes, if there are any, has to answer.
+        must_join: whether one of the known nodes, if there are any, has to answer. It is waited for, since it may start
+            at the same moment.
 
     Raises:
         PeerUnavailable: none of them does, or what answers cannot be joined.
@@ -162,37 +168,60 @@ async def launch(
         undo.push_async_callback(process.stop)
         p2p = await P2P.replicate(Multiaddr(process.control_address))
         undo.push_async_callback(p2p.shutdown)
-        faults = await asyncio.gather(*(_connect(p2p, *_parse(address)) for address in known))
-        reached = [address for address, fault in zip(known, faults, strict=True) if fault is None]
-        if must_join and known and not reached:
-            raise addresses.cannot_join(known, str(faults[0]))
-        node = await _join(p2p, reached, client_mode, validator)
+        node = await _node_over(p2p, client_mode, validator)
+        if must_join and known:
+            enter = partial(_enter, p2p, node, known)
+            await patiently(enter, clock, "a node of the DHT to join", final=addresses.Unjoinable)
+        elif known:
+            with contextlib.suppress(PeerUnavailable):
+                await _enter(p2p, node, known)
         own = [] if client_mode else [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
         undo.pop_all()
     return Kademlia(process, p2p, node, own, clock, client_mode=client_mode)
 
 
-async def _join(p2p: Any, reached: Sequence[str], client_mode: bool, validator: RecordValidator) -> Any:
-    try:
-        node = await DHTNode.create(
-            p2p=p2p,
-            # It is the same after a restart. With a new one others would know one peer as two nodes, store every record
-            # there twice, and take the second refusal for an answer.
-            node_id=DHTID.generate(str(p2p.peer_id)),
-            initial_peers=reached,
-            client_mode=client_mode,
-            record_validator=validator,
-            # A cached record would hide what was stored under its key since.
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-        )
-    except (ValidationError, RuntimeError) as error:
-        raise addresses.cannot_join(reached, str(error)) from None
+async def _node_over(p2p: Any, client_mode: bool, validator: RecordValidator) -> Any:
+    """hivemind's node, which knows no other yet, and answers those that look for it."""
+    node = await DHTNode.create(
+        p2p=p2p,
+        # It is the same after a restart. With a new one others would know one peer as two nodes, store every record
+        # there twice, and take the second refusal for an answer.
+        node_id=DHTID.generate(str(p2p.peer_id)),
+        client_mode=client_mode,
+        record_validator=validator,
+        # A cached record would hide what was stored under its key since.
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+    )
     node.protocol.cache = NoCache()
     node.protocol.storage = BoundedStorage(validator)
     _bound(node.protocol.routing_table)
     return node
+
+
+async def _enter(p2p: Any, node: Any, known: Sequence[str]) -> None:
+    """Have a node join those of the known ones that answer. Raises PeerUnavailable if none does."""
+    faults = await asyncio.gather(*(_meet(p2p, node, address) for address in known))
+    if None not in faults:
+        raise addresses.cannot_join(known, [fault for fault in faults if fault is not None])
+    # It gets to know the nodes around it.
+    looking = asyncio.create_task(node.find_nearest_nodes([node.node_id]))
+    await asyncio.wait({looking}, timeout=LOOK_AROUND_SECONDS)
+    looking.cancel()
+
+
+async def _meet(p2p: Any, node: Any, address: str) -> str | None:
+    """Have two nodes know each other. Returns what was wrong, or None."""
+    endpoint, peer_id = _parse(address)
+    if (fault := await _connect(p2p, endpoint, peer_id)) is not None:
+        return fault
+    try:
+        # That each reaches the other, and that their clocks agree, is checked on both sides.
+        met = await node.protocol.call_ping(peer_id, validate=True)
+    except ValidationError as error:
+        return str(error)
+    return None if met is not None else "it does not answer"
 
 
 async def _connect(p2p: Any, endpoint: Any, peer_id: Any) -> str | None:

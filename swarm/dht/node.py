@@ -231,14 +231,15 @@ def start(
     announce_hosts: Sequence[str] = (),
     identity_path: Path | None = None,
     client_mode: bool = False,
-    timeout_seconds: float = 30.0,
+    timeout_seconds: float = 60.0,
 ) -> DhtNode:
     """Start a node and join the others. Blocks; imports hivemind, which takes seconds.
 
     Does not fork this process: gRPC and threads may be running already.
 
     Args:
-        initial_peers: addresses of nodes to join, of which one has to answer; none starts a new DHT.
+        initial_peers: addresses of nodes to join, of which one has to answer within patience.JOIN_SECONDS; without any a
+            new DHT begins.
         host: IP address to listen on.
         port: TCP port to listen on; 0 takes a free one.
         announce_hosts: names or IP addresses at which others reach this machine; without any, all that it sees itself.

@@ -1,7 +1,7 @@
 """Where a run is entered by gRPC alone: PEER_ID@HOST:PORT, of which an invite holds one or several.
 
-Used by swarm-peer, which has it in its log, and by dht/lookup, which connects. The id makes it safe to copy: a peer that
-answers has to show that id's certificate before it is told or asked anything. Never looks up where a peer is.
+Used by swarm-peer, which has it in its log, and by dht/lookup, which connects. The id makes it safe to copy: a peer
+that answers has to show that id's certificate before it is told or asked anything. Never looks up where a peer is.
 """
 
 import asyncio

@@ -40,7 +40,9 @@ async def test_a_joiner_finds_the_run(store: MemoryStore, clock: ManualClock) ->
 
 
 async def test_no_run(store: MemoryStore, clock: ManualClock) -> None:
-    with pytest.raises(PeerUnavailable, match=r"^no run is announced at /x: is a swarm-peer running there\?$"):
+    with pytest.raises(
+        PeerUnavailable, match=r"^no run is announced at /x: nobody has begun one there, or its peers have left; "
+    ):
         await discover_config(store, clock, address="/x")
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from swarm.dht import node as dht_node
 from swarm.dht.node import DhtNode
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import PeerUnavailable
+from swarm.machine import patience
 from swarm.machine.clock import SystemClock
 from tests.support import locked
 from tests.support.processes import is_running, wait_until_gone
@@ -322,8 +324,10 @@ async def test_what_a_stranger_has_a_node_cache_hides_nothing(start: Start) -> N
     ],
 )
 def test_who_cannot_join_is_told_why(
-    start: Start, first: DhtNode, capfd: pytest.CaptureFixture[str], address: str, reason: str
-) -> None:
+    start: Start, first: DhtNode, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str,
+    reason: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(patience, "JOIN_SECONDS", 0.3)
     address = address.format(first=first.addresses()[0].split("/p2p/")[0])
     with pytest.raises(PeerUnavailable, match=rf"^cannot join the DHT at {address}: {reason}") as caught:
         start([address])
@@ -334,6 +338,28 @@ def test_who_cannot_join_is_told_why(
 def test_one_address_of_several_suffices(start: Start, first: DhtNode) -> None:
     node = start([f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}", *first.addresses()], client_mode=True)
     node.shutdown()
+
+
+def test_those_that_start_at_the_same_moment_wait_for_each_other(start: Start, tmp_path: Path) -> None:
+    """Each is told all addresses, its own included. The one that begins the DHT comes last."""
+    options = [{"identity_path": tmp_path / f"{number}.p2p"} for number in range(3)]
+    known = list[str]()
+    for number, node in enumerate([start(**own) for own in options]):
+        known += node.addresses()
+        options[number]["port"] = int(node.addresses()[0].split("/")[4])
+        node.shutdown()
+    with ThreadPoolExecutor() as pool:
+        joiners = [pool.submit(start, known, **own) for own in options[1:]]
+        time.sleep(0.5)
+        first = start(**options[0])
+        expiration = time.time() + 30
+        value = _sealed("notes", expiration)
+        assert asyncio.run(first.store("notes", OWNER.peer_id, value, expiration))
+        for joiner in joiners:
+            node = joiner.result(timeout=30)
+            asyncio.run(_until_found(node, "notes"))
+            node.shutdown()
+    first.shutdown()
 
 
 def test_clients_cannot_be_joined(start: Start, first: DhtNode, careless: "Stranger") -> None:
@@ -554,6 +580,15 @@ async def test_reading_partly_survives_the_node_that_was_asked(start: Start, fir
     for _ in range(6):
         assert await reader.get("survives", partly=True) == {OWNER.peer_id: (value, expiration)}
     reader.shutdown()
+
+
+async def _until_found(node: DhtNode, key: str) -> None:
+    """Read until there is something."""
+    async with asyncio.timeout(20.0):
+        found: object = None
+        while not found:
+            with contextlib.suppress(PeerUnavailable):
+                found = await node.get(key)
 
 
 async def _until_alone(node: DhtNode) -> None:

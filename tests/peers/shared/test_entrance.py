@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from peers.shared import network
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.invite_option import EntranceOptions, joins
 from swarm import config as configs
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
+from swarm.machine import patience
 from swarm.machine.clock import ManualClock, SystemClock
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
@@ -85,8 +85,8 @@ def test_a_run_is_named_once() -> None:
 async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(network, "SAY_SECONDS", 0.2)
-    monkeypatch.setattr(network, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(patience, "SAY_SECONDS", 0.2)
+    monkeypatch.setattr(patience, "RETRY_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
     own = generate()
@@ -101,7 +101,7 @@ async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
 
 
 async def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(patience, "JOIN_SECONDS", 0.1)
     entrance = _find(_options(_invite(Entry(PeerId("cd" * 20), "127.0.0.1:1"))))
     with pytest.raises(PeerUnavailable, match=r"^no peer of the run answers: no swarm-peer answers at 127\.0\.0\.1:1 "):
         await entrance.dht_addresses(SystemClock())

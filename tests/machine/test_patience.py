@@ -1,0 +1,100 @@
+"""Trying again for a while: how long, and what is said meanwhile."""
+
+import asyncio
+import logging
+
+import pytest
+
+from swarm.errors import PeerUnavailable
+from swarm.machine.patience import JOIN_SECONDS, SAY_SECONDS, patiently
+from tests.support.virtual_time import LoopClock, in_virtual_time
+
+
+class _Hopeless(PeerUnavailable):
+    """No other attempt would change it."""
+
+
+class _Peer:
+    """Is there after so many calls, each of which takes its time."""
+
+    def __init__(self, num_faults: float, fault: Exception | None = None, seconds: float = 0.0) -> None:
+        self.num_calls = 0
+        self._num_faults = num_faults
+        self._fault = fault or PeerUnavailable("it is not there")
+        self._seconds = seconds
+
+    async def ask(self) -> str:
+        self.num_calls += 1
+        await asyncio.sleep(self._seconds)
+        if self.num_calls <= self._num_faults:
+            raise self._fault
+        return "here"
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return caplog.records
+
+
+@in_virtual_time
+async def test_whoever_is_there_is_not_waited_for() -> None:
+    assert await patiently(_Peer(0).ask, LoopClock(), "a peer") == "here"
+    assert LoopClock().monotonic() == 0.0
+
+
+@in_virtual_time
+async def test_whoever_comes_later_is_found() -> None:
+    assert await patiently(_Peer(10).ask, LoopClock(), "a peer") == "here"
+    assert LoopClock().monotonic() < JOIN_SECONDS
+
+
+def test_soon_it_says_what_it_looks_for(said: list[logging.LogRecord]) -> None:
+    times = list[float]()
+
+    @in_virtual_time
+    async def look() -> None:
+        peer = _Peer(30, seconds=0.5)
+        looking = asyncio.create_task(patiently(peer.ask, LoopClock(), "a peer"))
+        while not looking.done():
+            if len(said) > len(times):
+                times.append(LoopClock().monotonic())
+            await asyncio.sleep(0.1)
+
+    look()
+    assert times[0] < 5.0
+    assert times[1] - times[0] == pytest.approx(SAY_SECONDS, abs=0.2)
+    assert said[0].getMessage() == (
+        "looking for a peer: 4 s so far, of 25; tried 5 times, the last time because it is not there"
+    )
+
+
+def test_an_attempt_that_takes_long_is_no_silence_either(said: list[logging.LogRecord]) -> None:
+    @in_virtual_time
+    async def look() -> None:
+        await patiently(_Peer(0, seconds=9.0).ask, LoopClock(), "a peer")
+
+    look()
+    assert [record.getMessage() for record in said] == [
+        "looking for a peer: 4 s so far, of 25; tried 1 times",
+        "looking for a peer: 8 s so far, of 25; tried 1 times",
+    ]
+
+
+@in_virtual_time
+async def test_it_ends_with_the_last_fault() -> None:
+    with pytest.raises(PeerUnavailable, match="it is not there"):
+        await patiently(_Peer(1000).ask, LoopClock(), "a peer")
+    assert JOIN_SECONDS <= LoopClock().monotonic() <= JOIN_SECONDS + 1.0
+
+
+@pytest.mark.parametrize("fault", [_Hopeless("another peer answers there"), ValueError("a wrong token")])
+def test_what_will_not_change_ends_it_at_once(fault: Exception) -> None:
+    peer = _Peer(1000, fault)
+
+    @in_virtual_time
+    async def look() -> None:
+        await patiently(peer.ask, LoopClock(), "a peer", final=_Hopeless)
+
+    with pytest.raises(type(fault), match=str(fault)):
+        look()
+    assert peer.num_calls == 1
