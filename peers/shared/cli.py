@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import tyro
 
@@ -66,7 +66,7 @@ def arguments(options: Any) -> list[str]:
 
 def _is_repeated(annotation: object) -> bool:
     """Whether each of the option's values comes with the option."""
-    [marker] = get_args(tyro.conf.UseAppendAction[tuple[str, ...]])[1:]
+    [marker] = tyro.conf.UseAppendAction[tuple[str, ...]].__metadata__
     return marker in getattr(annotation, "__metadata__", ())
 
 

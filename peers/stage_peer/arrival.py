@@ -10,13 +10,14 @@ import logging
 import os
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from peers.shared.membership import Membership
 from peers.shared.network import say_who_may_join
+from peers.stage_peer.listen import Listen
 from peers.stage_peer.options import PeerOptions
 from swarm.credentials.token import Token
-from swarm.dht.node import DhtNode
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.types import PeerId
@@ -28,7 +29,7 @@ class Arrival:
     """One peer's."""
 
     def __init__(
-        self, *, options: PeerOptions, membership: Membership, node: DhtNode, device: str, token: Token | None,
+        self, *, options: PeerOptions, membership: Membership, listen: Listen, device: str, token: Token | None,
         is_new: bool,
     ) -> None:  # fmt: skip
         """
@@ -39,31 +40,36 @@ class Arrival:
         """
         self._options = options
         self._membership = membership
-        self._node = node
+        self._listen = listen
         self._device = device
         self._token = token
         self._is_new = is_new
         self._has_said = False
 
-    def serves(self, stage: int, endpoint: str) -> None:
-        """Tell that a stage is served now. Raises OSError if that cannot be written the first time."""
+    def serves(self, stage: int, endpoints: Sequence[str]) -> None:
+        """Tell that a stage is served now, at its endpoints, the best first.
+
+        Raises:
+            OSError: that cannot be written the first time.
+        """
         is_first, self._has_said = not self._has_said, True
         if is_first:
             say_who_may_join(self._membership.identity.authority)
-            self._say_how_to_join(stage, endpoint)
+            self._say_how_to_join(stage, endpoints)
         if self._options.ready_file is None:
             return
         try:
-            self._write(self._options.ready_file, stage, endpoint)
+            self._write(self._options.ready_file, stage, endpoints[0])
         except OSError as error:
             if is_first:
                 raise
             logger.warning("%s still names the former stage: %s", self._options.ready_file, error.strerror)
 
-    def _say_how_to_join(self, stage: int, endpoint: str) -> None:
+    def _say_how_to_join(self, stage: int, endpoints: Sequence[str]) -> None:
         """Print the lines with which others come, for an invite that names several peers where there are several."""
         config, known = self._membership.config, self._membership.known
-        entries = [Entry(PeerId(self._membership.peer_id), endpoint), *known.entries(4)]
+        own_id = PeerId(self._membership.peer_id)
+        entries = [*(Entry(own_id, endpoint) for endpoint in endpoints[:2]), *known.entries(4)]
         invite = Invite.fitting(config.run_id, entries, is_locked=self._token is not None)
         word = f"{invite}#TOKEN" if self._token else str(invite)
         insecure = " --insecure" if self._options.insecure else ""
@@ -76,7 +82,7 @@ class Arrival:
         print(f"  watch:  swarm-status {word} --watch{insecure}", flush=True)
         if self._token:
             print("  TOKEN comes from the run's owner: swarm-keys issue FILE --role peer, or trainer", flush=True)
-        addresses = list(dict.fromkeys([*outside_addresses(self._node)[:2], *known.dht_addresses(4)]))[:5]
+        addresses = list(dict.fromkeys([*self._listen.dht_addresses[:2], *known.dht_addresses(4)]))[:5]
         logger.info("addresses for --initial-peers: %s; for swarm-status --peer: %s", " ".join(addresses), entries[0])
 
     def _write(self, path: Path, stage: int, endpoint: str) -> None:
@@ -85,7 +91,7 @@ class Arrival:
             "peer_id": identity.peer_id,
             "stage": stage,
             "endpoint": endpoint,
-            "dht_addresses": outside_addresses(self._node),
+            "dht_addresses": self._listen.dht_addresses,
             "device": self._device,
             "certificate_pem": "" if self._options.insecure else identity.certificate_pem,
             "time": time.time(),
@@ -112,13 +118,6 @@ def require_ready_file(path: Path | None) -> None:
         temporary.unlink()
     except OSError as error:
         raise ValueError(f"--ready-file {path}: cannot be written: {error.strerror}") from None
-
-
-def outside_addresses(node: DhtNode) -> list[str]:
-    """Where others enter the DHT: the addresses that reach beyond this machine, if it has any."""
-    addresses = node.addresses()
-    outside = [address for address in addresses if address.split("/")[2] != "::1" and "/127." not in address]
-    return outside or addresses
 
 
 def _temporary(path: Path) -> Path:

@@ -8,12 +8,13 @@ whose state it has not got, and never leaves one that nobody else serves. When t
 import asyncio
 import gc
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from peers.shared import process
 from peers.shared.network import LOOK_SECONDS
+from peers.stage_peer.listen import Listen
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.server import StageServer
 from swarm.errors import Fatal, SwarmError
@@ -47,16 +48,6 @@ class Move:
     """When it began to drain, on the monotonic clock."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listen:
-    """Where a server listens, and what others are told of it; see StageServer.serving."""
-
-    host: str
-    port: int
-    announced_host: str
-    dht_address: str
-
-
 ServerFactory = Callable[[int, int, bool, asyncio.TaskGroup], Awaitable[StageServer]]
 """Makes a stage's server, once it has what that begins with: stage, moves so far, whether it comes from another stage,
 tasks."""
@@ -67,12 +58,12 @@ class Mover:
 
     def __init__(
         self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listen, clock: Clock, event_log: Events,
-        stop: asyncio.Event, on_serving: Callable[[int, str], None],
+        stop: asyncio.Event, on_serving: Callable[[int, Sequence[str]], None],
     ) -> None:  # fmt: skip
         """
         Args:
             stop: set when the peer is to leave the run.
-            on_serving: told stage and endpoint whenever a stage is served.
+            on_serving: told stage and endpoints, the best first, whenever a stage is served.
         """
         self._make_server = make_server
         self._rebalancer = rebalancer
@@ -126,19 +117,16 @@ class Mover:
         try:
             async with asyncio.TaskGroup() as tasks:
                 has_moved = move is not None and stage == move.to_stage
-                listen = self._listen
                 async with asyncio.timeout(None) as entering:
                     stopping = tasks.create_task(self._end_at_stop(entering))
                     server = await self._make_server(stage, self._num_moves + has_moved, move is not None, tasks)
-                    async with server.serving(
-                        listen.host, listen.port, listen.announced_host, listen.dht_address
-                    ) as endpoint:
+                    async with server.serving(self._listen) as endpoints:
                         stopping.cancel()
                         serving = not entering.expired()
                         if serving:
                             entering.reschedule(None)
                         await self._arrived(stage, move)
-                        self._on_serving(stage, endpoint)
+                        self._on_serving(stage, endpoints)
                         next_move = await self._stay(server, stage)
         except* (SwarmError, OSError, ValueError) as faults:
             if serving or (move is None and not self._stop.is_set()):

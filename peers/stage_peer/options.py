@@ -12,7 +12,7 @@ import tyro
 
 from peers.shared import cli, process
 from peers.shared.invite_option import InviteOption, joins
-from swarm.dht.addresses import is_host
+from peers.stage_peer.listen import Outside
 
 DEFAULT_REBALANCE_SECONDS = 60.0
 
@@ -66,15 +66,18 @@ class PeerOptions:
     free memory, as cuda does."""
     threads: int = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
-    host: str = "0.0.0.0"
-    """IP address to listen on."""
+    host: str = ""
+    """IP address to listen on; left out, all of this machine's, of IPv4 and IPv6."""
     port: int = 0
     """TCP port for tensors (gRPC); 0 takes a free one."""
     dht_port: int = 0
     """TCP port for the DHT; 0 takes a free one."""
-    announce: str | None = None
-    """Host name or IP address at which others reach this machine; left out, its own address on the way to the initial
-    peers, or on its default way."""
+    announce: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """HOST[:PORT] at which others reach this machine's --port, once for each such address, the best first. Without a
+    port it is the same one, and counts for the DHT as well. Left out, these are its own addresses, first the one on the
+    way to the peers that it joins."""
+    announce_dht: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """HOST[:PORT] at which others reach its --dht-port, likewise."""
     identity: Path | None = None
     """File with this peer's key, made if missing; by default one per stage in ~/.cache/swarm."""
     name: str = ""
@@ -139,8 +142,11 @@ class PeerOptions:
             if getattr(self, name) is not None and self.checkpoint is None:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
-        if self.announce is not None and not is_host(self.announce.lower()):
-            raise ValueError(f"--announce takes a host name or an IP address, without port: not {self.announce!r}")
+        for option, outside in (("--announce", self.outside), ("--announce-dht", self.outside_dht)):
+            for one in outside:
+                one.require_heard(self.host, option=option)
+        if any(outside.port for outside in self.outside) and not self.announce_dht:
+            raise ValueError("--announce HOST:PORT is of gRPC alone: say --announce-dht HOST:PORT for the DHT as well")
         cli.require_name(self.name)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
@@ -164,6 +170,18 @@ class PeerOptions:
         if self.stage is not None:
             return self.stage
         return "auto" if self.invite is not None else 0
+
+    @property
+    def outside(self) -> tuple[Outside, ...]:
+        """Where others reach its gRPC port, if it was told."""
+        return tuple(Outside.parse(text, option="--announce") for text in self.announce)
+
+    @property
+    def outside_dht(self) -> tuple[Outside, ...]:
+        """Where others enter the DHT, if it was told."""
+        if not self.announce_dht:
+            return tuple(Outside(outside.host) for outside in self.outside)
+        return tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
 
     @property
     def lora_options(self) -> dict[str, Any]:

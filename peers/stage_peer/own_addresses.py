@@ -2,67 +2,106 @@
 
 Used by swarm-peer before it starts its DHT node. The way that the system takes to the peers that are joined decides,
 and then its default way. Addresses of bridges to containers and virtual machines are left out: every machine with
-Docker has the same one. `announced_hosts` is pure; the rest asks the system, and sends no packet.
+Docker has the same one. `candidates` is pure; the rest asks the system, and sends no packet.
 """
 
 import ipaddress
+import logging
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import psutil
 
+logger = logging.getLogger(__name__)
+
 _ELSEWHERE = {4: "203.0.113.1", 6: "2001:db8::1"}
 """Addresses that nobody has (RFC 5737 and 3849): the way to them is the default one."""
-_BRIDGE = re.compile(r"(docker|br-|veth|virbr|cni|podman|flannel|cali|lxc|lxd|incus|vmnet|vboxnet)")
+_BRIDGE = re.compile(r"(docker|br-|veth|virbr|cni|podman|nerdctl|flannel|cali|kube|lxc|lxd|incus|vmnet|vboxnet)")
+_DOCKER = "172.17.0.1"
+"""Docker's own bridge, whatever its name."""
 _HOST = re.compile(r"/(?:ip4|ip6|dns[46]?)/([^/]+)/tcp/(\d+)")
 
 
-def announced_hosts(
-    host: str, interfaces: Mapping[str, Sequence[str]], *, towards_peers: Sequence[str], by_default: str | None
-) -> list[str]:
-    """The IP addresses to announce, the best first, those of the loopback last.
+@dataclass(frozen=True)
+class Candidates:
+    """Addresses that a machine could announce.
+
+    Attributes:
+        outside: those that lead beyond this machine, the best first.
+        loopback: those that do not.
+        is_decided: whether the first is known to be on the way to others, or is the only one.
+    """
+
+    outside: tuple[str, ...]
+    loopback: tuple[str, ...]
+    is_decided: bool
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Where others reach this machine: beyond it, if there is such a way."""
+        return self.outside or self.loopback
+
+    def say_if_undecided(self) -> None:
+        """A line in the log that lists the addresses, if nothing tells which of them others use."""
+        if not self.is_decided:
+            logger.warning(
+                "this machine has no default route and several addresses: %s; others are told %s first. If they reach "
+                "it by another one, say --announce HOST", ", ".join(self.outside), self.outside[0],
+            )  # fmt: skip
+
+
+def candidates(
+    host: str, interfaces: Mapping[str, Sequence[str]], *, towards_peers: Sequence[str], by_default: Sequence[str]
+) -> Candidates:
+    """What to announce for a peer that listens at `host`.
 
     Args:
-        host: IP address to listen on; any but 0.0.0.0 and :: is the only one that can be announced.
+        host: IP address to listen on, or empty for all of IPv4 and IPv6. Any but that, 0.0.0.0 and :: is the only one
+            that can be announced.
         interfaces: the addresses of each network interface, by its name.
         towards_peers: the own address on the way to each peer that is joined.
-        by_default: the own address on the default way. What carries that is no container's bridge, whatever its name.
+        by_default: the own addresses on the default ways. What carries one is no container's bridge, whatever its name.
     """
-    listens_at = ipaddress.ip_address(host)
-    if not listens_at.is_unspecified:
-        return [host]
-    outside, bridges, loopback = [], set(), []
+    versions = {4, 6}
+    if host:
+        listens_at = ipaddress.ip_address(host)
+        if not listens_at.is_unspecified:
+            return Candidates((host,), (), is_decided=True)
+        versions = {listens_at.version}
+    outside, loopback = [], []
     for name, addresses in interfaces.items():
         for address in addresses:
             ip = ipaddress.ip_address(address)
-            if ip.version != listens_at.version or ip.is_link_local:
+            is_bridge = _BRIDGE.match(name) is not None or address == _DOCKER
+            if ip.version not in versions or ip.is_link_local or (is_bridge and address not in by_default):
                 continue
-            if ip.is_loopback:
-                loopback.append(address)
-            elif _BRIDGE.match(name) and address != by_default:
-                bridges.add(address)
-            else:
-                outside.append(address)
-    preferred = [address for address in (*towards_peers, by_default) if address in outside]
-    return list(dict.fromkeys([*preferred, *outside, *loopback]))
+            (loopback if ip.is_loopback else outside).append(address)
+    preferred = [address for address in (*towards_peers, *by_default) if address in outside]
+    return Candidates(
+        outside=tuple(dict.fromkeys([*preferred, *outside])),
+        loopback=tuple(loopback),
+        is_decided=bool(preferred) or len(outside) < 2,
+    )
 
 
-def own_hosts(host: str, initial_peers: Sequence[str]) -> list[str]:
+def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:
     """The same for this machine, for a peer that joins at these DHT addresses.
 
-    Empty where `host` is no IP address. The DHT node complains of that, and of initial peers that are no addresses,
-    which are passed over here.
+    There are none where `host` is no IP address. The DHT node complains of that, and of initial peers that are no
+    addresses, which are passed over here.
     """
     try:
-        version = ipaddress.ip_address(host).version
+        versions = [ipaddress.ip_address(host).version] if host else [4, 6]
     except ValueError:
-        return []
-    found = filter(None, map(_HOST.match, initial_peers))
-    towards = (own_address(peer[1], int(peer[2]), version) for peer in found)
-    return announced_hosts(
+        return Candidates((), (), is_decided=True)
+    found = [match for match in map(_HOST.match, initial_peers) if match is not None]
+    towards = [own_address(peer[1], int(peer[2]), version) for peer in found for version in versions]
+    by_default = [own_address(_ELSEWHERE[version], 9, version) for version in versions]
+    return candidates(
         host, _interfaces(), towards_peers=[address for address in towards if address is not None],
-        by_default=own_address(_ELSEWHERE[version], 9, version),
+        by_default=[address for address in by_default if address is not None],
     )  # fmt: skip
 
 

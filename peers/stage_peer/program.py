@@ -35,14 +35,15 @@ from peers.shared.network import (
 from peers.shared.own_figures import OwnFigures, exporting
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
-from peers.stage_peer.arrival import Arrival, outside_addresses, require_ready_file
+from peers.stage_peer.arrival import Arrival, require_ready_file
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.contents import Contents
 from peers.stage_peer.identity_file import claim_identity
 from peers.stage_peer.incarnation import Incarnation, Rivals
-from peers.stage_peer.mover import Listen, Mover
+from peers.stage_peer.listen import Listen, Outside
+from peers.stage_peer.mover import Mover
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_addresses import own_hosts
+from peers.stage_peer.own_addresses import own_candidates
 from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
 from peers.stage_peer.own_model import OwnModel, open_model
 from peers.stage_peer.rebalancer import Rebalancer
@@ -78,8 +79,7 @@ def main(argv: Sequence[str]) -> int:
     clock = SystemClock()
     entrance = find_entrance(options, os.environ, role=Role.PEER, clock=clock)
     token = entrance.token
-    announce = options.announce and options.announce.lower()
-    options = dataclasses.replace(options, announce=announce, name=options.name or default_name())
+    options = dataclasses.replace(options, name=options.name or default_name())
     require_ready_file(options.ready_file)
     cache = cache_folder()
     device = device_of(options.device, random.SystemRandom())
@@ -100,11 +100,13 @@ def main(argv: Sequence[str]) -> int:
             "INVITE", options.first_stage,
         )  # fmt: skip
     member = admitted(identity.identity, token)
-    node = enter_dht(options, addresses, member, identity.libp2p_path)
+    outside, outside_dht = outside_of(options, addresses)
+    node = enter_dht(options, addresses, outside_dht, member, identity.libp2p_path)
     try:
+        listen = Listen(host=options.host, port=options.port, outside=outside, dht_addresses=tuple(node.addresses()))
         start = Start(
             options=options, config=own, model=model, entrance=entrance, addresses=addresses, identity=member,
-            node=node, device=device, checkpoints=checkpoints, events=events, returns=returns,
+            node=node, listen=listen, device=device, checkpoints=checkpoints, events=events, returns=returns,
         )  # fmt: skip
         run_loop(run(start))
     finally:
@@ -112,14 +114,29 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def enter_dht(options: PeerOptions, initial_peers: Sequence[str], member: Identity, libp2p_path: Path) -> DhtNode:
+def outside_of(options: PeerOptions, addresses: Sequence[str]) -> tuple[tuple[Outside, ...], tuple[Outside, ...]]:
+    """Where others reach this peer's gRPC server, and where its DHT node: as it was told, or as this machine has it.
+
+    Args:
+        addresses: at which it enters the DHT.
+    """
+    if options.outside and options.outside_dht:
+        return options.outside, options.outside_dht
+    own = own_candidates(options.host, addresses)
+    own.say_if_undecided()
+    hosts = tuple(map(Outside, own.hosts))
+    return options.outside or hosts, options.outside_dht or hosts
+
+
+def enter_dht(
+    options: PeerOptions, initial_peers: Sequence[str], outside: Sequence[Outside], member: Identity, libp2p_path: Path
+) -> DhtNode:
     """Start this peer's node. Raises what dht_node.start raises, and Fatal if another process has this identity."""
     clock = SystemClock()
     try:
         return dht_node.start(
             clock=clock, initial_peers=initial_peers, host=options.host, port=options.dht_port,
-            announce_hosts=[options.announce] if options.announce else own_hosts(options.host, initial_peers),
-            identity_path=libp2p_path,
+            announce=[(one.host, one.port) for one in outside], identity_path=libp2p_path,
         )  # fmt: skip
     except OwnAddress:
         # Either the process that has this address has died, or its key files were copied to here.
@@ -159,6 +176,7 @@ class Start:
     """Where the DHT is entered; none for a new run."""
     identity: Identity
     node: DhtNode
+    listen: Listen
     device: torch.device
     checkpoints: CheckpointWriter | None
     events: Events
@@ -198,13 +216,6 @@ class Start:
             incarnation=incarnation,
         )
 
-    @property
-    def listen(self) -> Listen:
-        """Where its servers listen, and what others are told of it."""
-        options, address = self.options, outside_addresses(self.node)[0]
-        host = options.announce or address.split("/")[2]
-        return Listen(host=options.host, port=options.port, announced_host=host, dht_address=address)
-
 
 async def run(start: Start) -> None:
     """Join, serve and leave. Raises what `serve` and `exporting` raise."""
@@ -231,7 +242,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         checkpoints=options.resume,
     )  # fmt: skip
     arrival = Arrival(
-        options=options, membership=member, node=start.node, device=str(start.device), token=start.entrance.token,
+        options=options, membership=member, listen=start.listen, device=str(start.device), token=start.entrance.token,
         is_new=not (options.joins or start.returns or options.resume),
     )  # fmt: skip
 

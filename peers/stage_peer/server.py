@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -18,6 +18,7 @@ from peers.shared.membership import Membership
 from peers.stage_peer import resume
 from peers.stage_peer.checkpoints import Checkpoints
 from peers.stage_peer.incarnation import Rivals
+from peers.stage_peer.listen import Listen
 from peers.stage_peer.news import StageNews
 from peers.stage_peer.others import find_others
 from peers.stage_peer.own_backend import own_backend
@@ -126,8 +127,8 @@ class StageServer:
         self._rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: self.presence.endpoint)
 
     @asynccontextmanager
-    async def serving(self, host: str, port: int, announced_host: str, dht_address: str) -> AsyncIterator[str]:
-        """Have the stage's state and serve it inside the block; gives the endpoint that others are told.
+    async def serving(self, listen: Listen) -> AsyncIterator[Sequence[str]]:
+        """Have the stage's state and serve it inside the block; gives the endpoints that others are told.
 
         Raises:
             ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
@@ -140,9 +141,8 @@ class StageServer:
         )
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
         credentials = None if self._options.insecure else tls.server_credentials(identity)
-        announced = f"[{announced_host}]" if ":" in announced_host else announced_host
-        endpoint = f"{announced}:{bind_server(server, host, port, credentials)}"
-        self.presence.listens(endpoint, dht_address)
+        endpoints = listen.endpoints(bind_server(server, listen.host, listen.port, credentials))
+        self.presence.listens(endpoints[0], listen.dht_addresses[0] if listen.dht_addresses else "")
         if self._options.graph_bytes is None:
             limit_bytes = self.stage.context.backend.budget.limit_bytes
             logger.info("up to %s of %s for autograd graphs", in_words(limit_bytes), self._options.device)
@@ -178,7 +178,7 @@ class StageServer:
                     lambda: PeerRow.of(self.presence.record(), self._describe()), run=self._config.run_id,
                     stage=str(self.stage.number),
                 )  # fmt: skip
-                yield endpoint
+                yield endpoints
                 for task in (averaging, reporting, *background):
                     task.cancel()
         finally:

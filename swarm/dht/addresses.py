@@ -81,6 +81,16 @@ def is_host(name: str) -> bool:
     return len(name) < 254 and all(re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", label) for label in labels)
 
 
+def everywhere() -> list[str]:
+    """What to listen on for all addresses of this machine: IPv4's, and IPv6's where the system has that."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return ["0.0.0.0"]
+    return ["0.0.0.0", "::"]
+
+
 def require_free_port(host: str, port: int) -> int:
     """Check that a port of this machine is free, and return it; 0 stands for any, and one is chosen.
 
@@ -93,6 +103,9 @@ def require_free_port(host: str, port: int) -> int:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                # As libp2p does, which may listen on the same port of IPv4 as well.
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind((host, port))
             chosen: int = probe.getsockname()[1]
             return chosen

@@ -226,9 +226,9 @@ def start(
     *,
     clock: Clock,
     initial_peers: Sequence[str] = (),
-    host: str = "0.0.0.0",
+    host: str = "",
     port: int = 0,
-    announce_hosts: Sequence[str] = (),
+    announce: Sequence[tuple[str, int]] = (),
     identity_path: Path | None = None,
     client_mode: bool = False,
     timeout_seconds: float = 60.0,
@@ -238,11 +238,12 @@ def start(
     Does not fork this process: gRPC and threads may be running already.
 
     Args:
-        initial_peers: addresses of nodes to join, of which one has to answer within patience.JOIN_SECONDS; without any a
-            new DHT begins.
-        host: IP address to listen on.
+        initial_peers: addresses of nodes to join, of which one has to answer within patience.JOIN_SECONDS; without any,
+            a new DHT begins.
+        host: IP address to listen on; empty for all of this machine's, of IPv4 and, where it has that, of IPv6.
         port: TCP port to listen on; 0 takes a free one.
-        announce_hosts: names or IP addresses at which others reach this machine; without any, all that it sees itself.
+        announce: names or IP addresses at which others reach this machine, each with the port there, or 0 for the one
+            that is listened on; without any, all addresses that it sees itself.
         identity_path: file with the node's libp2p key, made if missing, so that its address stays the same.
         client_mode: ask others, but be asked by none and store nothing.
 
@@ -253,7 +254,7 @@ def start(
     """
     for address in initial_peers:
         addresses.split(address)
-    options = CLIENT_OPTIONS if client_mode else _server_options(host, port, announce_hosts)
+    options = CLIENT_OPTIONS if client_mode else _server_options(host, port, announce)
     level = logging.getLogger("hivemind").level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -283,10 +284,13 @@ def start(
         raise
 
 
-def _server_options(host: str, port: int, announce_hosts: Sequence[str]) -> list[str]:
+def _server_options(host: str, port: int, announce: Sequence[tuple[str, int]]) -> list[str]:
     """Options of p2pd for a node that others can ask. Raises ValueError if the port is in use."""
-    port = addresses.require_free_port(host, port)
-    options = ["-dhtServer=1", f"-hostAddrs={addresses.at(host, port)}"]
-    if announce_hosts:
-        options.append(f"-announceAddrs={','.join(addresses.at(host, port) for host in announce_hosts)}")
+    hosts = [host] if host else addresses.everywhere()
+    for one in hosts:
+        port = addresses.require_free_port(one, port)
+    options = ["-dhtServer=1", f"-hostAddrs={','.join(addresses.at(one, port) for one in hosts)}"]
+    if announce:
+        outside = (addresses.at(name, outer_port or port) for name, outer_port in announce)
+        options.append(f"-announceAddrs={','.join(outside)}")
     return options

@@ -190,12 +190,16 @@ class ChannelPool:
 def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
     """Have a server, made with SERVER_OPTIONS, listen. Port 0 takes a free one; without credentials there is no TLS.
 
+    Args:
+        host: IP address; empty for all of this machine's, of IPv4 and IPv6.
+
     Returns:
         The port.
 
     Raises:
         ValueError: the port is in use, or the host is no address of this machine.
     """
+    host = host or "::"
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         if credentials is None:

@@ -393,7 +393,7 @@ def test_slowness_is_one_line(start: Start) -> None:
 
 
 def test_a_restart_keeps_the_address(start: Start, tmp_path: Path) -> None:
-    options = {"identity_path": tmp_path / "state" / "libp2p.key", "announce_hosts": ["peer.example"]}
+    options = {"identity_path": tmp_path / "state" / "libp2p.key", "announce": [("peer.example", 0)]}
     node = start(**options)
     node.shutdown()
     again = start(**options, port=int(node.addresses()[0].split("/")[4]))
@@ -404,7 +404,7 @@ def test_a_restart_keeps_the_address(start: Start, tmp_path: Path) -> None:
 
 def test_several_addresses_are_announced_in_the_order_in_which_they_are_given(start: Start) -> None:
     hosts = ["198.18.0.9", "10.9.0.7", "127.0.0.1"]
-    assert [address.split("/")[2] for address in start(announce_hosts=hosts).addresses()] == hosts
+    assert [address.split("/")[2] for address in start(announce=[(host, 0) for host in hosts]).addresses()] == hosts
 
 
 async def test_a_restarted_node_is_one_node_to_others(start: Start, tmp_path: Path) -> None:

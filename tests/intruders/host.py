@@ -31,6 +31,7 @@ from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.support import locked
 from tests.support.chain import cancelled_tasks
+from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
 
 STAGE = 1
@@ -111,7 +112,7 @@ async def running(
     )  # fmt: skip
     async with cancelled_tasks() as tasks:
         server = StageServer(member, STAGE, tasks, options)
-        async with server.serving("127.0.0.1", 0, "127.0.0.1", "") as endpoint:
+        async with server.serving(HERE) as [endpoint]:
             record = server.presence.record()
             assert record.endpoint == endpoint
             router.update(STAGE, [record])

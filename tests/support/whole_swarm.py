@@ -36,6 +36,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.training.samples import TOKENS
 from swarm.types import TRAINER_STAGE
 from tests.support.chain import tokens
+from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
 
 LOOK_SECONDS = 0.2
@@ -100,7 +101,7 @@ class WholeSwarm:
             await member.known.look(member.directory, stages)
             tasks.create_task(member.directory.watch(stages, member.known.update, LOOK_SECONDS))
             peer.server = StageServer(member, peer.stage, tasks, options)
-            async with peer.server.serving("127.0.0.1", 0, "127.0.0.1", ""):
+            async with peer.server.serving(HERE):
                 serving.set_result(None)
                 await asyncio.Event().wait()
 

@@ -13,7 +13,7 @@ import torch
 from peers.shared.membership import Membership
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.contents import Contents
-from peers.stage_peer.mover import Listen, Mover
+from peers.stage_peer.mover import Mover
 from peers.stage_peer.own_model import OwnModel
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
@@ -34,6 +34,7 @@ from swarm.stage.boundary import TOKENS
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord
 from tests.support.chain import tokens
+from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
 
 
@@ -106,7 +107,7 @@ class LocalPeer:
         mover = Mover(
             make_server=self.make_server, rebalancer=self.rebalancer, clock=self.clock, event_log=self.log,
             stop=self.stop,
-            listen=Listen(host="127.0.0.1", port=0, announced_host="127.0.0.1", dht_address=""),
+            listen=HERE,
             on_serving=lambda stage, _: self.served.put_nowait(stage),
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:

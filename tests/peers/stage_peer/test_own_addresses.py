@@ -1,6 +1,7 @@
 """Which of a machine's addresses a peer announces."""
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from peers.stage_peer.own_addresses import announced_hosts, own_address, own_hosts
+from peers.stage_peer.own_addresses import Candidates, candidates, own_address, own_candidates
 
 LAPTOP = {
     "lo": ["127.0.0.1", "::1"],
@@ -24,42 +25,91 @@ LAPTOP = {
 @pytest.mark.parametrize(
     ("towards", "by_default", "hosts"),
     [
-        ([], "192.168.1.7", ["192.168.1.7", "10.9.0.7", "127.0.0.1"]),
-        (["10.9.0.7"], "192.168.1.7", ["10.9.0.7", "192.168.1.7", "127.0.0.1"]),
-        (["172.17.0.1"], "192.168.1.7", ["192.168.1.7", "10.9.0.7", "127.0.0.1"]),
-        (["127.0.0.1"], "10.9.0.7", ["10.9.0.7", "192.168.1.7", "127.0.0.1"]),
-        ([], None, ["192.168.1.7", "10.9.0.7", "127.0.0.1"]),
+        ([], ["192.168.1.7"], ["192.168.1.7", "10.9.0.7"]),
+        (["10.9.0.7"], ["192.168.1.7"], ["10.9.0.7", "192.168.1.7"]),
+        (["192.168.1.7"], ["10.9.0.7"], ["192.168.1.7", "10.9.0.7"]),
+        (["172.17.0.1"], ["192.168.1.7"], ["192.168.1.7", "10.9.0.7"]),
+        (["127.0.0.1"], ["10.9.0.7"], ["10.9.0.7", "192.168.1.7"]),
+        ([], [], ["192.168.1.7", "10.9.0.7"]),
     ],
-    ids=["first peer", "over the VPN", "a peer in a container", "a peer on this machine", "offline"],
+    ids=[
+        "first peer",
+        "over the VPN",
+        "a VPN for all else",
+        "a peer in a container",
+        "a peer on this machine",
+        "offline",
+    ],
 )
 def test_the_way_to_others_decides_and_no_container_s_bridge_is_named(
-    towards: Sequence[str], by_default: str | None, hosts: Sequence[str]
+    towards: Sequence[str], by_default: Sequence[str], hosts: Sequence[str]
 ) -> None:
-    assert announced_hosts("0.0.0.0", LAPTOP, towards_peers=towards, by_default=by_default) == hosts
+    found = candidates("0.0.0.0", LAPTOP, towards_peers=towards, by_default=by_default)
+    assert list(found.hosts) == hosts
+    assert found.loopback == ("127.0.0.1",)
 
 
-def test_of_the_version_that_it_listens_to() -> None:
-    assert announced_hosts("::", LAPTOP, towards_peers=[], by_default=None) == ["2001:db8:1::7", "::1"]
+@pytest.mark.parametrize(
+    ("host", "towards", "by_default", "hosts"),
+    [
+        ("", [], ["192.168.1.7", "2001:db8:1::7"], ["192.168.1.7", "2001:db8:1::7", "10.9.0.7"]),
+        ("", ["2001:db8:1::7"], ["192.168.1.7"], ["2001:db8:1::7", "192.168.1.7", "10.9.0.7"]),
+        ("::", [], [], ["2001:db8:1::7"]),
+        ("0.0.0.0", ["2001:db8:1::7"], ["192.168.1.7"], ["192.168.1.7", "10.9.0.7"]),
+    ],
+    ids=["both", "both, over IPv6", "IPv6 alone", "IPv4 alone"],
+)
+def test_of_the_versions_that_it_listens_to(
+    host: str, towards: Sequence[str], by_default: Sequence[str], hosts: Sequence[str]
+) -> None:
+    assert list(candidates(host, LAPTOP, towards_peers=towards, by_default=by_default).hosts) == hosts
+
+
+def test_a_machine_with_ipv6_alone_announces_that() -> None:
+    interfaces = {"lo": ["127.0.0.1", "::1"], "eth0": ["2001:db8:1::7", "fe80::7"]}
+    found = candidates("", interfaces, towards_peers=[], by_default=["2001:db8:1::7"])
+    assert found.hosts == ("2001:db8:1::7",)
+    assert found.loopback == ("127.0.0.1", "::1")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "172.17.0.1", "10.9.0.7"])
 def test_an_address_that_was_chosen_to_listen_on_is_announced(host: str) -> None:
-    assert announced_hosts(host, LAPTOP, towards_peers=["192.168.1.7"], by_default="192.168.1.7") == [host]
+    found = candidates(host, LAPTOP, towards_peers=["192.168.1.7"], by_default=["192.168.1.7"])
+    assert found == Candidates((host,), (), is_decided=True)
 
 
 @pytest.mark.parametrize(
     ("interfaces", "by_default", "hosts"),
     [
-        ({"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"]}, None, ["127.0.0.1"]),
-        ({"lo": ["127.0.0.1"], "br-lan": ["192.168.8.1"]}, "192.168.8.1", ["192.168.8.1", "127.0.0.1"]),
-        ({"lo": ["127.0.0.1"], "eth0": ["172.17.0.2"]}, "172.17.0.2", ["172.17.0.2", "127.0.0.1"]),
+        ({"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"]}, [], ["127.0.0.1"]),
+        ({"lo": ["127.0.0.1"], "bridge100": ["172.17.0.1"], "eth0": ["192.168.1.7"]}, [], ["192.168.1.7"]),
+        ({"lo": ["127.0.0.1"], "br-lan": ["192.168.8.1"]}, ["192.168.8.1"], ["192.168.8.1"]),
+        ({"lo": ["127.0.0.1"], "eth0": ["172.17.0.2"]}, ["172.17.0.2"], ["172.17.0.2"]),
     ],
-    ids=["nothing else", "a bridge that carries the default way", "in a container"],
+    ids=["nothing else", "Docker's address", "a bridge that carries the default way", "in a container"],
 )
 def test_a_bridge_is_what_it_is_used_for(
-    interfaces: Mapping[str, Sequence[str]], by_default: str | None, hosts: Sequence[str]
+    interfaces: Mapping[str, Sequence[str]], by_default: Sequence[str], hosts: Sequence[str]
 ) -> None:
-    assert announced_hosts("0.0.0.0", interfaces, towards_peers=[], by_default=by_default) == hosts
+    found = candidates("0.0.0.0", interfaces, towards_peers=[], by_default=by_default)
+    assert list(found.hosts) == hosts
+    assert found.is_decided
+
+
+@pytest.mark.parametrize(
+    ("towards", "by_default", "is_decided"),
+    [([], [], False), (["127.0.0.1"], [], False), ([], ["10.9.0.7"], True), (["192.168.1.7"], [], True)],
+)
+def test_where_nothing_decides_the_candidates_are_listed(
+    towards: Sequence[str], by_default: Sequence[str], is_decided: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        candidates("0.0.0.0", LAPTOP, towards_peers=towards, by_default=by_default).say_if_undecided()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [] if is_decided else [
+        "this machine has no default route and several addresses: 192.168.1.7, 10.9.0.7; others are told 192.168.1.7 "
+        "first. If they reach it by another one, say --announce HOST"
+    ]  # fmt: skip
 
 
 # -- this machine ------------------------------------------------------------------------------------------------------
@@ -68,11 +118,14 @@ def test_a_bridge_is_what_it_is_used_for(
 def test_the_way_to_this_machine_is_its_loopback() -> None:
     assert own_address("127.0.0.1", 9, 4) == "127.0.0.1"
     assert own_address("127.0.0.1", 9, 6) is None
-    assert own_hosts("0.0.0.0", ["/ip4/127.0.0.1/tcp/9/p2p/Qm"])[-1] == "127.0.0.1"
+    assert "127.0.0.1" in own_candidates("0.0.0.0", ["/ip4/127.0.0.1/tcp/9/p2p/Qm"]).loopback
 
 
-def test_what_is_no_address_is_left_to_who_listens_there() -> None:
-    assert own_hosts("myhost", []) == []
+def test_what_is_no_address_is_left_to_the_dht_node() -> None:
+    """Which says so in one line."""
+    assert own_candidates("myhost", []).hosts == ()
+    node = "/ip4/127.0.0.1/tcp/1/p2p/x"
+    assert own_candidates("127.0.0.1", ["x", node]) == own_candidates("127.0.0.1", [node])
 
 
 NETWORK = """
@@ -82,46 +135,52 @@ ip link add eth0 type veth peer name far && ip addr add 198.18.0.2/24 dev eth0
 ip link add vpn type veth peer name farther && ip addr add 10.9.0.7/24 dev vpn
 for name in eth0 far vpn farther; do ip link set $name up; done
 """
+IPV6_ALONE = """
+ip link set lo up
+ip link add eth0 type veth peer name far && ip addr add 2001:db8:1::7/64 dev eth0 nodad
+for name in eth0 far; do ip link set $name up; done
+ip -6 route add default via 2001:db8:1::1
+"""
 DEFAULT_ROUTE = "ip route add default via 198.18.0.1"
 ASK = """
 import json, sys
-from peers.stage_peer.own_addresses import own_hosts
-print(json.dumps(own_hosts("0.0.0.0", sys.argv[1:])))
+from peers.stage_peer.own_addresses import own_candidates
+print(json.dumps(own_candidates("", sys.argv[1:]).hosts))
 """
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or not (shutil.which("unshare") and shutil.which("ip")), reason="needs unshare and ip"
-)
+def _hosts(network: str, *addresses: str) -> list[str]:
+    """What is announced in a network of its own, for a peer that joins at these addresses."""
+    if sys.platform != "linux" or not (shutil.which("unshare") and shutil.which("ip")):
+        pytest.skip("needs unshare and ip")
+    command = ["unshare", "--net", "--map-root-user", "sh", "-ec", f'{network}\nexec "$@"', "sh"]
+    result = subprocess.run(
+        [*command, sys.executable, "-c", ASK, *addresses], capture_output=True, text=True, timeout=60, check=False
+    )
+    if result.returncode != 0 and "unshare failed" in result.stderr + result.stdout:
+        pytest.skip(f"no network namespaces here: {result.stderr}")
+    assert result.returncode == 0, result.stderr
+    hosts: list[str] = json.loads(result.stdout)
+    return hosts
+
+
 @pytest.mark.parametrize(
     ("initial_peers", "route", "first"),
     [
         ([], DEFAULT_ROUTE, "198.18.0.2"),
         (["10.9.0.1"], DEFAULT_ROUTE, "10.9.0.7"),
+        (["198.18.0.5"], "ip route add default via 10.9.0.1", "198.18.0.2"),
         (["172.17.0.5"], DEFAULT_ROUTE, "198.18.0.2"),
-        (["198.18.0.5"], "", "198.18.0.2"),
         (["172.17.0.5", "10.9.0.1"], "", "10.9.0.7"),
     ],
 )
 def test_in_a_network_of_its_own_the_kernel_s_routes_decide(
     initial_peers: Sequence[str], route: str, first: str
 ) -> None:
-    addresses = [f"/ip4/{peer}/tcp/4001/p2p/Qm" for peer in initial_peers]
-    script = f'{NETWORK}\n{route}\nexec "$@"'
-    result = subprocess.run(
-        ["unshare", "--net", "--map-root-user", "sh", "-ec", script, "sh", sys.executable, "-c", ASK, *addresses],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    if result.returncode != 0 and "unshare failed" in result.stderr + result.stdout:
-        pytest.skip(f"no network namespaces here: {result.stderr}")
-    assert result.returncode == 0, result.stderr
-    hosts = json.loads(result.stdout)
+    hosts = _hosts(f"{NETWORK}\n{route}", *(f"/ip4/{peer}/tcp/4001/p2p/Qm" for peer in initial_peers))
     assert hosts[0] == first
-    assert sorted(hosts) == ["10.9.0.7", "127.0.0.1", "198.18.0.2"]
+    assert sorted(hosts) == ["10.9.0.7", "198.18.0.2"]
 
 
-def test_what_is_no_address_is_left_to_the_dht_node() -> None:
-    """Which says so in one line."""
-    assert own_hosts("127.0.0.1", ["x", "/ip4/127.0.0.1/tcp/1/p2p/x"]) == own_hosts(
-        "127.0.0.1", ["/ip4/127.0.0.1/tcp/1/p2p/x"]
-    )
+def test_in_a_network_of_ipv6_alone_that_is_announced() -> None:
+    assert _hosts(IPV6_ALONE) == ["2001:db8:1::7"]

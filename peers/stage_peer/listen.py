@@ -1,0 +1,85 @@
+"""Where a peer's server listens, and at which addresses others are told that they reach it.
+
+Made by program.py from the options and from own_addresses; mover.py hands it to every server of the peer. Pure.
+"""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from swarm.dht.addresses import is_host
+from swarm.rpc.entry import endpoint_of
+
+_HOST_AND_PORT = re.compile(r"(?:\[(?P<ip>[^\]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,5}))?|(?P<bare>.*:.*:.*)")
+
+
+@dataclass(frozen=True)
+class Outside:
+    """An address at which others reach one of this machine's ports.
+
+    Attributes:
+        host: a name or an IP address.
+        port: the port there; 0 for the one that is listened on.
+    """
+
+    host: str
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str, *, option: str) -> Self:
+        """Read HOST or HOST:PORT; an IPv6 address with a port stands in brackets.
+
+        Raises:
+            ValueError: it is neither; the line names the option.
+        """
+        match = _HOST_AND_PORT.fullmatch(text.lower())
+        host = match and (match["ip"] or match["host"] or match["bare"])
+        port = int(match["port"] or 0) if match else 0
+        if not match or not host or not is_host(host) or (match["port"] and not 0 < port < 65536):
+            raise ValueError(f"{option} takes HOST or HOST:PORT, by name or IP address ([...] for IPv6), not {text!r}")
+        return cls(host, port)
+
+    def require_heard(self, listens_at: str, *, option: str) -> None:
+        """Raise ValueError if nothing that is sent to this address can come to a port of `listens_at`.
+
+        Where a port is named, something in between may send on to another address.
+        """
+        listening, own = _ip(listens_at), _ip(self.host)
+        if listening is None or own is None or self.port:
+            return
+        if listening.version != own.version:
+            raise ValueError(
+                f"{option} {self.host}: with --host {listens_at} this peer listens on IPv{listening.version} alone; "
+                "leave --host out, and it listens on both"
+            )
+        if own.is_loopback and not listening.is_unspecified and not listening.is_loopback:
+            raise ValueError(f"{option} {self.host}: this peer listens on {listens_at} alone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listen:
+    """Of one peer.
+
+    Attributes:
+        host: IP address to listen on; empty for all of this machine's.
+        port: TCP port for gRPC; 0 takes a free one.
+        outside: where others reach that, the best first.
+        dht_addresses: where others enter the DHT, the best first.
+    """
+
+    host: str
+    port: int
+    outside: tuple[Outside, ...]
+    dht_addresses: tuple[str, ...]
+
+    def endpoints(self, own_port: int) -> tuple[str, ...]:
+        """HOST:PORT of each address, for a server that listens on `own_port`."""
+        return tuple(endpoint_of(outside.host, outside.port or own_port) for outside in self.outside)
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

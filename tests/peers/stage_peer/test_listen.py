@@ -1,0 +1,89 @@
+"""What --announce takes, and what others are told then."""
+
+import pytest
+
+from peers.shared import cli
+from peers.stage_peer.listen import Listen, Outside
+from peers.stage_peer.options import PeerOptions
+
+
+@pytest.mark.parametrize(
+    ("text", "outside"),
+    [
+        ("203.0.113.7", Outside("203.0.113.7")),
+        ("203.0.113.7:41001", Outside("203.0.113.7", 41001)),
+        ("Peer.Example.org:1", Outside("peer.example.org", 1)),
+        ("2001:db8::1", Outside("2001:db8::1")),
+        ("[2001:DB8::1]", Outside("2001:db8::1")),
+        ("[2001:db8::1]:65535", Outside("2001:db8::1", 65535)),
+    ],
+)
+def test_a_host_and_perhaps_a_port(text: str, outside: Outside) -> None:
+    assert Outside.parse(text, option="--announce") == outside
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":5001", "host:", "host:0", "host:65536", "a b", "203.0.113.300", "1:2:3", "[x]:1"]
+)
+def test_anything_else_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^--announce takes HOST or HOST:PORT, by name or IP address .*, not '"):
+        Outside.parse(text, option="--announce")
+
+
+def test_others_are_told_the_outer_port_or_else_the_one_that_is_listened_on() -> None:
+    outside = Outside("203.0.113.7", 41001), Outside("2001:db8::1")
+    listen = Listen(host="", port=5001, outside=outside, dht_addresses=())
+    assert listen.endpoints(5001) == ("203.0.113.7:41001", "[2001:db8::1]:5001")
+
+
+def _options(*words: str) -> PeerOptions:
+    return cli.parse(PeerOptions, prog="swarm-peer", argv=["--preset", "tiny", *words])
+
+
+def test_each_has_an_option_of_its_own() -> None:
+    words = ["--announce", "203.0.113.7", "--announce", "2001:db8::1", "--announce-dht", "peer.example.org:41002"]
+    options = _options(*words)
+    assert options.outside == (Outside("203.0.113.7"), Outside("2001:db8::1"))
+    assert options.outside_dht == (Outside("peer.example.org", 41002),)
+    assert cli.arguments(options) == ["--preset", "tiny", *words]
+
+
+def test_without_a_port_it_counts_for_the_dht_as_well() -> None:
+    assert _options("--announce", "203.0.113.7").outside_dht == (Outside("203.0.113.7"),)
+    assert _options("--announce-dht", "203.0.113.7:41002").outside == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--announce 203.0.113.7:41001", "--announce HOST:PORT is of gRPC alone: say --announce-dht HOST:PORT"),
+        ("--announce ::1 --host 0.0.0.0", "--announce ::1: with --host 0.0.0.0 this peer listens on IPv4 alone"),
+        ("--announce 203.0.113.7 --host ::", "--announce 203.0.113.7: with --host :: this peer listens on IPv6 alone"),
+        ("--announce-dht ::1 --host 0.0.0.0", "--announce-dht ::1: with --host 0.0.0.0"),
+        ("--announce 127.0.0.1 --host 192.168.1.7", "--announce 127.0.0.1: this peer listens on 192.168.1.7 alone"),
+        ("--announce a:b:c", "--announce takes HOST or HOST:PORT"),
+    ],
+)
+def test_what_leads_nowhere_is_refused_in_one_line(
+    words: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _options(*words.split())
+    error = capsys.readouterr().err
+    assert error.startswith(f"swarm-peer: error: {complaint}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--announce ::1",
+        "--announce 203.0.113.7 --host 192.168.1.7",
+        "--announce peer.example.org --host 0.0.0.0",
+        "--announce [2001:db8::1]:41001 --announce-dht [2001:db8::1]:41002 --host 0.0.0.0",
+        "--announce 127.0.0.1 --host 127.0.0.1",
+    ],
+    ids=["both are listened on", "a router forwards", "a name", "a mapped port", "this machine alone"],
+)
+def test_what_may_lead_somewhere_is_believed(words: str) -> None:
+    assert _options(*words.split()).outside
