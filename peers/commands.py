@@ -52,6 +52,11 @@ def generate() -> None:
     _run("swarm-generate", "peers.generate.program")
 
 
+def doctor() -> None:
+    """Run `swarm-doctor`."""
+    _run("swarm-doctor", "peers.doctor.program", ("peers.doctor.options", "DoctorOptions"))
+
+
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
     """How another process runs one of the programs above; cli.arguments makes the arguments of its options.
 

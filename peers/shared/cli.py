@@ -47,27 +47,38 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
 
 
 def arguments(options: Any) -> list[str]:
-    """The command line that `parse` reads into these options: each that is not the default, and no positional one."""
-    words = []
+    """The command line that `parse` reads into these options: each that is not the default."""
+    places, words = [], []
     for field in dataclasses.fields(options):
         value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
         if value == field.default:
             continue
         if isinstance(value, bool):
             words.append(option)
+        elif _is_positional(field.type):
+            places.append(str(value))
         elif isinstance(value, tuple) and _is_repeated(field.type):
             words += [word for one in value for word in (option, str(one))]
         elif isinstance(value, tuple):
             words += [option, *map(str, value)]
         else:
             words += [option, str(value)]
-    return words
+    return [*places, *words]
+
+
+def _is_positional(annotation: object) -> bool:
+    """Whether the value comes without an option."""
+    return _marks(tyro.conf.Positional[str]) <= _marks(annotation)
 
 
 def _is_repeated(annotation: object) -> bool:
     """Whether each of the option's values comes with the option."""
-    [marker] = tyro.conf.UseAppendAction[tuple[str, ...]].__metadata__
-    return marker in getattr(annotation, "__metadata__", ())
+    return _marks(tyro.conf.UseAppendAction[tuple[str, ...]]) <= _marks(annotation)
+
+
+def _marks(annotation: object) -> set[Any]:
+    """What an Annotated type has beside the type."""
+    return set(getattr(annotation, "__metadata__", ()))
 
 
 def require_name(name: str) -> None:

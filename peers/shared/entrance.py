@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from peers.shared.invite_option import EntranceOptions
 from peers.shared.network import KnownPeers
 from peers.shared.token_option import admitted, find_token
+from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.credentials.token import Token
@@ -56,25 +57,38 @@ class Entrance:
         """
         if not self.entries:
             return self.addresses
+
+        async def ask() -> tuple[str, ...]:
+            _, known = await self.look(clock)
+            addresses = known.dht_addresses(MAX_ADDRESSES)
+            if not addresses:
+                raise PeerUnavailable(f"no peer of the run at {self._where} says where the DHT is entered")
+            return tuple(addresses)
+
+        return await patiently(ask, clock, f"the run at {self._where}")
+
+    async def look(self, clock: Clock) -> tuple[RunConfig, KnownPeers]:
+        """The run and its peers, as one of those shows them that are to be asked. Cancellation ends the question.
+
+        Raises:
+            PeerUnavailable: none of them answers.
+            ValueError, IncompatibleVersion: as of discover_config.
+        """
         own = admitted(generate(), self.token)
         channels = ChannelPool(insecure=self.insecure, identity=own, clock=clock)
         store = PeerStore(self.entries, channels, own, insecure=self.insecure)
-        where = ", ".join(entry.endpoint for entry in self.entries)
-
-        async def ask() -> tuple[str, ...]:
-            config = await discover_config(store, clock, address=where, authority=own.authority, run=self.run)
+        try:
+            config = await discover_config(store, clock, address=self._where, authority=own.authority, run=self.run)
             known = KnownPeers(Router(clock, random.Random(own.peer_id)))
             await known.look(Directory(store, own, config.run_id, clock), range(config.stages.num_stages))
-            addresses = known.dht_addresses(MAX_ADDRESSES)
-            if not addresses:
-                raise PeerUnavailable(f"no peer of the run at {where} says where the DHT is entered")
-            return tuple(addresses)
-
-        try:
-            return await patiently(ask, clock, f"the run at {where}")
+            return config, known
         finally:
             await store.close()
             await channels.close()
+
+    @property
+    def _where(self) -> str:
+        return ", ".join(entry.endpoint for entry in self.entries)
 
 
 def find_entrance(

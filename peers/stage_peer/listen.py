@@ -11,7 +11,7 @@ from typing import Self
 from swarm.dht.addresses import is_host
 from swarm.rpc.entry import endpoint_of
 
-_HOST_AND_PORT = re.compile(r"(?:\[(?P<ip>[^\]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,5}))?|(?P<bare>.*:.*:.*)")
+_HOST_AND_PORT = re.compile(r"(?:\[(?P<ip>[^\]]*:[^\]]*)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,5}))?|(?P<bare>.*:.*:.*)")
 
 
 @dataclass(frozen=True)

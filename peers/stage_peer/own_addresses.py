@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from peers.stage_peer.listen import Outside
+
 logger = logging.getLogger(__name__)
 
 _ELSEWHERE = {4: "203.0.113.1", 6: "2001:db8::1"}
@@ -70,7 +72,7 @@ def candidates(
         if not listens_at.is_unspecified:
             return Candidates((host,), (), is_decided=True)
         versions = {listens_at.version}
-    outside, loopback = [], []
+    outside, loopback = list[str](), list[str]()
     for name, addresses in interfaces.items():
         for address in addresses:
             ip = ipaddress.ip_address(address)
@@ -84,6 +86,23 @@ def candidates(
         loopback=tuple(loopback),
         is_decided=bool(preferred) or len(outside) < 2,
     )
+
+
+def outside_of(
+    host: str, named: Sequence[Outside], named_dht: Sequence[Outside], initial_peers: Sequence[str]
+) -> tuple[tuple[Outside, ...], tuple[Outside, ...]]:
+    """Where others reach a peer's gRPC server, and where its DHT node: as it was told, or as this machine has it.
+
+    Args:
+        host: that it listens at.
+        initial_peers: where it enters the DHT.
+    """
+    if named and named_dht:
+        return tuple(named), tuple(named_dht)
+    own = own_candidates(host, initial_peers)
+    own.say_if_undecided()
+    hosts = tuple(map(Outside, own.hosts))
+    return tuple(named) or hosts, tuple(named_dht) or hosts
 
 
 def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:

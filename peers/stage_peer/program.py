@@ -21,17 +21,14 @@ from pathlib import Path
 
 import torch
 
+from peers.doctor.examination import Plan, Run, in_passing
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
-from peers.shared.devices import device_of
+from peers.shared.devices import device_of, here
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.membership import Membership
-from peers.shared.network import (
-    REFRESH_SECONDS,
-    agree_on_config,
-    default_name,
-)
+from peers.shared.network import REFRESH_SECONDS, agree_on_config, default_name
 from peers.shared.own_figures import OwnFigures, exporting
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
@@ -43,7 +40,7 @@ from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.listen import Listen, Outside
 from peers.stage_peer.mover import Mover
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_addresses import own_candidates
+from peers.stage_peer.own_addresses import outside_of
 from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
 from peers.stage_peer.own_model import OwnModel, open_model
 from peers.stage_peer.rebalancer import Rebalancer
@@ -100,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
             "INVITE", options.first_stage,
         )  # fmt: skip
     member = admitted(identity.identity, token)
-    outside, outside_dht = outside_of(options, addresses)
+    outside, outside_dht = outside_of(options.host, options.outside, options.outside_dht, addresses)
     node = enter_dht(options, addresses, outside_dht, member, identity.libp2p_path)
     try:
         listen = Listen(host=options.host, port=options.port, outside=outside, dht_addresses=tuple(node.addresses()))
@@ -112,20 +109,6 @@ def main(argv: Sequence[str]) -> int:
     finally:
         node.shutdown()
     return 0
-
-
-def outside_of(options: PeerOptions, addresses: Sequence[str]) -> tuple[tuple[Outside, ...], tuple[Outside, ...]]:
-    """Where others reach this peer's gRPC server, and where its DHT node: as it was told, or as this machine has it.
-
-    Args:
-        addresses: at which it enters the DHT.
-    """
-    if options.outside and options.outside_dht:
-        return options.outside, options.outside_dht
-    own = own_candidates(options.host, addresses)
-    own.say_if_undecided()
-    hosts = tuple(map(Outside, own.hosts))
-    return options.outside or hosts, options.outside_dht or hosts
 
 
 def enter_dht(
@@ -245,7 +228,6 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         options=options, membership=member, listen=start.listen, device=str(start.device), token=start.entrance.token,
         is_new=not (options.joins or start.returns or options.resume),
     )  # fmt: skip
-
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 
     async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
@@ -261,6 +243,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         # Before it is waited for anything: joiners look for the run now.
         publishing = tasks.create_task(republish(member.directory, config))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
+        await say_what_is_wrong(start, member)
         # Before anything is announced, which would take the place of what the other one has announced.
         await rivals.require_alone()
         keeping = tasks.create_task(claim.keep())
@@ -284,6 +267,18 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         for task in background:
             task.cancel()
     await member.channels.close()
+
+
+async def say_what_is_wrong(start: Start, member: Membership) -> None:
+    """A line in the log for each thing that stands in this peer's way, before anything is prepared or downloaded."""
+    options, run = start.options, Run(config=member.config, known=member.known, channels=member.channels)
+    plan = Plan(
+        stage=options.first_stage, device=str(start.device), checkpoint=options.checkpoint,
+        keep_checkpoints=options.keep_checkpoints or 3, host=options.host, port=options.port,
+        dht_port=options.dht_port,
+    )  # fmt: skip
+    for finding in await in_passing(plan, run, here(start.device), member.clock):
+        logger.warning("%s: %s", finding.what, finding.text)
 
 
 async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:

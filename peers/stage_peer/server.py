@@ -44,12 +44,14 @@ from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import Guard
+from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
+from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.boundary import reply_specs, request_specs
 from swarm.stage.context import StageContext, StageLimits
@@ -227,6 +229,9 @@ class StageServer:
         add_AveragingServiceServicer_to_server(averaging_servicer, server)
         add_DirectoryServiceServicer_to_server(directory_servicer, server)
         add_ContentServiceServicer_to_server(content_servicer, server)
+        add_ProbeServiceServicer_to_server(
+            ProbeServicer(is_exchanging=lambda: self.averager.is_exchanging, clock=self._clock), server
+        )
         add_HealthServicer_to_server(self.presence.health, server)
 
     @property

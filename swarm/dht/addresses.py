@@ -91,10 +91,8 @@ def everywhere() -> list[str]:
     return ["0.0.0.0", "::"]
 
 
-def require_free_port(host: str, port: int) -> int:
+def free_port(host: str, port: int) -> int:
     """Check that a port of this machine is free, and return it; 0 stands for any, and one is chosen.
-
-    libp2p itself would share a port with another node in silence.
 
     Raises:
         ValueError: one line says why the port cannot be had.
@@ -110,8 +108,15 @@ def require_free_port(host: str, port: int) -> int:
             chosen: int = probe.getsockname()[1]
             return chosen
     except (OSError, OverflowError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise ValueError(f"the DHT cannot listen on {host} port {port}: {reason}; choose another port") from None
+        raise ValueError((isinstance(error, OSError) and error.strerror) or str(error)) from None
+
+
+def require_free_port(host: str, port: int) -> int:
+    """The same for the DHT: libp2p itself would share a port with another node in silence."""
+    try:
+        return free_port(host, port)
+    except ValueError as error:
+        raise ValueError(f"the DHT cannot listen on {host} port {port}: {error}; choose another port") from None
 
 
 def _family(host: str) -> str:

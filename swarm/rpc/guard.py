@@ -29,6 +29,7 @@ FOR_TRAINERS = frozenset(
     {
         "/swarm.rpc.v1.StageService/Describe",
         "/swarm.rpc.v1.DirectoryService/Read",
+        "/swarm.rpc.v1.ProbeService/Probe",
         "/swarm.rpc.v1.ContentService/Tokenizer",
         "/swarm.rpc.v1.LeaseService/Acquire",
         "/grpc.health.v1.Health/Check",

@@ -342,7 +342,7 @@ def test_one_address_of_several_suffices(start: Start, first: DhtNode) -> None:
 
 def test_those_that_start_at_the_same_moment_wait_for_each_other(start: Start, tmp_path: Path) -> None:
     """Each is told all addresses, its own included. The one that begins the DHT comes last."""
-    options = [{"identity_path": tmp_path / f"{number}.p2p"} for number in range(3)]
+    options: list[dict[str, Any]] = [{"identity_path": tmp_path / f"{number}.p2p"} for number in range(3)]
     known = list[str]()
     for number, node in enumerate([start(**own) for own in options]):
         known += node.addresses()

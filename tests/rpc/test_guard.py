@@ -23,7 +23,7 @@ from swarm.rpc import guard, tls
 from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, MAX_KEPT_BYTES, WASTED_CALLS, Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
-from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_pb2, lease_pb2, stage_pb2
+from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_pb2, lease_pb2, probe_pb2, stage_pb2
 from swarm.rpc.v1.averaging_pb2_grpc import (
     AveragingServiceServicer,
     AveragingServiceStub,
@@ -45,6 +45,7 @@ from swarm.rpc.v1.generation_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub, add_LeaseServiceServicer_to_server
+from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceServicer, ProbeServiceStub, add_ProbeServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, StageServiceStub, add_StageServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState
 from tests.support import locked
@@ -111,6 +112,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
             add_AveragingServiceServicer_to_server(averaging, server)
             add_ContentServiceServicer_to_server(ContentServiceServicer(), server)  # type: ignore[abstract]
             add_GenerationServiceServicer_to_server(Generation(), server)
+            add_ProbeServiceServicer_to_server(Probe(), server)
             add_HealthServicer_to_server(HealthServicer(), server)
             port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
             record = PeerRecord(
@@ -143,6 +145,13 @@ class Generation(GenerationServiceServicer):
     async def Generate(self, request_iterator: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateReply]:
         await context.abort(SERVED)
         yield generation_pb2.GenerateReply()
+
+
+class Probe(ProbeServiceServicer):
+    """Answers nothing."""
+
+    async def Probe(self, request_iterator: object, context: Any) -> None:  # type: ignore[override]
+        await context.abort(SERVED)
 
 
 class Directory(DirectoryServiceServicer):
@@ -198,6 +207,7 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
     averaging: Any = AveragingServiceStub(channel)
     content: Any = ContentServiceStub(channel)
     generation: Any = GenerationServiceStub(channel)
+    probe: Any = ProbeServiceStub(channel)
     health: Any = HealthStub(channel)
     pb, own = averaging_pb2, identity.peer_id
     seconds = {"timeout": 10.0}
@@ -216,6 +226,7 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
         "/swarm.rpc.v1.AveragingService/Exchange": lambda: averaging.Exchange(
             iter([pb.ExchangeRequest(open=pb.ExchangeOpen(peer_id=own)), pb.ExchangeRequest(data=b"x")]), **seconds
         ),
+        "/swarm.rpc.v1.ProbeService/Probe": lambda: probe.Probe(**seconds),
         "/swarm.rpc.v1.GenerationService/Generate": lambda: generation.Generate(**seconds),
         "/swarm.rpc.v1.ContentService/Weights": lambda: content.Weights(content_pb2.ContentRequest(), **seconds),
         "/swarm.rpc.v1.ContentService/Tokenizer": lambda: content.Tokenizer(content_pb2.ContentRequest(), **seconds),
@@ -232,7 +243,7 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
 async def test_every_call_is_tried_here() -> None:
     services = [
         service
-        for file in (stage_pb2, lease_pb2, averaging_pb2, directory_pb2, content_pb2, generation_pb2)
+        for file in (stage_pb2, lease_pb2, averaging_pb2, directory_pb2, content_pb2, generation_pb2, probe_pb2)
         for service in file.DESCRIPTOR.services_by_name.values()
     ]
     ours = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
@@ -312,7 +323,7 @@ async def test_nobody_speaks_for_another_member(start: Any) -> None:
     server = await start()
     async with server.called_by(OTHER_PEER) as channel:
         answers = {name: await _code(call()) for name, call in _calls(channel, PEER).items()}
-    silent = {"Train", "Evaluate", "Generate", "Describe", "Read", "Weights", "Tokenizer", "Check"}
+    silent = {"Train", "Evaluate", "Generate", "Describe", "Read", "Probe", "Weights", "Tokenizer", "Check"}
     for name, code in answers.items():
         assert _is_served(code) if name.rpartition("/")[2] in silent else code is not grpc.StatusCode.OK, name
         assert name.rpartition("/")[2] in {*silent, "Exchange"} or code is DENIED, name

@@ -1,4 +1,4 @@
-"""A run of one peer that shows its announcement over gRPC and serves nothing else."""
+"""A run of one peer that shows its announcement over gRPC, answers probes, and serves nothing else."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,11 +12,13 @@ from swarm.credentials.identity import Identity
 from swarm.dht import keys
 from swarm.dht.directory import Directory
 from swarm.dht.lookup import DirectoryServicer
-from swarm.machine.clock import SystemClock
+from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.entry import Entry
+from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
+from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.support.memory_store import MemoryStore
 
@@ -31,13 +33,17 @@ class ShownRun:
 
 
 @asynccontextmanager
-async def shown_run(config: RunConfig, own: Identity, dht_address: str, port: int = 0) -> AsyncIterator[ShownRun]:
-    """A run whose one peer says that the DHT is entered at `dht_address`."""
-    clock = SystemClock()
+async def shown_run(
+    config: RunConfig, own: Identity, dht_address: str, *, port: int = 0, clock: Clock | None = None,
+    software_version: str = "",
+) -> AsyncIterator[ShownRun]:  # fmt: skip
+    """A run whose one peer says that the DHT is entered at `dht_address`, and what its clock shows."""
+    shown_clock, clock = clock or SystemClock(), SystemClock()
     dht = MemoryStore(clock)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     run_keys = keys.of_run(config.run_id, config.stages.num_stages)
     add_DirectoryServiceServicer_to_server(DirectoryServicer(store=dht, keys=run_keys, clock=clock), server)
+    add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=shown_clock), server)
     endpoint = f"127.0.0.1:{bind_server(server, '127.0.0.1', port, tls.server_credentials(own))}"
     await server.start()
     directory = Directory(dht, own, config.run_id, clock)
@@ -45,6 +51,7 @@ async def shown_run(config: RunConfig, own: Identity, dht_address: str, port: in
     record = PeerRecord(
         peer_id=own.peer_id, name="first", announced_at=clock.time(), stage=0, endpoint=endpoint,
         certificate_pem=own.certificate_pem, state=PeerState.SERVING, dht_address=dht_address,
+        software_version=software_version,
     )  # fmt: skip
     await directory.announce_peer(record, 100.0)
     try:

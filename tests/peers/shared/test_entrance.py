@@ -94,7 +94,7 @@ async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
     with caplog.at_level(logging.WARNING):
         finding = asyncio.create_task(entrance.dht_addresses(SystemClock()))
         await asyncio.sleep(0.5)
-        async with shown_run(CONFIG, own, NODE, port):
+        async with shown_run(CONFIG, own, NODE, port=port):
             assert await finding == (NODE,)
     assert f"looking for the run at 127.0.0.1:{port}: 0 s so far, of 25; tried " in caplog.text
     assert "the last time because no peer of the run answers: no swarm-peer answers at" in caplog.text

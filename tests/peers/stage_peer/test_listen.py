@@ -48,6 +48,12 @@ def test_each_has_an_option_of_its_own() -> None:
     assert cli.arguments(options) == ["--preset", "tiny", *words]
 
 
+def test_an_invite_comes_without_an_option() -> None:
+    options = cli.parse(PeerOptions, prog="swarm-peer", argv=["--threads", "1", "swarm://1x"])
+    assert cli.arguments(options) == ["swarm://1x", "--threads", "1"]
+    assert options.first_stage == "auto"
+
+
 def test_without_a_port_it_counts_for_the_dht_as_well() -> None:
     assert _options("--announce", "203.0.113.7").outside_dht == (Outside("203.0.113.7"),)
     assert _options("--announce-dht", "203.0.113.7:41002").outside == ()

@@ -57,4 +57,4 @@ def test_what_is_no_event_log_is_one_line(tmp_path: Path, capsys: pytest.Capture
 def test_an_audit_and_a_swarm_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         status.main(["--audit", "x", "--initial-peers", "y"])
-    assert "goes with neither" in capsys.readouterr().err
+    assert "goes with no INVITE" in capsys.readouterr().err

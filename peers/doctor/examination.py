@@ -1,0 +1,126 @@
+"""Everything that an examination looks at, in the order in which it is told.
+
+`thoroughly` is what swarm-doctor does; `in_passing` is what swarm-peer does once it knows its run, before it prepares
+or downloads anything: what costs next to nothing, and of that only what is wrong.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from peers.doctor import line, machine, ports
+from peers.doctor.finding import Finding, State, fine, not_checked, wrong
+from peers.doctor.needs import Needs
+from peers.shared.cache import cache_folder
+from peers.shared.devices import Device
+from peers.shared.network import KnownPeers
+from swarm import __version__
+from swarm.config import RunConfig
+from swarm.machine.clock import Clock
+from swarm.rpc.channels import ChannelPool
+from swarm.types import PeerRecord
+
+MOMENT_SECONDS = 2.0
+"""How long a peer that joins waits for others' answers to this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How this machine is to be used.
+
+    Attributes:
+        stage: that it is to serve.
+        device: as --device names it.
+        checkpoint: folder for checkpoints, if they are written.
+        keep_checkpoints: how many of them.
+        host, port, dht_port: where it is to listen.
+    """
+
+    stage: int | Literal["auto"]
+    device: str
+    checkpoint: Path | None
+    keep_checkpoints: int
+    host: str
+    port: int
+    dht_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is known of the run that it is to join."""
+
+    config: RunConfig
+    known: KnownPeers
+    channels: ChannelPool
+
+    @property
+    def peers(self) -> Sequence[PeerRecord]:
+        """The others that serve."""
+        return self.known.everyone()
+
+
+async def thoroughly(plan: Plan, run: Run | str, clock: Clock) -> list[Finding]:
+    """Everything, in 20 s at most.
+
+    Args:
+        run: or why nothing is known of it: nobody was asked, or what went wrong.
+    """
+    on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device))
+    on_line = [] if isinstance(run, str) else await _on_line(run, clock)
+    device_finding, device = await on_device
+    findings = [device_finding]
+    if isinstance(run, str):
+        findings += [machine.files(0), *ports.own(plan.host, plan.port, plan.dht_port)]
+        return [*findings, not_checked("the rest", run)]
+    findings += await asyncio.to_thread(_for_run, plan, run, device)
+    return [*findings, *ports.own(plan.host, plan.port, plan.dht_port), versions(run.peers), *on_line]
+
+
+async def in_passing(plan: Plan, run: Run, device: Device, clock: Clock) -> list[Finding]:
+    """What is wrong, of what can be seen in a moment."""
+    found = await line.distances(run.peers, run.channels, clock, seconds=MOMENT_SECONDS)
+    on_line = [versions(run.peers), line.judge_clock(found), line.judge_round_trip(found)]
+    return [finding for finding in (*_for_run(plan, run, device), *on_line) if finding.state is State.WRONG]
+
+
+async def _on_line(run: Run, clock: Clock) -> list[Finding]:
+    found = await line.distances(run.peers, run.channels, clock)
+    # Not at the same time, since what goes there and back to measure a rate would be in the way.
+    rates = await line.rates([peer for peer in run.peers if peer.endpoint in found], run.channels, clock)
+    return [
+        line.judge_peers(found), line.judge_clock(found), line.judge_round_trip(found),
+        line.judge_rates(rates, run.config),
+    ]  # fmt: skip
+
+
+def _for_run(plan: Plan, run: Run, device: Device | None) -> list[Finding]:
+    """What the run takes of this machine."""
+    findings = [machine.files(len(run.peers))]
+    if run.config.model.custom_class:
+        return [*findings, machine.custom("memory"), machine.custom("disk")]
+    stages = range(run.config.stages.num_stages) if plan.stage == "auto" else [plan.stage]
+    if device is None:
+        findings.append(not_checked("memory", "there is no device"))
+    needs = {
+        stage: Needs.of(run.config, stage, on_gpu=device is not None and device.kind == "cuda") for stage in stages
+    }
+    if device is not None:
+        findings.append(machine.memory(needs, device, is_auto=plan.stage == "auto"))
+    findings.append(machine.disk(cache_folder(), max(need.cache for need in needs.values()), "what is fetched may"))
+    if plan.checkpoint is not None:
+        # The next one is whole before the oldest is deleted.
+        most = (plan.keep_checkpoints + 1) * max(need.checkpoint for need in needs.values())
+        findings.append(machine.disk(plan.checkpoint, most, f"{plan.keep_checkpoints + 1} checkpoints"))
+    return findings
+
+
+def versions(peers: Sequence[PeerRecord]) -> Finding:
+    """Whether the run's peers have this release. That they speak its protocol is checked before anything else."""
+    others = sorted({peer.software_version for peer in peers} - {"", __version__})
+    if not others:
+        return fine("version", f"{__version__}, as the run's peers have" if peers else __version__)
+    return wrong(
+        "version", f"{__version__} is here, and the run's peers have {', '.join(others)}: install that release"
+    )

@@ -1,0 +1,56 @@
+"""What an examination finds: one line for each thing that is looked at."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class State(StrEnum):
+    """How a thing is."""
+
+    FINE = "fine"
+    WRONG = "wrong"
+    NOT_CHECKED = "not checked"
+    """The text says why."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of one thing.
+
+    Attributes:
+        what: what was looked at, in a word or two.
+        text: how it is; if it is wrong, also what to change.
+    """
+
+    what: str
+    state: State
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.what:<10}  {self.state:<11}  {self.text}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self)
+
+
+def fine(what: str, text: str) -> Finding:
+    """A thing that is as it has to be."""
+    return Finding(what, State.FINE, text)
+
+
+def wrong(what: str, text: str) -> Finding:
+    """A thing that has to be changed; the text says how."""
+    return Finding(what, State.WRONG, text)
+
+
+def not_checked(what: str, text: str) -> Finding:
+    """A thing that nothing is known of; the text says why."""
+    return Finding(what, State.NOT_CHECKED, text)
+
+
+def is_well(findings: Iterable[Finding]) -> bool:
+    """Whether nothing is wrong."""
+    return all(finding.state is not State.WRONG for finding in findings)

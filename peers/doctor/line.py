@@ -1,0 +1,138 @@
+"""What is found on the way to other peers: clocks, round trips, and how fast the lines are.
+
+Used by examination.py. It asks a few peers at once, and measures a rate with one of them. The functions that judge are
+pure.
+"""
+
+import asyncio
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+
+from peers.doctor.finding import Finding, fine, not_checked, wrong
+from swarm.config import RunConfig
+from swarm.errors import SwarmError
+from swarm.machine.clock import Clock
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.probe import Distance, Rates, measure_distance, measure_rates
+from swarm.stage.boundary import request_specs
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+MOST_PEERS = 4
+"""How many are asked."""
+DISTANCE_SECONDS, RATE_SECONDS = 4.0, 9.0
+CLOCK_SECONDS = 3.0
+"""By so much clocks may differ; hivemind's DHT refuses more."""
+LONG_SECONDS = 1.0
+"""A round trip beyond this is wrong: leases and rounds count in seconds."""
+SLOW_SECONDS = 5.0
+"""Time for one microbatch on the line beyond which it is too slow."""
+
+Distances = Mapping[str, Distance | str]
+"""By the peer's endpoint; or why there is none."""
+
+
+async def distances(
+    peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock, *, seconds: float = DISTANCE_SECONDS
+) -> Distances:
+    """Of some peers, asked at the same time, with so much time to answer. Cancellation ends the calls."""
+
+    async def ask(peer: PeerRecord) -> Distance | str:
+        try:
+            async with asyncio.timeout(seconds):
+                return await measure_distance(channels.channel(peer), clock)
+        except TimeoutError:
+            return f"no answer within {seconds:.0f} s"
+        except SwarmError as error:
+            return str(error)
+
+    asked = peers[:MOST_PEERS]
+    return dict(zip((peer.endpoint for peer in asked), await asyncio.gather(*map(ask, asked)), strict=True))
+
+
+async def rates(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock) -> Rates | str:
+    """Of the line to the first of some peers that has time for it; or why there is none. Cancellation ends the call."""
+    fault = "nobody is there to measure it with"
+    try:
+        async with asyncio.timeout(RATE_SECONDS):
+            for peer in peers[:MOST_PEERS]:
+                try:
+                    return await measure_rates(channels.channel(peer, bulk=True), clock)
+                except SwarmError as error:
+                    logger.debug("%s did not help: %s", peer.endpoint, error)
+                    fault = str(error)
+    except TimeoutError:
+        fault = f"2 MB did not pass each way within {RATE_SECONDS:.0f} s"
+    return fault
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+def reached(found: Distances) -> list[Distance]:
+    """Those that answered."""
+    return [distance for distance in found.values() if isinstance(distance, Distance)]
+
+
+def judge_peers(found: Distances) -> Finding:
+    """Whether those that were asked answer."""
+    silent = {endpoint: why for endpoint, why in found.items() if isinstance(why, str)}
+    if not found:
+        return not_checked("peers", "no other peer serves")
+    if not silent:
+        return fine("peers", f"{len(found)} of {len(found)} that were asked answer")
+    why = "; ".join(f"{endpoint}: {reason}" for endpoint, reason in silent.items())
+    if len(silent) < len(found):
+        return fine("peers", f"{len(found) - len(silent)} of {len(found)} that were asked answer; {why}")
+    return wrong("peers", f"none answers ({why}): check that this machine may open connections to them")
+
+
+def judge_clock(found: Distances) -> Finding:
+    """Compare this machine's clock with theirs: the middle one of them is believed."""
+    answers = reached(found)
+    if not answers:
+        return not_checked("clock", "no peer to compare it with answers")
+    offset = statistics.median(distance.clock_offset_seconds for distance in answers)
+    others = "1 peer's" if len(answers) == 1 else f"those of {len(answers)} peers"
+    if abs(offset) <= CLOCK_SECONDS:
+        return fine("clock", f"within {max(0.1, abs(offset)):.1f} s of {others}")
+    side = "behind" if offset > 0 else "ahead of"
+    return wrong(
+        "clock", f"{abs(offset):.1f} s {side} {others}: turn on time synchronisation; {CLOCK_SECONDS:.0f} s are allowed"
+    )
+
+
+def judge_round_trip(found: Distances) -> Finding:
+    """Whether others are near enough."""
+    answers = [distance.round_trip_seconds for distance in reached(found)]
+    if not answers:
+        return not_checked("round trip", "no peer answers")
+    text = f"{1000 * min(answers):.0f} to {1000 * max(answers):.0f} ms to {len(answers)} peers"
+    if len(answers) == 1:
+        text = f"{1000 * answers[0]:.0f} ms to 1 peer"
+    if statistics.median(answers) <= LONG_SECONDS:
+        return fine("round trip", text)
+    return wrong(
+        "round trip", f"{text}: leases and rounds count in seconds; look for a nearer line, or for what fills it"
+    )
+
+
+def activation_bytes(config: RunConfig) -> int:
+    """What a microbatch brings to a stage, and takes back as a gradient."""
+    stages = range(config.stages.num_stages)
+    return max(sum(spec.num_bytes for spec in request_specs(config, stage).values()) for stage in stages)
+
+
+def judge_rates(found: Rates | str, config: RunConfig) -> Finding:
+    """Whether microbatches pass quickly enough."""
+    if isinstance(found, str):
+        return not_checked("bandwidth", found)
+    slower = min(found.up_per_second, found.down_per_second)
+    up, down = (f"{8e-6 * rate:.{1 if rate < 1e6 else 0}f}" for rate in (found.up_per_second, found.down_per_second))
+    seconds = activation_bytes(config) / slower
+    text = f"{up} Mbit/s up, {down} down: a microbatch's activations take {seconds:.1f} s"
+    if seconds <= SLOW_SECONDS:
+        return fine("bandwidth", text)
+    return wrong("bandwidth", f"{text}: this line is too slow for the run, which would need smaller microbatches")

@@ -1,0 +1,121 @@
+"""What is found on this machine alone: its device and driver, memory, disk, and how many files a process may open.
+
+Used by examination.py. The functions that compare are pure; the others ask the system.
+"""
+
+import re
+import resource
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from peers.doctor.finding import Finding, fine, not_checked, wrong
+from peers.doctor.needs import Needs
+from peers.shared.devices import Device, device_of, free_ram_bytes, here
+from swarm.machine.out_of_memory import in_words
+
+OWN_FILES, FILES_OF_A_PEER = 192, 8
+"""What a stage peer has open itself, and for each other peer of the run, at the most."""
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def device(name: str) -> tuple[Finding, Device | None]:
+    """The device that `--device name` means, and whether it can be computed on. Imports torch, which takes seconds."""
+    import random
+
+    import torch
+
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        try:
+            found = here(device_of(name, random.SystemRandom()))
+        except ValueError as error:
+            return wrong("device", str(error)), None
+    driver = driver_version(_DRIVER.read_text() if _DRIVER.exists() else "")
+    if found.kind == "cuda":
+        text = f"{found.name}, {torch.cuda.get_device_name(found.name)}, driver {driver or 'unknown'}"
+        return fine("device", f"{text}, {in_words(found.free_bytes)} free"), found
+    if name == "auto" and found.kind == "cpu" and driver:
+        return wrong("device", _why_no_gpu(driver, torch.version.cuda, [str(one.message) for one in complaints])), found
+    threads = f", {torch.get_num_threads()} threads" if found.kind == "cpu" else ""
+    return fine("device", f"{found.name}{threads}"), found
+
+
+def driver_version(text: str) -> str:
+    """Of NVIDIA's kernel module, as it says itself; empty if there is none."""
+    match = re.search(r"Kernel Module\D*(?:for x86_64|for aarch64)?\s+(\d+(?:\.\d+)+)", text)
+    return match[1] if match else ""
+
+
+def _why_no_gpu(driver: str, cuda: str | None, complaints: Sequence[str]) -> str:
+    if cuda is None:
+        return (
+            f"an NVIDIA GPU is here (driver {driver}), and this PyTorch is built without CUDA: install one with it, or "
+            "say --device cpu"
+        )
+    said = f" ({complaints[0].partition('(')[0].strip()})" if complaints else ""
+    return (
+        f"an NVIDIA GPU is here (driver {driver}), and PyTorch for CUDA {cuda} cannot use it{said}: install a newer "
+        "driver, or say --device cpu"
+    )
+
+
+def files(num_peers: int) -> Finding:
+    """How many files, and so connections, a process may have open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return judge_files(limit if limit != resource.RLIM_INFINITY else None, num_peers)
+
+
+def judge_files(limit: int | None, num_peers: int) -> Finding:
+    """Compare the limit, None if there is none, with what a run of so many peers takes."""
+    needed = OWN_FILES + FILES_OF_A_PEER * num_peers
+    if limit is None or limit >= needed:
+        return fine("files", f"{'any number' if limit is None else limit} may be open; about {needed} are needed")
+    return wrong("files", f"{limit} may be open, and about {needed} are needed: ulimit -n {max(1024, 2 * needed)}")
+
+
+def memory(needs: Mapping[int, Needs], found: Device, *, is_auto: bool) -> Finding:
+    """Whether there is room for the stages, any of which will do if it is `auto`."""
+    return judge_memory(needs, found, free_ram_bytes(), is_auto=is_auto)
+
+
+def judge_memory(needs: Mapping[int, Needs], found: Device, free_ram: int, *, is_auto: bool) -> Finding:
+    """Compare what each stage needs with what is free on its device and beside it."""
+    lacking = [stage for stage, need in needs.items() if need.device > found.free_bytes or need.ram > free_ram]
+    least, most = (choose(need.device for need in needs.values()) for choose in (min, max))
+    stages = f"stage {next(iter(needs))} takes" if len(needs) == 1 else "a stage takes"
+    amount = in_words(least) if in_words(least) == in_words(most) else f"{in_words(least)} to {in_words(most)}"
+    beside = max(need.ram for need in needs.values())
+    text = f"{stages} {amount} besides what is in flight, and {in_words(found.free_bytes)} of {found.name} are free"
+    if beside:
+        text += f"; beside it {in_words(beside)} of RAM, and {in_words(free_ram)} are free"
+    if not lacking:
+        return fine("memory", text)
+    fitting = [stage for stage in needs if stage not in lacking]
+    if fitting and is_auto:
+        return wrong("memory", f"{text}: take --stage {fitting[0]}, which fits, or a run with more stages")
+    return wrong("memory", f"{text}: close other programs, take a run with more stages, or another --device")
+
+
+def disk(folder: Path, needed_bytes: int, what: str) -> Finding:
+    """Whether a folder can be written to, and has room for what will be there."""
+    place = next(one for one in (folder, *folder.parents) if one.exists())
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return wrong("disk", f"{folder}: {error.strerror}")
+    return judge_disk(folder, needed_bytes, free, what)
+
+
+def judge_disk(folder: Path, needed_bytes: int, free_bytes: int, what: str) -> Finding:
+    """Compare what is needed with what is free."""
+    text = f"{in_words(free_bytes)} are free in {folder}, and {what} take {in_words(needed_bytes)}"
+    if needed_bytes <= free_bytes:
+        return fine("disk", text)
+    return wrong("disk", f"{text}: make room, or name another folder")
+
+
+def custom(what: str) -> Finding:
+    """Of a model of the run's own."""
+    return not_checked(what, "the run has a model of its own, whose size only its code knows")

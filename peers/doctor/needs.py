@@ -1,0 +1,56 @@
+"""What a stage takes of a machine: the formulas of docs/operations.md, by arithmetic. Pure.
+
+Without what is in flight: graphs and activations take what is left, and no more than a peer allows them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from swarm.config import RunConfig
+from swarm.model.loss import loss_bytes
+from swarm.model.stages import parameter_shapes, trained_shapes
+
+PROGRAM_BYTES = 512 << 20
+"""Python, PyTorch and the DHT."""
+_FLOAT_BYTES, _FROZEN_BYTES = 4, 2
+_TOKENIZER_BYTES = 32 << 20
+"""The largest that a run may have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Of one stage, in bytes.
+
+    Attributes:
+        device: where it computes; on a CPU that is all of the memory.
+        ram: beside a GPU's own memory.
+        cache: on disk, for what is fetched before it begins.
+        checkpoint: on disk, for one checkpoint.
+    """
+
+    device: int
+    ram: int
+    cache: int
+    checkpoint: int
+
+    @classmethod
+    def of(cls, config: RunConfig, stage: int, *, on_gpu: bool) -> "Needs":
+        """By the run's configuration, for a model that is built in."""
+        own = sum(map(math.prod, parameter_shapes(config, stage).values()))
+        trained = sum(map(math.prod, trained_shapes(config, stage).values()))
+        frozen = _FROZEN_BYTES * own if config.lora.is_on else 0
+        is_last = stage == config.stages.num_stages - 1
+        loss = loss_bytes(config.model, config.data.tokens_per_microbatch) if is_last else 0
+        # Weights and their copy, two moments, gradients and the round's first weights; and for moments a gradient.
+        held, once_a_round = 6 + 1, 6
+        if not config.rounds.synchronous:
+            # A second version for moments; the round's first weights twice, and the outer momentum.
+            held, once_a_round = 5 + 2, 3 + 6
+        device = _FLOAT_BYTES * held * trained + frozen + loss
+        ram = _FLOAT_BYTES * once_a_round * trained + PROGRAM_BYTES
+        return cls(
+            device=device if on_gpu else device + ram,
+            ram=ram if on_gpu else 0,
+            cache=_TOKENIZER_BYTES + (_FLOAT_BYTES * own if config.model.weights else 0),
+            checkpoint=_FLOAT_BYTES * (3 if config.rounds.synchronous else 2) * trained,
+        )

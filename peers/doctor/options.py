@@ -1,0 +1,51 @@
+"""The options of swarm-doctor."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from peers.shared import cli, process
+from peers.shared.invite_option import InviteOption
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Say whether this machine can serve a stage, and what stands in the way. The options are those of swarm-peer."""
+
+    invite: InviteOption = None
+    """To the run, swarm://..., as every swarm-peer prints it; without one only what concerns no run is looked at."""
+    token: str | None = None
+    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), or in SWARM_TOKEN."""
+    stage: int | Literal["auto"] = "auto"
+    """Stage that the peer is to serve."""
+    device: str = "auto"
+    """What it is to compute on."""
+    host: str = ""
+    """IP address to listen on; left out, all of this machine's."""
+    port: int = 0
+    """TCP port for tensors (gRPC)."""
+    dht_port: int = 0
+    """TCP port for the DHT."""
+    checkpoint: Path | None = None
+    """Folder for checkpoints."""
+    keep_checkpoints: int = 3
+    """Checkpoints to keep."""
+    json: bool = False
+    """One line of JSON instead of one for each thing."""
+    insecure: bool = False
+    """For a run whose peers were started with --insecure."""
+    log_level: process.LogLevel = "warning"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        cli.require_at_least(self, {"keep_checkpoints": 1})
+        for name in ("port", "dht_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
+        if self.stage != "auto" and self.stage < 0:
+            raise ValueError(f"--stage must not be negative, not {self.stage}")
+
+    @property
+    def initial_peers(self) -> tuple[str, ...]:
+        """None: what is looked up comes from the peers that an invite names, without the DHT."""
+        return ()

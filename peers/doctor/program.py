@@ -1,0 +1,70 @@
+"""swarm-doctor: says in 20 seconds whether this machine can serve a stage of a run, and what to change if not.
+
+    swarm-doctor INVITE [--stage N] [--device NAME] [--port P --dht-port P] [--json]
+    swarm-doctor                                              what concerns no run
+
+One line for each thing: fine, wrong with what to change, or not checked with the reason. The exit code is 1 if anything
+is wrong. It joins nothing, announces nothing and changes nothing.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from peers.doctor.examination import Plan, Run, thoroughly
+from peers.doctor.finding import Finding, is_well, wrong
+from peers.doctor.options import DoctorOptions
+from peers.shared import cli, process
+from peers.shared.entrance import Entrance, find_entrance
+from peers.shared.token_option import admitted
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import generate
+from swarm.errors import SwarmError
+from swarm.machine.clock import SystemClock, run_loop
+from swarm.rpc.channels import ChannelPool
+
+PROG = "swarm-doctor"
+LOOK_SECONDS = 6.0
+"""How long the run is looked for."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; gives its exit code."""
+    options = cli.parse(DoctorOptions, prog=PROG, argv=argv)
+    process.setup_logging("doctor", options.log_level)
+    entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=SystemClock())
+    if not options.json:
+        print(f"{PROG}: looking, for 20 s at most", file=sys.stderr, flush=True)
+    findings = run_loop(examine(options, entrance))
+    if options.json:
+        print(json.dumps({"fine": is_well(findings), "findings": [finding.to_json() for finding in findings]}))
+    else:
+        print("\n".join(process.printable(str(finding)) for finding in findings))
+    return 0 if is_well(findings) else process.EXIT_FAILURE
+
+
+async def examine(options: DoctorOptions, entrance: Entrance) -> list[Finding]:
+    """All findings, the run's own first."""
+    clock = SystemClock()
+    plan = Plan(
+        stage=options.stage, device=options.device, checkpoint=options.checkpoint,
+        keep_checkpoints=options.keep_checkpoints, host=options.host, port=options.port, dht_port=options.dht_port,
+    )  # fmt: skip
+    if not entrance.entries:
+        return await thoroughly(plan, "it takes an INVITE, and so a run", clock)
+    try:
+        async with asyncio.timeout(LOOK_SECONDS):
+            config, known = await entrance.look(clock)
+    except TimeoutError:
+        fault = f"no answer within {LOOK_SECONDS:.0f} s: check the network, and that a peer of the invite still runs"
+        return [wrong("run", fault), *await thoroughly(plan, "no peer of the run answers", clock)]
+    except (SwarmError, ValueError) as error:
+        return [wrong("run", str(error)), *await thoroughly(plan, "nothing is known of the run", clock)]
+    identity = admitted(generate(), entrance.token)
+    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+    try:
+        return await thoroughly(plan, Run(config=config, known=known, channels=channels), clock)
+    finally:
+        await channels.close()

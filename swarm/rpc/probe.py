@@ -1,0 +1,171 @@
+"""How far away a peer is, how fast the line to it, and what its clock shows: both ends of ProbeService.
+
+The servicer runs at every stage peer. swarm-doctor and a peer that joins ask it. Bytes without a meaning go there and
+back, few enough to be no burden, and none while the asked peer exchanges: its own training comes first.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, SwarmError
+from swarm.machine.clock import Clock
+from swarm.rpc.channels import abort, send
+from swarm.rpc.stream import Stream
+from swarm.rpc.v1 import probe_pb2 as pb
+from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceServicer, ProbeServiceStub
+
+PIECE_BYTES = 32 << 10
+"""Largest message."""
+MOST_UNDER_WAY = 16
+"""How many messages are sent before their replies are here."""
+MEASURED_BYTES = 2 << 20
+"""What goes each way to measure a rate, if the line is fast enough for it."""
+MEASURING_SECONDS = 2.0
+"""After which the rest is left out."""
+MAX_CALL_BYTES = 2 * MEASURED_BYTES
+"""What a servicer takes and gives in one call."""
+BUDGET_BYTES, BUDGET_SECONDS = 8 * MEASURED_BYTES, 60.0
+"""What it takes and gives in all within so long."""
+SILENCE_SECONDS = 5.0
+"""Longest wait for a message."""
+NUM_ROUND_TRIPS = 3
+
+Context = Any
+"""grpc.aio.ServicerContext; its type arguments differ between calls."""
+
+
+class ProbeServicer(ProbeServiceServicer):
+    """One stage peer's."""
+
+    def __init__(self, *, is_exchanging: Callable[[], bool], clock: Clock) -> None:
+        self._is_exchanging = is_exchanging
+        self._clock = clock
+        self._is_probed = False
+        self._num_bytes = 0
+        self._counted_since = clock.monotonic()
+
+    async def Probe(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+        if self._is_probed:
+            await abort(context, Overloaded("another probe is answered now", retry_after_seconds=1.0))
+        self._is_probed = True
+        try:
+            await self._answer(context)
+        except SwarmError as error:
+            await abort(context, error)
+        finally:
+            self._is_probed = False
+
+    async def _answer(self, context: Context) -> None:
+        """Answer until the caller ends. Raises SwarmError."""
+        left: int | None = None
+        while (request := await self._read(context)) is not None:
+            if left is None:
+                left = request.total_bytes
+                # Now, and not while the caller is writing: then it would not hear why.
+                self._reserve(left)
+            left -= len(request.data) + request.wanted_bytes
+            if left < 0 or max(len(request.data), request.wanted_bytes) > PIECE_BYTES:
+                raise MalformedMessage(f"a probe moves what it said, and at most {PIECE_BYTES} bytes at a time")
+            reply = pb.ProbeReply(time=self._clock.time(), data=bytes(request.wanted_bytes))
+            await send(context, reply, SILENCE_SECONDS)
+
+    async def _read(self, context: Context) -> pb.ProbeRequest | None:
+        """The next request; None at the end. Raises DeadlineExceeded, MalformedMessage."""
+        try:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                request = await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no message for {SILENCE_SECONDS:.0f} s") from None
+        if request is grpc.aio.EOF:
+            return None
+        if not isinstance(request, pb.ProbeRequest):
+            raise MalformedMessage("that is no probe")
+        return request
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Raises MalformedMessage for too much, and Overloaded if the line is needed for other things."""
+        if num_bytes > MAX_CALL_BYTES:
+            raise MalformedMessage(f"a probe moves at most {MAX_CALL_BYTES} bytes in all")
+        now = self._clock.monotonic()
+        if now - self._counted_since >= BUDGET_SECONDS:
+            self._num_bytes, self._counted_since = 0, now
+        if num_bytes and (self._is_exchanging() or self._num_bytes + num_bytes > BUDGET_BYTES):
+            raise Overloaded("the line is in use", retry_after_seconds=5.0)
+        self._num_bytes += num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Of one peer.
+
+    Attributes:
+        round_trip_seconds: the shortest of several.
+        clock_offset_seconds: by how much its wall clock is ahead of this machine's, give or take half a round trip.
+    """
+
+    round_trip_seconds: float
+    clock_offset_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of the line to one peer, in bytes per second."""
+
+    up_per_second: float
+    down_per_second: float
+
+
+async def measure_distance(channel: grpc.aio.Channel, clock: Clock) -> Distance:
+    """Ask a peer for the time, several times. Cancellation ends the call.
+
+    Raises:
+        SwarmError: what the peer refused with, or PeerUnavailable where it does not answer.
+    """
+    found: list[Distance] = []
+    async with Stream(_open(channel)) as call:
+        for _ in range(NUM_ROUND_TRIPS):
+            began_at = clock.monotonic()
+            await call.write(pb.ProbeRequest(), SILENCE_SECONDS)
+            reply = await call.read(SILENCE_SECONDS)
+            seconds = clock.monotonic() - began_at
+            offset = reply.time - (clock.time() - seconds / 2)
+            found.append(Distance(round_trip_seconds=seconds, clock_offset_seconds=offset))
+        call.cancel()
+    return min(found, key=lambda distance: distance.round_trip_seconds)
+
+
+async def measure_rates(channel: grpc.aio.Channel, clock: Clock) -> Rates:
+    """Send bytes to a peer, and have it send some, for MEASURING_SECONDS each at most. Raises as measure_distance."""
+    async with Stream(_open(channel)) as call:
+        await call.write(pb.ProbeRequest(total_bytes=2 * MEASURED_BYTES), SILENCE_SECONDS)
+        await call.read(SILENCE_SECONDS)
+        up = await _rate(call, pb.ProbeRequest(data=bytes(PIECE_BYTES)), clock)
+        down = await _rate(call, pb.ProbeRequest(wanted_bytes=PIECE_BYTES), clock)
+        call.cancel()
+    return Rates(up_per_second=up, down_per_second=down)
+
+
+async def _rate(call: Stream, request: pb.ProbeRequest, clock: Clock) -> float:
+    """Bytes per second with which so many of these requests go there, and their replies come back."""
+    began_at, num_sent, num_answered = clock.monotonic(), 0, 0
+    while True:
+        # Few at first: on a slow line all that is under way has to arrive yet when the time is over.
+        has_room = num_sent - num_answered < min(2 + num_answered, MOST_UNDER_WAY)
+        is_over = num_sent * PIECE_BYTES >= MEASURED_BYTES or clock.monotonic() >= began_at + MEASURING_SECONDS
+        if has_room and not is_over:
+            await call.write(request, SILENCE_SECONDS)
+            num_sent += 1
+        elif num_answered < num_sent:
+            await call.read(SILENCE_SECONDS)
+            num_answered += 1
+        else:
+            return num_answered * PIECE_BYTES / (clock.monotonic() - began_at)
+
+
+def _open(channel: grpc.aio.Channel) -> Any:
+    stub: Any = ProbeServiceStub(channel)
+    return stub.Probe()

@@ -1,0 +1,145 @@
+"""swarm-doctor: what it says of a run, and of a machine without one."""
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from peers.doctor import line
+from peers.doctor import program as doctor
+from peers.doctor.examination import Plan, Run, in_passing
+from peers.doctor.finding import Finding, State
+from peers.doctor.options import DoctorOptions
+from peers.shared.devices import Device
+from peers.shared.entrance import find_entrance
+from swarm import __version__
+from swarm import config as configs
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import generate
+from swarm.machine.clock import SystemClock
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.entry import Entry
+from swarm.rpc.invite import Invite
+from swarm.types import PeerId
+from tests.support.shown_run import ShownRun, shown_run
+
+CONFIG = configs.load_preset("tiny")
+NODE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWQfGkQq4wGkyNqHUBd7HScWJGfNYsPzRUnGwkKDUdJhqZ"
+
+
+class Ahead(SystemClock):
+    """A clock that is set."""
+
+    def time(self) -> float:
+        return super().time() + 60.0
+
+
+def _options(*entries: Entry, **more: Any) -> DoctorOptions:
+    invite = str(Invite.fitting(CONFIG.run_id, entries, is_locked=False)) if entries else None
+    return DoctorOptions(invite=invite, device="cpu", **more)
+
+
+async def _examine(options: DoctorOptions) -> dict[str, Finding]:
+    entrance = find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock())
+    return {finding.what: finding for finding in await doctor.examine(options, entrance)}
+
+
+async def test_a_machine_that_can_serve_is_told_so_with_figures() -> None:
+    async with shown_run(CONFIG, generate(), NODE, software_version=__version__) as run:
+        began_at = time.monotonic()
+        found = await _examine(_options(run.entry))
+        assert time.monotonic() - began_at < 20.0
+    assert list(found) == [
+        "device", "files", "memory", "disk", "gRPC port", "DHT port", "version", "peers", "clock", "round trip",
+        "bandwidth",
+    ]  # fmt: skip
+    assert {found[what].state for what in found if not what.endswith("port")} == {State.FINE}
+    assert "Mbit/s up" in found["bandwidth"].text
+    assert "ms to 1 peer" in found["round trip"].text
+    assert found["version"].text == f"{__version__}, as the run's peers have"
+
+
+async def test_what_is_wrong_says_what_to_change() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        async with shown_run(CONFIG, generate(), NODE, clock=Ahead(), software_version="0.0.1") as run:
+            found = await _examine(_options(run.entry, host="127.0.0.1", port=port))
+    assert "60.0 s behind 1 peer's: turn on time synchronisation" in found["clock"].text
+    assert "the run's peers have 0.0.1: install that release" in found["version"].text
+    assert f"--port {port} cannot be had: Address already in use; choose another port" in found["gRPC port"].text
+    wrong = {what for what, finding in found.items() if finding.state is State.WRONG}
+    assert wrong == {"clock", "version", "gRPC port"}
+
+
+async def test_without_an_answer_the_machine_is_looked_at_all_the_same() -> None:
+    found = await _examine(_options(Entry(PeerId("ab" * 20), "127.0.0.1:1")))
+    assert found["run"].state is State.WRONG
+    assert "no swarm-peer answers at 127.0.0.1:1" in found["run"].text
+    assert found["device"].state is State.FINE
+    assert found["the rest"] == Finding("the rest", State.NOT_CHECKED, "nothing is known of the run")
+
+
+async def test_without_an_invite_it_says_what_it_could_not_look_at() -> None:
+    found = await _examine(_options())
+    assert found["the rest"].text == "it takes an INVITE, and so a run"
+    assert found["device"].state is State.FINE
+
+
+def test_lines_and_json_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = [Finding("device", State.FINE, "cpu"), Finding("ports", State.NOT_CHECKED, "nobody asked")]
+
+    async def examine(*_: object) -> list[Finding]:
+        return findings
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert doctor.main([]) == 0
+    assert capsys.readouterr().out == "device      fine         cpu\nports       not checked  nobody asked\n"
+    findings.append(Finding("clock", State.WRONG, "behind: set it"))
+    assert doctor.main(["--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["fine"] is False
+    assert shown["findings"][2] == {"what": "clock", "state": "wrong", "text": "behind: set it"}
+
+
+# -- while a peer joins ------------------------------------------------------------------------------------------------
+
+
+async def _in_passing(run: ShownRun) -> list[Finding]:
+    options = _options(run.entry)
+    config, known = await find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock()).look(SystemClock())
+    plan = Plan(
+        stage="auto", device="cpu", checkpoint=None, keep_checkpoints=3, host="", port=0, dht_port=0
+    )  # fmt: skip
+    channels = ChannelPool(identity=generate())
+    try:
+        about = Run(config=config, known=known, channels=channels)
+        return await in_passing(plan, about, Device(name="cpu", free_bytes=8 << 30), SystemClock())
+    finally:
+        await channels.close()
+
+
+async def test_a_peer_that_joins_is_told_only_what_is_wrong() -> None:
+    async with shown_run(CONFIG, generate(), NODE, software_version=__version__) as run:
+        assert await _in_passing(run) == []
+    async with shown_run(CONFIG, generate(), NODE, clock=Ahead()) as run:
+        assert [finding.what for finding in await _in_passing(run)] == ["clock"]
+
+
+async def test_a_frozen_peer_does_not_hold_up_one_that_joins(caplog: pytest.LogCaptureFixture) -> None:
+    """Its kernel takes connections, and nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as frozen, caplog.at_level(logging.DEBUG):
+        channels, record = ChannelPool(insecure=True), None
+        async with shown_run(CONFIG, generate(), NODE) as run:
+            _, known = await find_entrance(_options(run.entry), {}, role=Role.TRAINER, clock=SystemClock()).look(
+                SystemClock()
+            )
+            [record] = known.everyone()
+        silent = record.model_copy(update={"endpoint": f"127.0.0.1:{frozen.getsockname()[1]}", "certificate_pem": ""})
+        async with asyncio.timeout(10.0):
+            found = await line.distances([silent], channels, SystemClock(), seconds=0.3)
+        await channels.close()
+    assert found == {silent.endpoint: "no answer within 0 s"}

@@ -1,0 +1,130 @@
+"""What a peer tells of the line to it and of its clock, and how little anybody can take of it."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, SwarmError
+from swarm.machine.clock import SystemClock
+from swarm.rpc import probe
+from swarm.rpc.channels import CLIENT_OPTIONS, SERVER_OPTIONS, bind_server
+from swarm.rpc.probe import ProbeServicer, measure_distance, measure_rates
+from swarm.rpc.stream import Stream
+from swarm.rpc.v1 import probe_pb2 as pb
+from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceStub, add_ProbeServiceServicer_to_server
+
+SECONDS = 5.0
+
+
+class Ahead(SystemClock):
+    """A clock that is set."""
+
+    def time(self) -> float:
+        return super().time() + 7.0
+
+
+class Peer:
+    """Is asked."""
+
+    def __init__(self) -> None:
+        self.is_exchanging = False
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        servicer = ProbeServicer(is_exchanging=lambda: self.is_exchanging, clock=Ahead())
+        add_ProbeServiceServicer_to_server(servicer, self.server)
+        self.channel = grpc.aio.insecure_channel(
+            f"127.0.0.1:{bind_server(self.server, '127.0.0.1', 0, None)}", options=CLIENT_OPTIONS
+        )
+
+    def called(self) -> Stream:
+        stub: Any = ProbeServiceStub(self.channel)
+        return Stream(stub.Probe())
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Peer]:
+    peer = Peer()
+    await peer.server.start()
+    yield peer
+    await peer.channel.close()
+    await peer.server.stop(None)
+
+
+async def test_its_clock_and_the_way_to_it(peer: Peer) -> None:
+    distance = await measure_distance(peer.channel, SystemClock())
+    assert 0.0 < distance.round_trip_seconds < 2.0
+    assert distance.clock_offset_seconds == pytest.approx(7.0, abs=distance.round_trip_seconds)
+
+
+async def test_the_line_both_ways(peer: Peer) -> None:
+    rates = await measure_rates(peer.channel, SystemClock())
+    assert rates.up_per_second > 1e6
+    assert rates.down_per_second > 1e6
+
+
+@pytest.mark.parametrize("fault", ["it exchanges", "too much within a minute"])
+async def test_its_own_training_comes_first(peer: Peer, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer.is_exchanging = fault == "it exchanges"
+    monkeypatch.setattr(probe, "BUDGET_BYTES", probe.BUDGET_BYTES if peer.is_exchanging else 1 << 20)
+    with pytest.raises(Overloaded, match="the line is in use"):
+        await measure_rates(peer.channel, SystemClock())
+    # That is free.
+    await measure_distance(peer.channel, SystemClock())
+
+
+async def test_one_is_answered_at_a_time(peer: Peer) -> None:
+    async with peer.called() as first:
+        await first.write(pb.ProbeRequest(), SECONDS)
+        await first.read(SECONDS)
+        with pytest.raises(Overloaded, match="another probe is answered now"):
+            await measure_distance(peer.channel, SystemClock())
+        await first.done_writing()
+    await measure_distance(peer.channel, SystemClock())
+
+
+async def _refusal(call: Stream, request: pb.ProbeRequest, times: int = 1) -> SwarmError:
+    with pytest.raises(SwarmError) as refused:  # noqa: PT012 - any of the messages may be the one
+        async with call:
+            for _ in range(times):
+                await call.write(request, SECONDS)
+                await call.read(SECONDS)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.ProbeRequest(data=bytes(probe.PIECE_BYTES + 1), total_bytes=1 << 20),
+        pb.ProbeRequest(wanted_bytes=2**31, total_bytes=2**31),
+        pb.ProbeRequest(wanted_bytes=1),
+        pb.ProbeRequest(total_bytes=2**31),
+    ],
+    ids=["a large message", "a large answer", "more than it said", "a large call"],
+)
+async def test_too_much_is_refused(peer: Peer, request_: pb.ProbeRequest) -> None:
+    assert isinstance(await _refusal(peer.called(), request_), MalformedMessage)
+
+
+async def test_many_messages_are_refused(peer: Peer) -> None:
+    request = pb.ProbeRequest(wanted_bytes=probe.PIECE_BYTES, total_bytes=2 * probe.PIECE_BYTES)
+    error = await _refusal(peer.called(), request, times=3)
+    assert isinstance(error, MalformedMessage)
+    assert "a probe moves what it said" in str(error)
+
+
+async def test_whoever_says_nothing_is_not_waited_for(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "SILENCE_SECONDS", 0.2)
+    with pytest.raises(DeadlineExceeded):
+        async with peer.called() as call:
+            await call.read(SECONDS)
+
+
+async def test_a_peer_of_an_earlier_release_says_so() -> None:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    port = bind_server(server, "127.0.0.1", 0, None)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(SwarmError):
+            await measure_distance(channel, SystemClock())
+    await server.stop(None)
