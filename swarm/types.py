@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 PeerId = NewType("PeerId", str)
 """40 hexadecimal digits: the digest of a peer's public key (see swarm.credentials.identity)."""
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Peers of different protocol versions refuse each other."""
 
 LARGEST_COUNT = 1 << 48
@@ -36,6 +36,11 @@ NAME_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """What is shown to people has no control characters, which a terminal takes for commands."""
 
 
+ENDPOINT_PATTERN = r"^[A-Za-z0-9._:\[\]@-]*$"
+TUNNEL = "tunnel:"
+"""What an endpoint begins with that leads through a meeting point."""
+
+
 class _Announcement(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -52,8 +57,13 @@ class PeerRecord(_Announcement):
     """A stage peer's announcement: key `RUN.stage.N`, one subkey a peer."""
 
     stage: Annotated[int, Field(ge=0, le=4095)]
-    endpoint: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9._:\[\]-]*$")]
-    """host:port of its gRPC server."""
+    endpoint: Annotated[str, Field(max_length=320, pattern=ENDPOINT_PATTERN)]
+    """How its gRPC server is reached, the best way: host:port, or tunnel:PEER_ID@HOST:PORT, through that meeting
+    point."""
+    other_endpoints: Annotated[
+        tuple[Annotated[str, Field(max_length=320, pattern=ENDPOINT_PATTERN)], ...], Field(max_length=7)
+    ] = ()
+    """Further ways, in the order in which they are to be tried."""
     certificate_pem: Annotated[str, Field(max_length=4096)] = ""
     """The TLS certificate its server shows; empty when the run is --insecure."""
     state: PeerState
@@ -77,6 +87,16 @@ class PeerRecord(_Announcement):
     """Drawn anew at each start of the peer's process."""
     started_at: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """When the process started, by the announcing machine's wall clock, in seconds since the epoch."""
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All ways to its server, the best first."""
+        return self.endpoint, *self.other_endpoints
+
+    @property
+    def place(self) -> str:
+        """What stays the same as long as the peer is there: its address, or its id where meeting points may change."""
+        return self.peer_id if self.endpoint.startswith(TUNNEL) else self.endpoint
 
 
 class ClaimState(StrEnum):

@@ -38,7 +38,7 @@ class LocalPeer:
         """Whether it serves, by the file that it writes then."""
         if self.record is None and self.ready_file.exists():
             ready = json.loads(self.ready_file.read_text())
-            self.dht_address = ready["dht_addresses"][0]
+            self.dht_address = next(iter(ready["dht_addresses"]), "")
             self.record = PeerRecord(
                 peer_id=ready["peer_id"],
                 name=self.child.name,

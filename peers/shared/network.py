@@ -23,6 +23,7 @@ from swarm.machine.clock import Clock
 from swarm.machine.patience import patiently
 from swarm.routing.router import Router
 from swarm.rpc.entry import Entry
+from swarm.rpc.meeting.endpoints import direct
 from swarm.types import PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
@@ -96,8 +97,9 @@ class KnownPeers:
         return [r for r in self.peers(stage) if r.state is state and r.peer_id != self.own_id]
 
     def entries(self, limit: int) -> list[Entry]:
-        """Up to `limit` other peers that serve, for programs that only look to ask, spread over the stages."""
-        return [Entry(PeerId(r.peer_id), r.endpoint) for r in _spread(map(self.others, sorted(self.records)))][:limit]
+        """Up to `limit` other peers that serve and are reached directly, spread over the stages, to be asked."""
+        spread = _spread(map(self.others, sorted(self.records)))
+        return [Entry(PeerId(r.peer_id), ends[0]) for r in spread if (ends := direct(r.endpoints))][:limit]
 
     def dht_addresses(self, limit: int) -> list[str]:
         """Addresses of up to `limit` other peers at which the DHT can be entered, spread over the stages."""

@@ -10,16 +10,16 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from peers.shared.membership import Membership
 from peers.shared.network import say_who_may_join
-from peers.stage_peer.listen import Listen
+from peers.stage_peer.listen import Announced
 from peers.stage_peer.options import PeerOptions
 from swarm.credentials.token import Token
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
+from swarm.rpc.meeting.endpoints import direct
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Arrival:
     """One peer's."""
 
     def __init__(
-        self, *, options: PeerOptions, membership: Membership, listen: Listen, device: str, token: Token | None,
+        self, *, options: PeerOptions, membership: Membership, device: str, token: Token | None,
         is_new: bool,
     ) -> None:  # fmt: skip
         """
@@ -40,14 +40,13 @@ class Arrival:
         """
         self._options = options
         self._membership = membership
-        self._listen = listen
         self._device = device
         self._token = token
         self._is_new = is_new
         self._has_said = False
 
-    def serves(self, stage: int, endpoints: Sequence[str]) -> None:
-        """Tell that a stage is served now, at its endpoints, the best first.
+    def serves(self, stage: int, announced: Announced) -> None:
+        """Tell that a stage is served now, and where.
 
         Raises:
             OSError: that cannot be written the first time.
@@ -55,21 +54,21 @@ class Arrival:
         is_first, self._has_said = not self._has_said, True
         if is_first:
             say_who_may_join(self._membership.identity.authority)
-            self._say_how_to_join(stage, endpoints)
+            self._say_how_to_join(stage, announced)
         if self._options.ready_file is None:
             return
         try:
-            self._write(self._options.ready_file, stage, endpoints[0])
+            self._write(self._options.ready_file, stage, announced)
         except OSError as error:
             if is_first:
                 raise
             logger.warning("%s still names the former stage: %s", self._options.ready_file, error.strerror)
 
-    def _say_how_to_join(self, stage: int, endpoints: Sequence[str]) -> None:
+    def _say_how_to_join(self, stage: int, announced: Announced) -> None:
         """Print the lines with which others come, for an invite that names several peers where there are several."""
         config, known = self._membership.config, self._membership.known
         own_id = PeerId(self._membership.peer_id)
-        entries = [*(Entry(own_id, endpoint) for endpoint in endpoints[:2]), *known.entries(4)]
+        entries = [*(Entry(own_id, endpoint) for endpoint in direct(announced.endpoints)[:2]), *known.entries(4)]
         invite = Invite.fitting(config.run_id, entries, is_locked=self._token is not None)
         word = f"{invite}#TOKEN" if self._token else str(invite)
         insecure = " --insecure" if self._options.insecure else ""
@@ -82,16 +81,17 @@ class Arrival:
         print(f"  watch:  swarm-status {word} --watch{insecure}", flush=True)
         if self._token:
             print("  TOKEN comes from the run's owner: swarm-keys issue FILE --role peer, or trainer", flush=True)
-        addresses = list(dict.fromkeys([*self._listen.dht_addresses[:2], *known.dht_addresses(4)]))[:5]
+        addresses = list(dict.fromkeys([*announced.dht_addresses[:2], *known.dht_addresses(4)]))[:5]
         logger.info("addresses for --initial-peers: %s; for swarm-status --peer: %s", " ".join(addresses), entries[0])
 
-    def _write(self, path: Path, stage: int, endpoint: str) -> None:
+    def _write(self, path: Path, stage: int, announced: Announced) -> None:
         identity = self._membership.identity
         ready = {
             "peer_id": identity.peer_id,
             "stage": stage,
-            "endpoint": endpoint,
-            "dht_addresses": self._listen.dht_addresses,
+            "endpoint": announced.endpoints[0],
+            "other_endpoints": announced.endpoints[1:],
+            "dht_addresses": announced.dht_addresses,
             "device": self._device,
             "certificate_pem": "" if self._options.insecure else identity.certificate_pem,
             "time": time.time(),

@@ -1,12 +1,13 @@
 """Where a peer's server listens, and at which addresses others are told that they reach it.
 
-Made by program.py from the options and from own_addresses; mover.py hands it to every server of the peer. Pure.
+Made by program.py from the options and from own_addresses; reach.py has others find out what of it is true. mover.py
+hands what came of that to every server of the peer. Pure.
 """
 
 import ipaddress
 import re
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 from swarm.dht.addresses import is_host
 from swarm.rpc.entry import endpoint_of
@@ -58,6 +59,34 @@ class Outside:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Announced:
+    """What others are told.
+
+    Attributes:
+        endpoints: how they reach its gRPC server, the best first.
+        dht_addresses: where they enter the DHT, the best first; none if not at this peer.
+        num_punched, num_relayed: connections from callers now that meeting points have arranged, or carry.
+    """
+
+    endpoints: tuple[str, ...] = ("",)
+    dht_addresses: tuple[str, ...] = ()
+    num_punched: int = 0
+    num_relayed: int = 0
+
+
+class Listening(Protocol):
+    """Where a server listens, and what others are told of that: a Listen, or a Reach that has found out more."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    def announced(self, own_port: int) -> Announced:
+        """What is told now, of a server that listens on `own_port`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class Listen:
     """Of one peer.
 
@@ -76,6 +105,10 @@ class Listen:
     def endpoints(self, own_port: int) -> tuple[str, ...]:
         """HOST:PORT of each address, for a server that listens on `own_port`."""
         return tuple(endpoint_of(outside.host, outside.port or own_port) for outside in self.outside)
+
+    def announced(self, own_port: int) -> Announced:
+        """All of it, as it stands."""
+        return Announced(endpoints=self.endpoints(own_port), dht_addresses=self.dht_addresses)
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

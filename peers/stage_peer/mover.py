@@ -8,13 +8,13 @@ whose state it has not got, and never leaves one that nobody else serves. When t
 import asyncio
 import gc
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from peers.shared import process
 from peers.shared.network import LOOK_SECONDS
-from peers.stage_peer.listen import Listen
+from peers.stage_peer.listen import Announced, Listening
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.server import StageServer
 from swarm.errors import Fatal, SwarmError
@@ -57,13 +57,13 @@ class Mover:
     """One peer's."""
 
     def __init__(
-        self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listen, clock: Clock, event_log: Events,
-        stop: asyncio.Event, on_serving: Callable[[int, Sequence[str]], None],
+        self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listening, clock: Clock, event_log: Events,
+        stop: asyncio.Event, on_serving: Callable[[int, Announced], None],
     ) -> None:  # fmt: skip
         """
         Args:
             stop: set when the peer is to leave the run.
-            on_serving: told stage and endpoints, the best first, whenever a stage is served.
+            on_serving: told the stage, and what others are told of where, whenever a stage is served.
         """
         self._make_server = make_server
         self._rebalancer = rebalancer
@@ -120,13 +120,13 @@ class Mover:
                 async with asyncio.timeout(None) as entering:
                     stopping = tasks.create_task(self._end_at_stop(entering))
                     server = await self._make_server(stage, self._num_moves + has_moved, move is not None, tasks)
-                    async with server.serving(self._listen) as endpoints:
+                    async with server.serving(self._listen) as announced:
                         stopping.cancel()
                         serving = not entering.expired()
                         if serving:
                             entering.reschedule(None)
                         await self._arrived(stage, move)
-                        self._on_serving(stage, endpoints)
+                        self._on_serving(stage, announced)
                         next_move = await self._stay(server, stage)
         except* (SwarmError, OSError, ValueError) as faults:
             if serving or (move is None and not self._stop.is_set()):

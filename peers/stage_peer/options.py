@@ -92,6 +92,8 @@ class PeerOptions:
     """Texts that are written with this peer's help at one time; 0 for none."""
     session_memory_mib: int = 1024
     """Memory for what these keep of the text so far. Besides, up to three earlier rounds' weights are held for them."""
+    relay_mbit: int = 200
+    """Megabits per second that this peer carries at most for peers that others do not reach; 0 carries nothing."""
     insecure: bool = False
     """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
     checkpoint: Path | None = None
@@ -150,7 +152,14 @@ class PeerOptions:
         cli.require_name(self.name)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
-        for name in ("threads", "max_in_flight", "graph_memory_mib", "max_sessions", "session_memory_mib"):
+        for name in (
+            "threads",
+            "max_in_flight",
+            "graph_memory_mib",
+            "max_sessions",
+            "session_memory_mib",
+            "relay_mbit",
+        ):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
 

@@ -6,6 +6,7 @@ Used by server.py, which says when the peer serves and when it leaves.
 import logging
 import resource
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from grpc_health.v1._async import HealthServicer
 
 import swarm
 from peers.shared.membership import Membership
+from peers.stage_peer.listen import Announced
 from peers.stage_peer.news import StageNews
 from peers.stage_peer.server_options import ServerOptions
 from swarm.averaging.averager import Averager
@@ -47,18 +49,27 @@ class Presence:
     def __init__(self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions) -> None:
         self.state = PeerState.JOINING
         self.health = Health()
-        self.endpoint = ""
         self.loop_lag = LoopLag(membership.clock)
         self._membership = membership
         self._stage = stage
         self._member = member
         self._options = options
-        self._dht_address = ""
+        self._announced: Callable[[], Announced] = Announced
         self._will_leave = False
 
-    def listens(self, endpoint: str, dht_address: str) -> None:
-        """Others reach this peer there from now on."""
-        self.endpoint, self._dht_address = endpoint, dht_address
+    def listens(self, announced: Callable[[], Announced]) -> None:
+        """Others reach this peer from now on, in the ways that are given by the call."""
+        self._announced = announced
+
+    @property
+    def announced(self) -> Announced:
+        """How others reach it now."""
+        return self._announced()
+
+    @property
+    def endpoint(self) -> str:
+        """The best of these ways; empty while it does not listen."""
+        return self.announced.endpoints[0]
 
     async def serves(self) -> None:
         """The peer takes microbatches from now on."""
@@ -78,14 +89,15 @@ class Presence:
 
     def record(self) -> PeerRecord:
         """What is announced."""
-        identity, options, stage = self._membership.identity, self._options, self._stage
+        identity, options, stage, announced = self._membership.identity, self._options, self._stage, self.announced
         return PeerRecord(
             peer_id=identity.peer_id,
             name=options.name,
             software_version=swarm.__version__,
             announced_at=self._membership.clock.time(),
             stage=stage.number,
-            endpoint=self.endpoint,
+            endpoint=announced.endpoints[0],
+            other_endpoints=announced.endpoints[1:],
             certificate_pem="" if options.insecure else identity.certificate_pem,
             state=self.state,
             samples_per_second=stage.samples_per_second,
@@ -93,7 +105,7 @@ class Presence:
             round=stage.round,
             samples=self._member.run_samples,
             lineage=self._member.progress().lineage,
-            dht_address=self._dht_address,
+            dht_address=next(iter(announced.dht_addresses), ""),
             device=str(options.device),
             movable=options.movable,
             moves=options.moves,
@@ -110,14 +122,13 @@ class Presence:
 
     async def keep_announced(self, news: StageNews) -> None:
         """Announce it again and again, at once where a round was committed, until cancelled."""
-        announced_round = self._stage.round
         while True:
+            announced_round, endpoints = self._stage.round, self.announced.endpoints
             await self.announce()
             news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"])
             for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
                 await self._membership.clock.sleep(0.5)
-                if self._stage.round != announced_round:
-                    announced_round = self._stage.round
+                if self._stage.round != announced_round or self.announced.endpoints != endpoints:
                     break
 
     async def withdraw(self) -> None:
@@ -129,7 +140,9 @@ class Presence:
 
     # -- to those who ask --------------------------------------------------------------------------------------------
 
-    def describe(self, averager: Averager, generation: pb.GenerationCounters | None = None) -> pb.DescribeReply:
+    def describe(
+        self, averager: Averager, generation: pb.GenerationCounters | None = None, lines: pb.Lines | None = None
+    ) -> pb.DescribeReply:  # fmt: skip
         """What this peer answers."""
         stage, progress, averaging = self._stage, self._member.progress(), averager.statistics()
         return pb.DescribeReply(
@@ -157,6 +170,7 @@ class Presence:
                 exchanged_bytes=self._member.exchanged_bytes,
             ),
             generation=generation,
+            lines=lines,
             rounds=list(self._member.reports),
             loop_lag_seconds=self.loop_lag.seconds,
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,

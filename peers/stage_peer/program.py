@@ -43,6 +43,7 @@ from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_addresses import outside_of
 from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
 from peers.stage_peer.own_model import OwnModel, open_model
+from peers.stage_peer.reach import Reach
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer
@@ -62,6 +63,7 @@ from swarm.errors import PeerUnavailable, SwarmError
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
+from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.stage.places import SessionLimits
 
 logger = logging.getLogger(__name__)
@@ -193,6 +195,7 @@ class Start:
             resume=resume,
             weights=weights,
             shelves=shelves,
+            meeting=meeting_limits(options.relay_mbit),
             movable=options.rebalance_seconds > 0,
             moves=moves,
             own_figures=own_figures,
@@ -225,9 +228,10 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         checkpoints=options.resume,
     )  # fmt: skip
     arrival = Arrival(
-        options=options, membership=member, listen=start.listen, device=str(start.device), token=start.entrance.token,
+        options=options, membership=member, device=str(start.device), token=start.entrance.token,
         is_new=not (options.joins or start.returns or options.resume),
     )  # fmt: skip
+    reach = Reach(member, start.node, start.listen, insecure=options.insecure)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 
     async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
@@ -246,6 +250,9 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         await say_what_is_wrong(start, member)
         # Before anything is announced, which would take the place of what the other one has announced.
         await rivals.require_alone()
+        watching = tasks.create_task(member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS))
+        reaching = tasks.create_task(reach.keep())
+        await reach.found_out()
         keeping = tasks.create_task(claim.keep())
         stage = await first_stage(options, rebalancer)
         # Not before: until here nobody looks at it, and Ctrl-C and SIGTERM end the process by themselves.
@@ -253,15 +260,16 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         begin(start.events, options.events, start_of(config, peer_id=member.peer_id, name=options.name, stage=stage))
         background = [
             publishing,
+            watching,
+            reaching,
             keeping,
-            tasks.create_task(member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS)),
             tasks.create_task(stop_or_expiry(stop, identity, clock)),
             tasks.create_task(rivals.watch()),
             tasks.create_task(contents.keep_tokenizer()),
         ]
         mover = Mover(
             make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=start.events, stop=stop,
-            on_serving=arrival.serves, listen=start.listen,
+            on_serving=arrival.serves, listen=reach,
         )  # fmt: skip
         await mover.run(stage)
         for task in background:
@@ -279,6 +287,12 @@ async def say_what_is_wrong(start: Start, member: Membership) -> None:
     )  # fmt: skip
     for finding in await in_passing(plan, run, here(start.device), member.clock):
         logger.warning("%s: %s", finding.what, finding.text)
+
+
+def meeting_limits(megabits_per_second: int) -> MeetingLimits:
+    """What the peer does for others that are not reached, if it may carry so much."""
+    limits = MeetingLimits(bytes_per_second=max(1, megabits_per_second) * 125_000.0)
+    return limits if megabits_per_second else dataclasses.replace(limits, max_waiting=0)
 
 
 async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:

@@ -8,8 +8,9 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
@@ -18,7 +19,7 @@ from peers.shared.membership import Membership
 from peers.stage_peer import resume
 from peers.stage_peer.checkpoints import Checkpoints
 from peers.stage_peer.incarnation import Rivals
-from peers.stage_peer.listen import Listen
+from peers.stage_peer.listen import Announced, Listening
 from peers.stage_peer.news import StageNews
 from peers.stage_peer.others import find_others
 from peers.stage_peer.own_backend import own_backend
@@ -44,6 +45,8 @@ from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import Guard
+from swarm.rpc.meeting.endpoints import direct
+from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
@@ -51,6 +54,7 @@ from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
+from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.boundary import reply_specs, request_specs
@@ -124,13 +128,17 @@ class StageServer:
             options.checkpoints, config, stage, self.member, tasks,
             highest_microbatch=lambda: self.averager.view().highest_microbatch,
         )  # fmt: skip
+        self._meeting_point = MeetingPoint(
+            membership.identity.peer_id, options.meeting, clock, insecure=options.insecure,
+            is_exchanging=lambda: self.averager.is_exchanging,
+        )  # fmt: skip
         self._news = StageNews(clock)
         self.presence = Presence(membership, self.stage, self.member, options)
         self._rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: self.presence.endpoint)
 
     @asynccontextmanager
-    async def serving(self, listen: Listen) -> AsyncIterator[Sequence[str]]:
-        """Have the stage's state and serve it inside the block; gives the endpoints that others are told.
+    async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
+        """Have the stage's state and serve it inside the block; gives what others are told of where.
 
         Raises:
             ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
@@ -143,8 +151,7 @@ class StageServer:
         )
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
         credentials = None if self._options.insecure else tls.server_credentials(identity)
-        endpoints = listen.endpoints(bind_server(server, listen.host, listen.port, credentials))
-        self.presence.listens(endpoints[0], listen.dht_addresses[0] if listen.dht_addresses else "")
+        self.presence.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
         if self._options.graph_bytes is None:
             limit_bytes = self.stage.context.backend.budget.limit_bytes
             logger.info("up to %s of %s for autograd graphs", in_words(limit_bytes), self._options.device)
@@ -154,6 +161,7 @@ class StageServer:
             context = Context(
                 config=self._config,
                 own=self.presence.record(),
+                endpoints=lambda: self.presence.announced.endpoints,
                 peers=self._known.peers,
                 transport=GrpcTransport(channels),
                 clock=self._clock,
@@ -180,7 +188,7 @@ class StageServer:
                     lambda: PeerRow.of(self.presence.record(), self._describe()), run=self._config.run_id,
                     stage=str(self.stage.number),
                 )  # fmt: skip
-                yield endpoints
+                yield self.presence.announced
                 for task in (averaging, reporting, *background):
                     task.cancel()
         finally:
@@ -223,6 +231,7 @@ class StageServer:
             self._config.run_id, self._options.shelves, is_exchanging=lambda: self.averager.is_exchanging,
             clock=self._clock,
         )  # fmt: skip
+        add_MeetingServiceServicer_to_server(self._meeting_point, server)
         add_StageServiceServicer_to_server(stage_servicer, server)
         add_GenerationServiceServicer_to_server(self._generation, server)
         add_LeaseServiceServicer_to_server(lease_servicer, server)
@@ -365,4 +374,10 @@ class StageServer:
         return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
 
     def _describe(self) -> pb.DescribeReply:
-        return self.presence.describe(self.averager, self._generation.counters())
+        announced, point = self.presence.announced, self._meeting_point
+        lines = pb.Lines(
+            punched=announced.num_punched, relayed=announced.num_relayed, waiting=point.num_waiting,
+            carried=point.budget.num_connections, carried_bytes=point.budget.num_bytes,
+            is_hidden=not direct(announced.endpoints),
+        )  # fmt: skip
+        return self.presence.describe(self.averager, self._generation.counters(), lines)

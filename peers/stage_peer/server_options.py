@@ -11,6 +11,7 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.content.servicer import Shelves
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
+from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.stage.places import SessionLimits
 
 
@@ -33,6 +34,8 @@ class ServerOptions:
     """What the run begins with, if it is here."""
     shelves: Shelves = field(default_factory=Shelves)
     """What it gives to others."""
+    meeting: MeetingLimits = field(default_factory=MeetingLimits)
+    """What it does for peers that others do not reach."""
     movable: bool = False
     """Whether the peer may be needed elsewhere and go there."""
     moves: int = 0

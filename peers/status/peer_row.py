@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from peers.status.figure import Column, figure, read
+from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.types import PeerRecord
@@ -59,6 +60,12 @@ def _rounds(answer: Answer) -> tuple[int, ...]:
     return tuple(report.round for report in answer.reply.rounds[-MOST_ROUNDS:] if report.contributed)
 
 
+def _reached(lines: pb.Lines) -> str:
+    if not lines.is_hidden:
+        return "direct"
+    return "punched" if lines.punched else "relayed" if lines.relayed else "tunnel"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerRow:
     """A stage peer: its announcement, and what it answered when asked."""
@@ -106,6 +113,43 @@ class PeerRow:
         column=Column(
             heading="device", cell="{row.device}", is_shown=lambda row: row.device not in ("", "cpu"), is_text=True
         ),
+    )
+    reached: str = figure(
+        "How callers reach it: direct; punched, where meeting points arrange direct connections; relayed, where they "
+        "carry all; or tunnel, where there is none at present. The table has it where some peer is not reached "
+        "directly.",
+        default="direct",
+        announced=lambda record: "direct" if direct(record.endpoints) else "tunnel",
+        answered=lambda said: _reached(said.reply.lines),
+        column=Column(
+            heading="reached", cell="{row.reached}", is_shown=lambda row: row.reached != "direct", is_text=True
+        ),
+    )
+    punched_connections: int = figure(
+        "Connections that it has now and that a meeting point arranged.",
+        default=0,
+        answered=lambda said: said.reply.lines.punched,
+    )
+    relayed_connections: int = figure(
+        "Connections that it has now and that a meeting point carries.",
+        default=0,
+        answered=lambda said: said.reply.lines.relayed,
+    )
+    waiting_peers: int = figure(
+        "Peers that others do not reach and that wait at this one.",
+        default=0,
+        unit="peers",
+        answered=lambda said: said.reply.lines.waiting,
+    )
+    carried_connections: int = figure(
+        "Connections that it carries for them now.", default=0, answered=lambda said: said.reply.lines.carried
+    )
+    carried_bytes: int = figure(
+        "What it has carried for them since it serves its stage, both ways together.",
+        default=0,
+        only_grows=True,
+        unit="bytes",
+        answered=lambda said: said.reply.lines.carried_bytes,
     )
     samples_per_second: float = figure(
         "What it manages at its stage.",

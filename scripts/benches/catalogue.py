@@ -25,6 +25,7 @@ MEASURING = {
     "intruders": "what honest traffic keeps beside an intruder",
     "link": "throughput while a round is exchanged over slow links (slow)",
     "wan": "throughput over long and slow lines, for layers of three sizes (slow)",
+    "nat": "peers behind routers: how soon they serve, by which way, and how fast (needs root and nftables)",
     "heterogeneous": "unequal peers that come and go, against their capacities (slow)",
     "cuda": "tokens/s of a GPU stage, against one that copies without pinned memory and streams (needs a GPU)",
     "diloco": "validation loss and bytes of each way to average (slow)",

@@ -107,8 +107,9 @@ class Context:
     """One peer's surroundings.
 
     Attributes:
-        own: this peer's record; stage, endpoint and certificate are used.
+        own: this peer's record; stage, endpoints and certificate are used.
         peers: gives the directory's last known view of a stage.
+        endpoints: gives this peer's own, where they may become others than those of `own`.
     """
 
     config: RunConfig
@@ -119,6 +120,7 @@ class Context:
     timing: Timing = field(default_factory=Timing)
     events: Events = field(default_factory=NoEvents)
     tasks: Tasks = field(default_factory=Tasks)
+    endpoints: Callable[[], Sequence[str]] | None = None
 
     @cached_property
     def changes(self) -> Changes:
@@ -129,6 +131,14 @@ class Context:
     def own_id(self) -> PeerId:
         """This peer's id."""
         return PeerId(self.own.peer_id)
+
+    @property
+    def present(self) -> PeerRecord:
+        """This peer's record with the endpoints that it has now."""
+        endpoints = tuple(self.endpoints()) if self.endpoints is not None else self.own.endpoints
+        if endpoints == self.own.endpoints:
+            return self.own
+        return self.own.model_copy(update={"endpoint": endpoints[0], "other_endpoints": endpoints[1:]})
 
     @property
     def address(self) -> Address:

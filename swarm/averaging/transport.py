@@ -219,7 +219,8 @@ def pieces_of(data: Buffer) -> Iterator[bytes]:
 
 def contact_of(peer: PeerRecord) -> pb.Contact:
     """How to reach a peer, as the wire has it."""
-    return pb.Contact(peer_id=peer.peer_id, endpoint=peer.endpoint, certificate_pem=peer.certificate_pem)
+    endpoints = " ".join(peer.endpoints)
+    return pb.Contact(peer_id=peer.peer_id, endpoints=endpoints, certificate_pem=peer.certificate_pem)
 
 
 def record_of(contact: pb.Contact, stage: int) -> PeerRecord:
@@ -231,13 +232,15 @@ def record_of(contact: pb.Contact, stage: int) -> PeerRecord:
     try:
         if contact.certificate_pem and peer_id_of(contact.certificate_pem) != contact.peer_id:
             raise MalformedMessage(f"the certificate is not that of {contact.peer_id[:40]!r}")
+        endpoint, *others = contact.endpoints.split(" ")
         return PeerRecord(
             peer_id=PeerId(contact.peer_id),
-            endpoint=contact.endpoint,
+            endpoint=endpoint,
+            other_endpoints=tuple(others),
             certificate_pem=contact.certificate_pem,
             stage=stage,
             state=PeerState.SERVING,
             announced_at=0.0,
         )
     except (ValueError, IntegrityError):
-        raise MalformedMessage(f"not a peer's address: {contact.peer_id[:40]!r} {contact.endpoint[:80]!r}") from None
+        raise MalformedMessage(f"not a peer's address: {contact.peer_id[:40]!r} {contact.endpoints[:80]!r}") from None

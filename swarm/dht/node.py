@@ -8,10 +8,10 @@ again if it dies alone; whatever speaks to it is in kademlia. Stores and passes 
 import asyncio
 import logging
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from swarm.credentials.authority import Authority
 from swarm.dht import addresses
@@ -44,7 +44,14 @@ CLIENT_OPTIONS = ["-dhtClient=1", "-noListenAddrs=1"]
 """Options of p2pd for a node that asks others, but cannot be asked and stores nothing."""
 
 Result = TypeVar("Result")
-Launch = Callable[[Sequence[str]], Awaitable["Kademlia"]]
+
+
+class Launch(Protocol):
+    """Starts p2pd and hivemind's node, and joins those at these addresses that answer."""
+
+    async def __call__(
+        self, known: Sequence[str], *, client_mode: bool, must_join: bool = False
+    ) -> "Kademlia": ...  # fmt: skip
 
 
 class DhtNode:
@@ -56,7 +63,7 @@ class DhtNode:
         """Must run in the thread.
 
         Args:
-            launch: starts p2pd and hivemind's node once more, and joins those at these addresses that answer.
+            launch: starts p2pd and hivemind's node once more.
             known: addresses of other nodes.
         """
         self._thread = thread
@@ -137,6 +144,26 @@ class DhtNode:
             finally:
                 self._thread.close()
 
+    async def become_client(self) -> None:
+        """Go on as a node that asks others, and is asked by none: they do not reach this one, and would wait for it.
+
+        Raises:
+            PeerUnavailable: this peer has left the DHT.
+            OSError: p2pd cannot be started; the node goes on as it was.
+        """
+        if not self._thread.is_open:
+            raise PeerUnavailable("this peer has left the DHT")
+        await self._thread.run_async(self._replace_by_client())
+
+    async def _replace_by_client(self) -> None:
+        former = self._kademlia
+        if former.is_client:
+            return
+        # Beside the former, which answers meanwhile. It has a libp2p id of its own.
+        client = await self._launch(list(self._known), client_mode=True)
+        self._kademlia = client
+        await former.stop()
+
     async def _close(self) -> None:
         for task in self._background:
             task.cancel()
@@ -176,8 +203,10 @@ class DhtNode:
     async def _stay_alive(self) -> None:
         clock, wait_seconds = asyncio.get_running_loop().time, RESTART_SECONDS
         while True:
-            began_at = clock()
-            await asyncio.wait({self._kademlia.ended})
+            began_at, present = clock(), self._kademlia
+            await asyncio.wait({present.ended})
+            if present is not self._kademlia:
+                continue  # A client has taken its place.
             logger.warning(
                 "the DHT's process, p2pd, has died: going on with the peers known so far, and starting it again"
             )
@@ -192,7 +221,7 @@ class DhtNode:
                 wait_seconds = min(2 * wait_seconds, MAX_RESTART_SECONDS)
                 try:
                     async with asyncio.timeout(START_SECONDS):
-                        self._kademlia = await self._launch(list(self._known))
+                        self._kademlia = await self._launch(list(self._known), client_mode=present.is_client)
                     break
                 except Exception as error:  # noqa: BLE001 - hivemind raises all kinds if p2pd dies anew, EOFError too
                     logger.debug("p2pd did not start: %s", error)
@@ -254,7 +283,7 @@ def start(
     """
     for address in initial_peers:
         addresses.split(address)
-    options = CLIENT_OPTIONS if client_mode else _server_options(host, port, announce)
+    options = [] if client_mode else _server_options(host, port, announce)
     level = logging.getLogger("hivemind").level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -266,13 +295,18 @@ def start(
         options = [*options, f"-id={identity_path}"]
     # However often p2pd is started, the validator stays: what it is told of the run has to last.
     validator = kademlia.new_validator(clock)
-    launch = partial(kademlia.launch, options=options, client_mode=client_mode, validator=validator, clock=clock)
     thread = LoopThread("dht")
+
+    async def launch(known: Sequence[str], *, client_mode: bool, must_join: bool = False) -> "Kademlia":
+        return await kademlia.launch(
+            known, options=CLIENT_OPTIONS if client_mode else options, client_mode=client_mode, validator=validator,
+            clock=clock, must_join=must_join,
+        )  # fmt: skip
 
     async def open_node() -> DhtNode:
         try:
             async with asyncio.timeout(timeout_seconds):
-                first = await launch(initial_peers, must_join=True)
+                first = await launch(initial_peers, client_mode=client_mode, must_join=True)
         except TimeoutError:
             raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
         return DhtNode(thread, first, launch, validator, initial_peers)

@@ -46,22 +46,22 @@ async def watch_connections(*, stage: int, router: Router, channels: ChannelPool
             if reply.status == HealthCheckResponse.SERVING:
                 router.answered(PeerId(record.peer_id))
         finally:
-            under_way.discard(record.endpoint)
+            under_way.discard(record.place)
 
     async with asyncio.TaskGroup() as tasks:
         while True:
             records = router.records(stage)
-            connected, previously = {r.endpoint for r in records if channels.is_connected(r)}, connected
+            connected, previously = {r.place for r in records if channels.is_connected(r)}, connected
             broken = previously - connected
             for record in records:
-                if record.endpoint in broken:
+                if record.place in broken:
                     # Whatever call it was that broke it: a hop would wait for the next connection.
                     router.failed(PeerId(record.peer_id), is_unreachable=True)
             for record in router.unreachable(stage):
-                if record.endpoint in under_way:
+                if record.place in under_way:
                     # Over the end of this probe, and the next look.
                     router.unanswered(PeerId(record.peer_id), 4 * GAP_SECONDS)
                 else:
-                    under_way.add(record.endpoint)
+                    under_way.add(record.place)
                     tasks.create_task(probe(record))
             await clock.sleep(GAP_SECONDS)

@@ -100,7 +100,7 @@ class PeerQueue:
     def _announced(self, record: PeerRecord, now: float) -> None:
         peer_id = PeerId(record.peer_id)
         member = self._members.get(peer_id)
-        if member is not None and member.record.endpoint != record.endpoint:
+        if member is not None and member.record.place != record.place:
             # Another process, perhaps on another machine: nothing that was measured need be true of it.
             self.remove(peer_id)
             member = None

@@ -2,10 +2,11 @@
 
 Used by guard, which counts the calls, and by servicers, which count what they keep for a call. In a locked run a caller
 is a member's id. In an open one it is an IP address, so that all processes on one machine are one caller; of an IPv6
-address only the first 64 bits count, since a provider gives a customer all addresses that begin with these. A caller
-without calls is soon forgotten.
+address only the first 64 bits count, since a provider gives a customer all addresses that begin with these. Whoever
+comes through a tunnel is told apart by a loopback address of its own. A caller without calls is soon forgotten.
 """
 
+import hashlib
 import ipaddress
 from collections import Counter
 from typing import Any, NewType
@@ -42,6 +43,8 @@ Caller = NewType("Caller", str)
 
 _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
 """In an open run all processes beside this peer are one caller; they must not wait for each other's turn."""
+_TUNNELLED = "127.77."
+"""Callers that a meeting point connects come from addresses that begin like this, each from one of its own."""
 
 
 class Callers:
@@ -100,7 +103,7 @@ class Callers:
             self._count(caller, WASTED_CALLS - 1)
 
     def _count(self, caller: Caller, num_calls: int, *, in_full: bool = False) -> float:
-        if caller.startswith(_THIS_MACHINE):
+        if caller.startswith(_THIS_MACHINE) and not caller.startswith(f"ipv4:{_TUNNELLED}"):
             return 0.0
         now, gap_seconds = self._clock.monotonic(), 1.0 / CALLS_PER_SECOND
         earliest = now - BURST_CALLS * gap_seconds
@@ -183,6 +186,21 @@ def chain_of(context: Any) -> str:
     shown = context.auth_context()
     parts = [*shown.get("x509_pem_cert", ()), *shown.get("x509_pem_cert_chain", ())]
     return "".join(part.decode(errors="replace") for part in parts)
+
+
+def tunnel_source(caller: str) -> str:
+    """The loopback address from which a caller is connected to this peer's server that came through a tunnel.
+
+    Args:
+        caller: who it is, as far as the meeting point says.
+    """
+    first, second = hashlib.sha256(caller.encode()).digest()[:2]
+    return f"{_TUNNELLED}{first}.{second}"
+
+
+def is_tunnelled(host: str) -> bool:
+    """Whether a call from this address came through a tunnel."""
+    return host.startswith(_TUNNELLED)
 
 
 def subtract(counter: Counter[Caller], caller: Caller, amount: int) -> None:

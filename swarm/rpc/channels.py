@@ -7,7 +7,9 @@ Never retries.
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -19,14 +21,16 @@ from swarm.errors import NotAllowed, PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
 from swarm.rpc.callers import MAX_CALLS
-from swarm.types import PeerRecord
+from swarm.rpc.meeting.carrying import Line
+from swarm.rpc.meeting.dialler import Dialler
+from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.ways import Road, Ways
+from swarm.rpc.options import BULK_OPTIONS, CLIENT_OPTIONS, MAX_MESSAGE_BYTES, Options
+from swarm.types import TUNNEL, PeerRecord
 
-Options = tuple[tuple[str, int | str], ...]
 _Key = tuple[str, str, bool]
-"""A channel's endpoint and certificate, and whether it is for bulk transfers."""
+"""A peer's place and certificate, and whether a channel is for bulk transfers."""
 
-MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-"""Size of one message; tensors travel in chunks of about 1 MiB."""
 MESSAGE_SECONDS = 30.0
 """How long a server waits at most for the next message of a stream, and for its caller to take one."""
 
@@ -35,33 +39,6 @@ UNUSED_SECONDS = 3600.0
 Calls that it still has may go on for the same time."""
 
 
-def client_options(silence_ms: int, answer_ms: int) -> Options:
-    """Options of a channel that sends a ping after a silence, and is broken if the answer takes too long.
-
-    Connecting may take both together. The machine of a frozen peer accepts connections, and says nothing.
-    """
-    return (
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", silence_ms),
-        ("grpc.keepalive_timeout_ms", answer_ms),
-        ("grpc.http2.max_pings_without_data", 0),
-        # By default a minute, which would override the keepalive timeout.
-        ("grpc.http2.ping_timeout_ms", answer_ms),
-        # Whatever its name says, this is the time for one attempt to connect. The default is 20 s.
-        ("grpc.min_reconnect_backoff_ms", silence_ms + answer_ms),
-        # A peer that restarts is reached again in a second, not in minutes; callers make pauses of their own.
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-    )
-
-
-CLIENT_OPTIONS: Options = client_options(1000, 2000)
-BULK_OPTIONS: Options = (
-    # A ping waits behind the megabytes that the kernel has taken, for seconds where a slow line is shared.
-    *client_options(20_000, 20_000),
-    # Without this the channel would share its connection with every other channel to the same address.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 SERVER_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # On one connection; gRPC itself holds the rest back, or refuses it.
@@ -93,17 +70,41 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
 }
-_TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing", re.IGNORECASE)
+_TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing|response code 504", re.IGNORECASE)
 """What gRPC says of an attempt to connect that took too long. Of a TLS handshake that did, it says that it closed the
-socket itself."""
+socket itself. 504 is what meeting/dialler answers where no way worked."""
 _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
+
+
+READY_SECONDS = 5.0
+"""Longest wait for TLS over a better line."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A channel, and for a peer with several ways what opens its connections."""
+
+    channel: grpc.aio.Channel
+    road: Road | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether gRPC dials by itself, and in vain."""
+        return self.road is None and self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+    def let_go(self) -> grpc.aio.Channel:
+        """Open no more connections."""
+        if self.road is not None:
+            self.road.close()
+        return self.channel
 
 
 class ChannelPool:
     """Two channels for each server and certificate; reused by all calls, which may run at the same time.
 
     One is for bulk transfers. A call waits behind all that was written to its connection before, and a call of a few
-    bytes behind megabytes on a slow line would miss its deadline.
+    bytes behind megabytes on a slow line would miss its deadline. A peer with several ways, or behind a meeting point,
+    gets a new channel when a better way is found; calls under way end on the one that they have.
     """
 
     def __init__(self, *, insecure: bool = False, identity: Identity | None = None, clock: Clock | None = None) -> None:
@@ -117,9 +118,13 @@ class ChannelPool:
         self._identity = identity
         self._authority = identity.authority if identity is not None else None
         self._clock = clock or SystemClock()
-        self._channels: dict[_Key, grpc.aio.Channel] = {}
+        self._channels: dict[_Key, _Opened] = {}
         self._used_at: dict[_Key, float] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dialler = Dialler()
+        self._points = Points(identity, insecure=insecure)
+        self._ways: dict[str, Ways] = {}
+        """By place, of peers that are not simply dialled."""
 
     def channel(self, record: PeerRecord, *, bulk: bool = False) -> grpc.aio.Channel:
         """The channel to a peer, opened on first use.
@@ -135,38 +140,48 @@ class ChannelPool:
             secure, insecure = (record.endpoint, "this peer") if self._insecure else ("this peer", record.endpoint)
             raise PeerUnavailable(f"{secure} uses TLS and {insecure} does not: use --insecure on all peers or none")
         self._require_member(record)
-        key = (record.endpoint, record.certificate_pem, bulk)
-        now = self._clock.monotonic()
-        if key not in self._channels:
+        key, now = (record.place, record.certificate_pem, bulk), self._clock.monotonic()
+        ways = self._ways_to(record)
+        opened = self._channels.get(key)
+        if opened is not None and ways is not None and opened.is_lost:
+            # The endpoint that was the best answers no longer.
+            self._spawn(_close([opened.let_go()], UNUSED_SECONDS))
+            opened = None
+        if opened is None:
             self._close_unused(now)
-            self._channels[key] = self._open(record, BULK_OPTIONS if bulk else CLIENT_OPTIONS)
+            opened = self._channels[key] = self._open(key, record.endpoint, ways)
+            if ways is not None:
+                self._spawn(self._improve(key, ways))
         self._used_at[key] = now
-        return self._channels[key]
+        return opened.channel
 
     def is_connected(self, record: PeerRecord) -> bool:
         """Whether the channel to a peer, the one for short calls, has a connection now."""
-        channel = self._channels.get((record.endpoint, record.certificate_pem, False))
-        return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
+        opened = self._channels.get((record.place, record.certificate_pem, False))
+        return opened is not None and opened.channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def close(self) -> None:
         """Close all channels, and cancel their calls."""
-        channels = list(self._channels.values())
+        channels = [opened.let_go() for opened in self._channels.values()]
         self._channels.clear()
         self._used_at.clear()
-        for task in self._closing:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
         await _close(channels, None)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._dialler.close()
 
     def _close_unused(self, now: float) -> None:
         """Close unused channels once their calls have ended. Peers come and go for weeks."""
         unused = [key for key, used_at in self._used_at.items() if now - used_at >= UNUSED_SECONDS]
         if unused:
-            channels = [self._channels.pop(key) for key in unused]
+            channels = [self._channels.pop(key).let_go() for key in unused]
             for key in unused:
                 del self._used_at[key]
-            task = asyncio.get_running_loop().create_task(_close(channels, UNUSED_SECONDS))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            places = {place for place, _, _ in self._channels}
+            self._ways = {place: ways for place, ways in self._ways.items() if place in places}
+            self._spawn(_close(channels, UNUSED_SECONDS))
 
     def _require_member(self, record: PeerRecord) -> None:
         if self._authority is None:
@@ -180,11 +195,50 @@ class ChannelPool:
         if member.peer_id != record.peer_id:
             raise PeerUnavailable(f"{record.endpoint} shows the certificate of {member.peer_id}")
 
-    def _open(self, record: PeerRecord, options: Options) -> grpc.aio.Channel:
+    def _ways_to(self, record: PeerRecord) -> Ways | None:
+        """The ways to a peer; None if gRPC itself dials its only endpoint."""
+        if len(record.endpoints) == 1 and not record.endpoint.startswith(TUNNEL):
+            return None
+        if record.place not in self._ways:
+            self._ways[record.place] = Ways(record, self._points, self._dialler, self._clock)
+        self._ways[record.place].learn(record)
+        return self._ways[record.place]
+
+    def _open(self, key: _Key, endpoint: str, ways: Ways | None, *, first: Line | None = None) -> _Opened:
+        _, certificate_pem, bulk = key
+        options = BULK_OPTIONS if bulk else CLIENT_OPTIONS
+        road = None if ways is None else Road(ways, self._dialler, self._clock, first=first)
+        if road is not None:
+            endpoint, options = road.target, (*options, *road.options)
         if self._insecure:
-            return grpc.aio.insecure_channel(record.endpoint, options=options)
-        credentials = tls.pinned_credentials(record.certificate_pem, self._identity)
-        return grpc.aio.secure_channel(record.endpoint, credentials, options=(*options, *tls.PINNED_OPTIONS))
+            return _Opened(grpc.aio.insecure_channel(endpoint, options=options), road)
+        credentials = tls.pinned_credentials(certificate_pem, self._identity)
+        return _Opened(grpc.aio.secure_channel(endpoint, credentials, options=(*options, *tls.PINNED_OPTIONS)), road)
+
+    async def _improve(self, key: _Key, ways: Ways) -> None:
+        """Put a better channel in the place of one whose connections are copied or carried, when there is one."""
+        while (opened := self._channels.get(key)) is not None and opened.road is not None:
+            found = await opened.road.better()
+            better = self._open(key, found, None) if isinstance(found, str) else self._open(key, "", ways, first=found)
+            is_ready = False
+            # Only once it is connected: else its peer would seem to be out of reach.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(READY_SECONDS):
+                    await better.channel.channel_ready()
+                    is_ready = True
+            if not is_ready or self._channels.get(key) is not opened:
+                await better.let_go().close()
+                if not isinstance(found, str):
+                    await found.close()
+                await self._clock.sleep(READY_SECONDS)
+                continue
+            self._channels[key] = better
+            self._spawn(_close([opened.let_go()], UNUSED_SECONDS))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:

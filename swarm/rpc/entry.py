@@ -1,11 +1,10 @@
-"""Where a run is entered by gRPC alone: PEER_ID@HOST:PORT, of which an invite holds one or several.
+"""A peer and where its gRPC server is: PEER_ID@HOST:PORT, of which an invite holds one or several.
 
-Used by swarm-peer, which has it in its log, and by dht/lookup, which connects. The id makes it safe to copy: a peer
-that answers has to show that id's certificate before it is told or asked anything. Never looks up where a peer is.
+Used by swarm-peer, which has it in its log, by dht/lookup and meeting/, which connect. The id makes it safe to copy: a
+peer that answers has to show that id's certificate before it is told or asked anything. Never looks up where a peer is.
 """
 
 import asyncio
-import contextlib
 import re
 import ssl
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from swarm.credentials import certificates
 from swarm.credentials.identity import Identity
 from swarm.errors import IntegrityError, PeerUnavailable
 from swarm.rpc import tls
-from swarm.rpc.channels import CLIENT_OPTIONS
+from swarm.rpc.options import CLIENT_OPTIONS
 from swarm.types import PeerId
 
 _ENTRY = re.compile(r"(?P<peer_id>[0-9a-f]{40})@(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
@@ -72,41 +71,26 @@ class Entry:
         """
         if insecure:
             return grpc.aio.insecure_channel(self.endpoint, options=CLIENT_OPTIONS)
+        credentials = tls.pinned_credentials(await self.certificate(own), own)
+        return grpc.aio.secure_channel(self.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS))
+
+    async def certificate(self, own: Identity | None) -> str:
+        """The certificate that this very peer shows, to be pinned. Raises as `connect` does."""
         try:
-            certificate_pem = await self._shown_certificate()
+            certificate_pem = await shown_certificate(self.host, self.port)
         except OSError as error:
             raise PeerUnavailable(
                 f"no swarm-peer answers at {self.endpoint} ({error.strerror or error}): check the address, that its "
                 "port is open, and that it was started without --insecure"
             ) from None
-        if _id_of(certificate_pem) != self.peer_id:
+        if id_of(certificate_pem) != self.peer_id:
             raise PeerUnavailable(
                 f"another peer answers at {self.endpoint}: it restarted under a new identity, so copy its present "
                 "address"
             )
-        if own.authority is None and not _is_self_signed(certificate_pem):
+        if (own is None or own.authority is None) and not _is_self_signed(certificate_pem):
             raise ValueError(f"the run at {self} is locked: ask its owner for a token, and come with {self}#TOKEN")
-        credentials = tls.pinned_credentials(certificate_pem, own)
-        return grpc.aio.secure_channel(self.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS))
-
-    async def _shown_certificate(self) -> str:
-        """The certificate of the server that listens there. Raises OSError."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # gRPC shows only certificates that it has verified, and this one is checked against the id instead.
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        # With an earlier TLS a locked run's server would refuse us before it has shown anything.
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.set_alpn_protocols(["h2"])
-        _, writer = await asyncio.open_connection(self.host, self.port, ssl=context)
-        try:
-            shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        finally:
-            writer.close()
-            # The server may complain that we leave like that.
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-        return ssl.DER_cert_to_PEM_cert(shown)
+        return certificate_pem
 
 
 def endpoint_of(host: str, port: int) -> str:
@@ -114,7 +98,26 @@ def endpoint_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _id_of(certificate_pem: str) -> PeerId | None:
+async def shown_certificate(host: str, port: int) -> str:
+    """The certificate of the server that listens there, which has proved to have its key. Raises OSError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # gRPC shows only certificates that it has verified, and this one is checked against an id instead.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    # With an earlier TLS a locked run's server would refuse us before it has shown anything.
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    finally:
+        # To close TLS in order takes an answer of the server's, which some never give.
+        writer.transport.abort()
+    return ssl.DER_cert_to_PEM_cert(shown)
+
+
+def id_of(certificate_pem: str) -> PeerId | None:
+    """The id of the peer with this certificate; None if it is no peer's."""
     try:
         return certificates.peer_id_of(certificate_pem)
     except IntegrityError:

@@ -24,7 +24,8 @@ from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc import tls
-from swarm.rpc.channels import CLIENT_OPTIONS, ChannelPool
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.options import CLIENT_OPTIONS
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.stage.boundary import HIDDEN, TOKENS, reply_specs
 from swarm.training.microbatch import Microbatch
@@ -112,9 +113,9 @@ async def running(
     )  # fmt: skip
     async with cancelled_tasks() as tasks:
         server = StageServer(member, STAGE, tasks, options)
-        async with server.serving(HERE) as [endpoint]:
+        async with server.serving(HERE) as announced:
             record = server.presence.record()
-            assert record.endpoint == endpoint
+            assert record.endpoints == announced.endpoints
             router.update(STAGE, [record])
             yield Host(config, record, server, hop)
             await channels.close()

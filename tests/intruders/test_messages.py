@@ -52,7 +52,7 @@ def attacks(address: Address, own_id: str) -> list[Attack]:
     tokens, hidden = torch.zeros(2, 17, dtype=torch.int32), torch.zeros(2, 16, 32)
     tensors = [*chunks(TOKENS, tokens), *chunks(HIDDEN, hidden)]
     ballot, standing = pb.Ballot(attempt=1, leader_id=own_id), pb.Standing(round=0)
-    contact = pb.Contact(peer_id=own_id, endpoint="127.0.0.1:1")
+    contact = pb.Contact(peer_id=own_id, endpoints="127.0.0.1:1")
     common: dict[str, Any] = {"address": address, "peer_id": own_id}
     share = pb.Share(contact=contact, num_samples=2, weight=1.0, num_elements=10, round_samples=2)
     prepared = pb.Prepared(ballot=ballot, digest="d", squared_norm=1.0, member_ids=[own_id], num_samples=2)

@@ -17,7 +17,6 @@ from swarm.credentials import identity
 from swarm.machine.clock import ManualClock
 from swarm.rpc import channels, tls
 from swarm.rpc.channels import (
-    MAX_MESSAGE_BYTES,
     SERVER_OPTIONS,
     ChannelPool,
     abort,
@@ -25,6 +24,7 @@ from swarm.rpc.channels import (
     bind_server,
     translate,
 )
+from swarm.rpc.options import MAX_MESSAGE_BYTES, client_options
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.proxy import Direction, Proxy
@@ -119,7 +119,7 @@ async def test_who_accepts_a_connection_and_says_nothing_is_out_of_reach_and_not
     monkeypatch: pytest.MonkeyPatch, secure: bool
 ) -> None:
     """As a frozen peer's machine does."""
-    monkeypatch.setattr(channels, "CLIENT_OPTIONS", channels.client_options(100, 200))
+    monkeypatch.setattr(channels, "CLIENT_OPTIONS", client_options(100, 200))
     pool = ChannelPool(insecure=not secure)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         record = _record(silent.getsockname()[1], SERVER.certificate_pem if secure else "")

@@ -23,7 +23,16 @@ from swarm.rpc import guard, tls
 from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, MAX_KEPT_BYTES, WASTED_CALLS, Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
-from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_pb2, lease_pb2, probe_pb2, stage_pb2
+from swarm.rpc.v1 import (
+    averaging_pb2,
+    content_pb2,
+    directory_pb2,
+    generation_pb2,
+    lease_pb2,
+    meeting_pb2,
+    probe_pb2,
+    stage_pb2,
+)
 from swarm.rpc.v1.averaging_pb2_grpc import (
     AveragingServiceServicer,
     AveragingServiceStub,
@@ -45,6 +54,11 @@ from swarm.rpc.v1.generation_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub, add_LeaseServiceServicer_to_server
+from swarm.rpc.v1.meeting_pb2_grpc import (
+    MeetingServiceServicer,
+    MeetingServiceStub,
+    add_MeetingServiceServicer_to_server,
+)
 from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceServicer, ProbeServiceStub, add_ProbeServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, StageServiceStub, add_StageServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState
@@ -113,6 +127,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
             add_ContentServiceServicer_to_server(ContentServiceServicer(), server)  # type: ignore[abstract]
             add_GenerationServiceServicer_to_server(Generation(), server)
             add_ProbeServiceServicer_to_server(Probe(), server)
+            add_MeetingServiceServicer_to_server(Meeting(), server)
             add_HealthServicer_to_server(HealthServicer(), server)
             port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
             record = PeerRecord(
@@ -145,6 +160,18 @@ class Generation(GenerationServiceServicer):
     async def Generate(self, request_iterator: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateReply]:
         await context.abort(SERVED)
         yield generation_pb2.GenerateReply()
+
+
+class Meeting(MeetingServiceServicer):
+    """Likewise."""
+
+    async def Check(self, request: Any, context: Any) -> meeting_pb2.CheckReply:
+        return meeting_pb2.CheckReply()
+
+    async def Wait(self, _: Any, context: Any) -> None:  # type: ignore[override]
+        await context.abort(SERVED)
+
+    Connect = Take = Meet = Wait  # type: ignore[assignment]
 
 
 class Probe(ProbeServiceServicer):
@@ -208,6 +235,7 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
     content: Any = ContentServiceStub(channel)
     generation: Any = GenerationServiceStub(channel)
     probe: Any = ProbeServiceStub(channel)
+    meeting: Any = MeetingServiceStub(channel)
     health: Any = HealthStub(channel)
     pb, own = averaging_pb2, identity.peer_id
     seconds = {"timeout": 10.0}
@@ -227,6 +255,11 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
             iter([pb.ExchangeRequest(open=pb.ExchangeOpen(peer_id=own)), pb.ExchangeRequest(data=b"x")]), **seconds
         ),
         "/swarm.rpc.v1.ProbeService/Probe": lambda: probe.Probe(**seconds),
+        "/swarm.rpc.v1.MeetingService/Check": lambda: meeting.Check(meeting_pb2.CheckRequest(peer_id=own), **seconds),
+        "/swarm.rpc.v1.MeetingService/Wait": lambda: meeting.Wait(**seconds),
+        "/swarm.rpc.v1.MeetingService/Connect": lambda: meeting.Connect(**seconds),
+        "/swarm.rpc.v1.MeetingService/Take": lambda: meeting.Take(**seconds),
+        "/swarm.rpc.v1.MeetingService/Meet": lambda: meeting.Meet(meeting_pb2.MeetRequest(), **seconds),
         "/swarm.rpc.v1.GenerationService/Generate": lambda: generation.Generate(**seconds),
         "/swarm.rpc.v1.ContentService/Weights": lambda: content.Weights(content_pb2.ContentRequest(), **seconds),
         "/swarm.rpc.v1.ContentService/Tokenizer": lambda: content.Tokenizer(content_pb2.ContentRequest(), **seconds),
@@ -241,11 +274,10 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
 
 
 async def test_every_call_is_tried_here() -> None:
-    services = [
-        service
-        for file in (stage_pb2, lease_pb2, averaging_pb2, directory_pb2, content_pb2, generation_pb2, probe_pb2)
-        for service in file.DESCRIPTOR.services_by_name.values()
-    ]
+    files: tuple[Any, ...] = (
+        stage_pb2, lease_pb2, averaging_pb2, directory_pb2, content_pb2, generation_pb2, probe_pb2, meeting_pb2
+    )  # fmt: skip
+    services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
     ours = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
     health = {"/grpc.health.v1.Health/Check"}
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
@@ -323,10 +355,16 @@ async def test_nobody_speaks_for_another_member(start: Any) -> None:
     server = await start()
     async with server.called_by(OTHER_PEER) as channel:
         answers = {name: await _code(call()) for name, call in _calls(channel, PEER).items()}
-    silent = {"Train", "Evaluate", "Generate", "Describe", "Read", "Probe", "Weights", "Tokenizer", "Check"}
+    silent = {
+        *("StageService/Train", "StageService/Evaluate", "StageService/Describe", "GenerationService/Generate"),
+        *("DirectoryService/Read", "ProbeService/Probe", "ContentService/Weights", "ContentService/Tokenizer"),
+        *("MeetingService/Wait", "MeetingService/Connect", "MeetingService/Take", "MeetingService/Meet"),
+        "Health/Check",
+    }
     for name, code in answers.items():
-        assert _is_served(code) if name.rpartition("/")[2] in silent else code is not grpc.StatusCode.OK, name
-        assert name.rpartition("/")[2] in {*silent, "Exchange"} or code is DENIED, name
+        method = name.rpartition(".")[2]
+        assert _is_served(code) if method in silent else code is not grpc.StatusCode.OK, name
+        assert method in {*silent, "AveragingService/Exchange"} or code is DENIED, name
 
 
 async def test_in_an_open_run_nothing_is_asked(start: Any) -> None:

@@ -114,7 +114,7 @@ class Barrier:
 
     async def answer(self, request: pb.BarrierRequest) -> pb.BarrierReply:
         """Say whether this stage has decided a round; waits for that for a while, at the leader or by way of it."""
-        clock, own = self._context.clock, contact_of(self._context.own)
+        clock, own = self._context.clock, contact_of(self._context.present)
         deadline = clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
         if request.round == self._place.standing.round and self._shared.partners(request.round):
             self._place.awaited(clock.monotonic())

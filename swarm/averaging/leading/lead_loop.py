@@ -79,7 +79,7 @@ class LeadLoop:
         ballot = Ballot(number, self._context.own_id)
         members = self._roster.contacts.records(self._watch.view().progress)
         if not self._roster.excludes_self:
-            members[self._context.own_id] = self._context.own
+            members[self._context.own_id] = self._context.present
         try:
             await self._leader.attempt(members, standing, number)
             # A result may be decided and not be committed here: the next attempt finishes what is prepared.

@@ -82,7 +82,7 @@ class RoundWatch:
 
     def leader_contact(self) -> pb.Contact:
         """How the leader is reached."""
-        return contact_of(self._roster.contacts.record(self.leader_id) or self._context.own)
+        return contact_of(self._roster.contacts.record(self.leader_id) or self._context.present)
 
     # -- what may be done --------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class Survey:
         progress, prepared = self._member.progress(), self._place.group.prepared
         return pb.ReportRequest(
             address=self._context.address,
-            sender=contact_of(self._context.own),
+            sender=contact_of(self._context.present),
             standing=messages.pack_standing(self._place.standing),
             num_samples=progress.num_samples,
             committed_gaps=messages.pack_indices(progress.committed),

@@ -29,21 +29,22 @@ class Contact(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PEER_ID_FIELD_NUMBER: _builtins.int
-    ENDPOINT_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
-    endpoint: _builtins.str
+    endpoints: _builtins.str
+    """Its endpoints, in the order in which they are to be tried, with spaces in between."""
     certificate_pem: _builtins.str
     def __init__(
         self,
         *,
         peer_id: _builtins.str = ...,
-        endpoint: _builtins.str = ...,
+        endpoints: _builtins.str = ...,
         certificate_pem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "endpoint", b"endpoint", "peer_id", b"peer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "endpoints", b"endpoints", "peer_id", b"peer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -554,6 +554,7 @@ class DescribeReply(_message.Message):
     LOOP_LAG_SECONDS_FIELD_NUMBER: _builtins.int
     RIVAL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
     protocol_version: _builtins.int
@@ -587,6 +588,8 @@ class DescribeReply(_message.Message):
 
     @_builtins.property
     def generation(self) -> Global___GenerationCounters: ...
+    @_builtins.property
+    def lines(self) -> Global___Lines: ...
     def __init__(
         self,
         *,
@@ -611,14 +614,54 @@ class DescribeReply(_message.Message):
         loop_lag_seconds: _builtins.float = ...,
         rival: Global___Incarnation | None = ...,
         generation: Global___GenerationCounters | None = ...,
+        lines: Global___Lines | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "generation", b"generation", "rival", b"rival"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "generation", b"generation", "lines", b"lines", "rival", b"rival"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "lineage", b"lineage", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "lineage", b"lineage", "lines", b"lines", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
+
+@_typing.final
+class Lines(_message.Message):
+    """How callers reach this peer, and what it does for peers that others do not reach."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUNCHED_FIELD_NUMBER: _builtins.int
+    RELAYED_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    CARRIED_FIELD_NUMBER: _builtins.int
+    CARRIED_BYTES_FIELD_NUMBER: _builtins.int
+    IS_HIDDEN_FIELD_NUMBER: _builtins.int
+    punched: _builtins.int
+    """Connections that it has now and that were arranged by a meeting point: punched, or carried by it."""
+    relayed: _builtins.int
+    waiting: _builtins.int
+    """Peers that wait here, connections that are carried for them now, and bytes since it serves its stage."""
+    carried: _builtins.int
+    carried_bytes: _builtins.int
+    is_hidden: _builtins.bool
+    """Others do not reach this peer without a meeting point."""
+    def __init__(
+        self,
+        *,
+        punched: _builtins.int = ...,
+        relayed: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        carried: _builtins.int = ...,
+        carried_bytes: _builtins.int = ...,
+        is_hidden: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried", b"carried", "carried_bytes", b"carried_bytes", "is_hidden", b"is_hidden", "punched", b"punched", "relayed", b"relayed", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lines: _TypeAlias = Lines  # noqa: Y015
 
 @_typing.final
 class GenerationCounters(_message.Message):

@@ -135,13 +135,16 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
         ),
         rounds=[pb.RoundReport(num_members=99, round=18, contributed=True), pb.RoundReport(round=19), last],
         generation=pb.GenerationCounters(sessions=13, tokens=14, rounds=15),
+        lines=pb.Lines(is_hidden=True, punched=21, relayed=22, waiting=23, carried=24, carried_bytes=25),
     )  # fmt: skip
     (shown,) = await _ask([reply])
     assert shown == {
         "name": "peer of stage 0", "peer_id": f"{0:040x}", "state": "leaving", "moving_from": None, "moving_to": None,
-        "moves": 0, "started_at": 0.0, "device": "", "samples_per_second": 1.25, "queue_length": 2, "round": 3,
-        "samples": 4, "forwards": 5, "backwards": 6, "committed": 16, "rerouted_backwards": 7, "sessions": 13,
-        "generated_tokens": 14, "held_rounds": 15, "alive_peers": 9, "members": 8, "recent_rounds": [18, 20],
+        "moves": 0, "started_at": 0.0, "device": "", "reached": "punched", "punched_connections": 21,
+        "relayed_connections": 22, "waiting_peers": 23, "carried_connections": 24, "carried_bytes": 25,
+        "samples_per_second": 1.25, "queue_length": 2, "round": 3, "samples": 4, "forwards": 5, "backwards": 6,
+        "committed": 16, "rerouted_backwards": 7, "sessions": 13, "generated_tokens": 14, "held_rounds": 15,
+        "alive_peers": 9, "members": 8, "recent_rounds": [18, 20],
         "averaged_fraction": 0.5, "averaged_bytes": 120, "exchanged_bytes": 17, "compression_ratio": 4.5,
         "exchange_seconds": 1.5, "wait_seconds": 2.5, "contribution_norm": 3.5, "attempts": 10,
         "aborted": {"silent": 11}, "downloads": 12, "inner_steps": 2, "samples_per_inner_step": 17.0,

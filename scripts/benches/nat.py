@@ -1,0 +1,134 @@
+"""Peers behind routers: how soon do they serve, by which way are they reached, and how fast is it?
+
+Each arrangement is a small internet of network namespaces. A public peer begins a run, and another one joins from
+behind a router, by its invite and no other option: `serves_seconds` is from its start until it serves. `way` is how a
+caller, who is behind a router in the arrangements with a plus, reaches a peer there in the end. `hop_ratio_to_direct`
+compares pieces of 1 MiB on this way with the same pieces to a public peer; the lines of the caller, the meeting point
+and the peer all have the same rate. Needs root, iproute2 and nftables.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.commands import command_line
+from peers.local.supervisor import Child, Supervisor, last_line
+from peers.shared import cli
+from scripts.benches.shared.common import OutputOptions, say
+from scripts.benches.shared.internet import KINDS, Host, Internet, missing
+from scripts.benches.shared.judged import LESS, MORE
+from swarm.errors import DeadlineExceeded
+
+SIDE = str(Path(__file__).parent / "sides" / "nat_echo.py")
+START_SECONDS = 60.0
+JUDGED = {"*.serves_seconds": LESS, "*.hop_ratio_to_direct": MORE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OutputOptions):
+    """Measure peers behind routers."""
+
+    arrangements: tuple[str, ...] = (*KINDS, "restricted+restricted", "symmetric+restricted", "symmetric+symmetric")
+    """How the peer is connected, and behind a plus its caller, if not by a public address: none, full-cone,
+    restricted, symmetric, cgnat, udp-blocked, ipv6."""
+    mbit: int = 50
+    """Rate of every line, in megabits per second."""
+    seconds: float = 8.0
+    """How long pieces are sent on each way."""
+
+    def __post_init__(self) -> None:
+        cli.require_at_least(self, {"mbit": 1})
+        for arrangement in self.arrangements:
+            if not set(arrangement.split("+")) <= set(KINDS) or arrangement.count("+") > 1:
+                raise ValueError(f"--arrangements knows no {arrangement!r}; the kinds are {', '.join(KINDS)}")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """By arrangement. Raises OSError if this machine cannot have network namespaces."""
+    if lack := missing():
+        raise OSError(f"no network namespaces: {lack}")
+    results: dict[str, Any] = {}
+    for arrangement in options.arrangements:
+        peer_kind, _, caller_kind = arrangement.partition("+")
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Supervisor(Path(folder) / "logs", grace_seconds=0.0) as children,
+            Internet() as internet,
+        ):
+            world = _World(children, Path(folder), internet, peer_kind, caller_kind or "none")
+            results[arrangement] = {"serves_seconds": world.serves_seconds(), **world.line(options)}
+        say(f"{arrangement}: {results[arrangement]}")
+    return results
+
+
+class _World:
+    """One arrangement."""
+
+    def __init__(
+        self, children: Supervisor, folder: Path, internet: Internet, peer_kind: str, caller_kind: str
+    ) -> None:  # fmt: skip
+        self._children = children
+        self._folder = folder
+        self._internet = internet
+        self._public, self._other_public = internet.public_host(), internet.public_host()
+        self._peer, self._caller = internet.host(peer_kind), internet.host(caller_kind)
+        self._is_direct = peer_kind == "none"
+
+    def serves_seconds(self) -> float:
+        """From the start of the peer until it serves."""
+        first, _ = self._serving(self._public, "first", ["--preset", "tiny", "--stages", "1"])
+        invite = next(line.split()[2] for line in first.log.read_text().splitlines() if "join:" in line)
+        second, seconds = self._serving(self._peer, "second", [invite])
+        for child in (second, first):
+            self._children.kill9(child)
+        return seconds
+
+    def line(self, options: Options) -> dict[str, Any]:
+        """By which way pieces go there, and how fast, compared with a public peer."""
+        for host in (self._public, self._other_public, self._peer, self._caller):
+            self._internet.limit(host, options.mbit)
+        entry = self._first_line(self._public, "meet", [self._public.address])
+        direct = self._first_line(self._other_public, "serve", [self._other_public.address])
+        where = [] if self._is_direct else [entry]
+        record = self._first_line(self._peer, "serve", [self._peer.address, *where])
+        there, baseline = (self._call(to, options.seconds) for to in (record, direct))
+        return {
+            "way": there["way"],
+            "hop_ratio_to_direct": there["bytes_per_second"] / baseline["bytes_per_second"],
+            "bytes_per_second": there["bytes_per_second"],
+        }
+
+    def _serving(self, host: Host, name: str, options: Sequence[str]) -> tuple[Child, float]:
+        ready = self._folder / f"{name}.json"
+        own = ["--identity", str(self._folder / f"{name}.pem"), "--ready-file", str(ready), "--threads", "1"]
+        began_at = time.monotonic()
+        child = self._children.start(name, host.command(command_line("peer", [*options, *own])))
+        self._await(child, ready.exists)
+        return child, time.monotonic() - began_at
+
+    def _first_line(self, host: Host, role: str, arguments: Sequence[str]) -> str:
+        name = f"{role}-{host.address}"
+        child = self._children.start(name, host.command([sys.executable, SIDE, role, *arguments]))
+        self._await(child, lambda: "\n" in child.log.read_text())
+        return child.log.read_text().splitlines()[0]
+
+    def _call(self, record: str, seconds: float) -> dict[str, Any]:
+        command = self._caller.command([sys.executable, SIDE, "call", record, seconds])
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + START_SECONDS)
+        if done.returncode:
+            raise OSError(f"the caller failed: {done.stderr.strip()[-400:]}")
+        figures: dict[str, Any] = json.loads(done.stdout)
+        return figures
+
+    def _await(self, child: Child, is_there: Any) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not is_there():
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{child.name} does not serve: {last_line(child.log)}")
+            time.sleep(0.05)

@@ -1,0 +1,188 @@
+"""A small internet of network namespaces on this machine: public hosts, routers of several kinds, hosts behind them.
+
+Used by the nat bench and by the end-to-end test of peers behind routers. It needs root, iproute2 and nftables. No
+namespace has a link to the machine's own network, so nothing gets out. The public addresses, 192.0.0.64/26, are of a
+block that is reserved by the IETF (RFC 6890) and nobody's.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+KINDS = {
+    "none": "a public address",
+    "full-cone": "a router that lets everybody in, at the same ports",
+    "restricted": "a router that keeps a connection's port, and lets in answers alone",
+    "symmetric": "a router that gives every connection another port",
+    "cgnat": "two routers, the user's and the provider's",
+    "udp-blocked": "a router that lets no UDP through",
+    "ipv6": "IPv6 alone, and a firewall that lets in answers",
+}
+"""Ways to be connected."""
+
+_SHARED, _FIRST_PUBLIC, _FIRST_ROUTER = "192.0.0", 65, 81
+_SHARED6 = "2001:db8:0:1"
+_MASQUERADE = {"symmetric": "masquerade fully-random"}
+# Dropped, not rejected, as home routers do. Dropping in `input` also keeps the connection tracker from remembering a
+# stranger's packet, which would take the port that a punched connection needs.
+_RULES = """
+table ip nat {{
+    chain pre {{
+        type nat hook prerouting priority -100
+        {forward}
+    }}
+    chain post {{
+        type nat hook postrouting priority 100
+        oifname "wan" {masquerade}
+    }}
+}}
+table inet filter {{
+    chain forward {{
+        type filter hook forward priority 0; policy drop;
+        {udp}
+        ct state established,related accept
+        ct status dnat accept
+        iifname "lan" accept
+        icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert }} accept
+    }}
+    chain input {{
+        type filter hook input priority 0; policy accept;
+        ct state established,related accept
+        iifname "wan" meta l4proto {{ tcp, udp }} drop
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine of this internet."""
+
+    namespace: str
+    address: str
+
+    def command(self, command: Sequence[object]) -> list[str]:
+        """What runs a command there."""
+        return ["ip", "netns", "exec", self.namespace, *map(str, command)]
+
+
+def missing() -> str:
+    """What this machine lacks for it; empty if nothing."""
+    if os.geteuid() != 0:
+        return "only root can make network namespaces"
+    return next((f"{program} is not installed" for program in ("ip", "nft", "tc") if shutil.which(program) is None), "")
+
+
+class Internet:
+    """Laid when entered, and removed when left, with all that runs inside."""
+
+    def __init__(self) -> None:
+        self._prefix = f"swarm{os.getpid()}-"
+        self._names: list[str] = []
+        self._num_public = self._num_routers = 0
+
+    def __enter__(self) -> Self:
+        self._add("net")
+        self._in("net", "ip link add br0 type bridge")
+        self._in("net", "ip link set br0 up")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for name in self._names:
+            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in pids.stdout.split():
+                subprocess.run(["kill", "-9", pid], check=False, capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+    def public_host(self) -> Host:
+        """Another host with a public address, of IPv4 and of IPv6."""
+        number = _FIRST_PUBLIC + self._num_public
+        self._num_public += 1
+        name = f"pub{number}"
+        self._add(name)
+        self._link(name, "eth0", "net", "br0")
+        self._in(name, f"ip addr add {_SHARED}.{number}/26 dev eth0")
+        self._in(name, f"ip addr add {_SHARED6}::{number}/64 dev eth0 nodad")
+        return Host(self._prefix + name, f"{_SHARED}.{number}")
+
+    def host(self, kind: str) -> Host:
+        """Another host that is connected in one of the KINDS of ways, with a router of its own."""
+        if kind == "none":
+            return self.public_host()
+        number = _FIRST_ROUTER + self._num_routers
+        self._num_routers += 1
+        outside, bridge, wan = "net", "br0", f"{_SHARED}.{number}/26"
+        default = ""
+        if kind == "cgnat":
+            outside, bridge = self._router(f"isp{number}", "net", "br0", wan, f"100.64.{number}.1", "restricted")
+            wan, default = f"100.64.{number}.2/24", f"100.64.{number}.1"
+        inner, lan = self._router(f"r{number}", outside, bridge, wan, f"10.{number}.0.1", kind, default)
+        name = f"h{number}"
+        self._add(name)
+        self._link(name, "eth0", inner, lan)
+        if kind == "ipv6":
+            address = f"2001:db8:{number}::11"
+            self._in(name, f"ip addr add {address}/64 dev eth0 nodad")
+            self._in(name, f"ip route add default via 2001:db8:{number}::1")
+        else:
+            address = f"10.{number}.0.11"
+            self._in(name, f"ip addr add {address}/24 dev eth0")
+            self._in(name, f"ip route add default via 10.{number}.0.1")
+        return Host(self._prefix + name, address)
+
+    def limit(self, host: Host, megabits_per_second: int) -> None:
+        """Give a host's line a rate, in the direction away from it."""
+        rule = f"rate {megabits_per_second}mbit burst 64kb latency 200ms"
+        _run(f"ip netns exec {host.namespace} tc qdisc replace dev eth0 root tbf {rule}")
+
+    def _router(
+        self, name: str, outside: str, bridge: str, wan: str, inside: str, kind: str, default: str = ""
+    ) -> tuple[str, str]:
+        """Add a router; gives it and its inner bridge."""
+        self._add(name)
+        self._link(name, "wan", outside, bridge)
+        self._in(name, f"ip addr add {wan} dev wan")
+        self._in(name, "ip link add lan type bridge")
+        self._in(name, "ip link set lan up")
+        self._in(name, f"ip addr add {inside}/24 dev lan")
+        self._in(name, "sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1")
+        if default:
+            self._in(name, f"ip route add default via {default}")
+        if kind == "ipv6":
+            number = inside.split(".")[1]
+            self._in(name, f"ip addr add {_SHARED6}::{number}/64 dev wan nodad")
+            self._in(name, f"ip addr add 2001:db8:{number}::1/64 dev lan nodad")
+            for public in self._names:
+                if "pub" in public:
+                    _run(f"ip -n {public} route replace 2001:db8:{number}::/64 via {_SHARED6}::{number}")
+        forward = f'iifname "wan" dnat to {inside.rpartition(".")[0]}.11' if kind == "full-cone" else ""
+        udp = "meta l4proto udp drop" if kind == "udp-blocked" else ""
+        rules = _RULES.format(forward=forward, masquerade=_MASQUERADE.get(kind, "masquerade"), udp=udp)
+        _run(f"ip netns exec {self._prefix}{name} nft -f -", rules)
+        return name, "lan"
+
+    def _add(self, name: str) -> None:
+        _run(f"ip netns add {self._prefix}{name}")
+        self._names.append(self._prefix + name)
+        self._in(name, "ip link set lo up")
+
+    def _link(self, inner: str, interface: str, outer: str, bridge: str) -> None:
+        inner_name, outer_name = self._prefix + inner, self._prefix + outer
+        _run(f"ip link add {interface} netns {inner_name} type veth peer name v-{inner} netns {outer_name}")
+        _run(f"ip -n {outer_name} link set v-{inner} master {bridge} up")
+        _run(f"ip -n {inner_name} link set {interface} up")
+
+    def _in(self, name: str, command: str) -> None:
+        _run(f"ip netns exec {self._prefix}{name} {command}")
+
+
+def _run(command: str, text: str = "") -> None:
+    result = subprocess.run(command.split(), input=text, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise OSError(f"{command}: {result.stderr.strip()}")

@@ -1,0 +1,85 @@
+"""How much a meeting point carries: connections and bytes per second, for each caller and in all.
+
+Used by meeting_point. What a caller sends beyond its share waits, and so the connection slows down; a connection beyond
+the number is refused. What is carried is counted.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from swarm.errors import Overloaded
+from swarm.machine.clock import Clock
+from swarm.rpc.callers import Caller, subtract
+
+BURST_SECONDS = 0.25
+"""What was not used in so long may be used at once."""
+RETRY_SECONDS = 5.0
+"""After how long one that was refused may ask again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingLimits:
+    """What a peer does at most for those that others do not reach."""
+
+    max_waiting: int = 64
+    """Peers that may wait here at one time; 0 lets none."""
+    max_connections: int = 128
+    """Connections that are carried at one time."""
+    max_connections_each: int = 32
+    """Those of one caller."""
+    bytes_per_second: float = 25e6
+    """All that is carried."""
+    share_each: float = 0.5
+    """What one caller may have of it."""
+    share_while_exchanging: float = 0.25
+    """What may be carried of it while this peer averages: its own round comes first."""
+
+
+class Budget:
+    """One meeting point's."""
+
+    def __init__(self, limits: MeetingLimits, clock: Clock, is_exchanging: Callable[[], bool]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._is_exchanging = is_exchanging
+        self._connections: Counter[Caller] = Counter()
+        self._due: dict[Caller, float] = {}
+        """When the next piece of a caller is due that comes evenly."""
+        self._all_due = 0.0
+        self.num_bytes = 0
+        """Carried since this peer began to serve its stage."""
+
+    @property
+    def num_connections(self) -> int:
+        """Carried now."""
+        return self._connections.total()
+
+    @contextmanager
+    def connection(self, caller: Caller) -> Iterator[None]:
+        """Count a connection inside. Raises Overloaded if there are too many."""
+        limits = self._limits
+        if self.num_connections >= limits.max_connections or self._connections[caller] >= limits.max_connections_each:
+            raise Overloaded("too many connections are carried already", retry_after_seconds=RETRY_SECONDS)
+        self._connections[caller] += 1
+        try:
+            yield
+        finally:
+            subtract(self._connections, caller, 1)
+            if caller not in self._connections:
+                self._due.pop(caller, None)
+
+    async def spend(self, caller: Caller, num_bytes: int) -> None:
+        """Wait until so many bytes of a caller may be passed on. Cancelling ends the wait."""
+        share = self._limits.share_while_exchanging if self._is_exchanging() else 1.0
+        rate = self._limits.bytes_per_second * share
+        now = self._clock.monotonic()
+        earliest = now - BURST_SECONDS
+        self._all_due = max(self._all_due, earliest) + num_bytes / rate
+        own_rate = rate * self._limits.share_each
+        self._due[caller] = max(self._due.get(caller, earliest), earliest) + num_bytes / own_rate
+        self.num_bytes += num_bytes
+        seconds = max(self._all_due, self._due[caller]) - now
+        if seconds > 0:
+            await self._clock.sleep(seconds)

@@ -1,0 +1,112 @@
+"""Lines to a peer, and the bytes on them: what one connection's end sends goes to the other end, until one closes.
+
+A line is a TCP connection, or a call to a meeting point that carries one. Used by dialler, ways, punch and waiting. The
+bytes are TLS of others, and nothing is read into them.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from enum import StrEnum
+from typing import Any, Protocol
+
+import grpc
+
+from swarm.rpc.v1 import meeting_pb2 as pb
+
+PIECE_BYTES = 256 << 10
+"""The largest piece of a connection in one message."""
+BUFFER_BYTES = 1 << 20
+"""Of a StreamReader; with asyncio's own, 64 KiB, carrying takes twice the processor's time."""
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Kind(StrEnum):
+    """How a line goes."""
+
+    DIRECT = "direct"
+    PUNCHED = "punched"
+    RELAYED = "relayed"
+
+
+class Line(Protocol):
+    """An open connection to a peer, or what stands for it."""
+
+    @property
+    def kind(self) -> Kind: ...
+
+    async def carry(self, stream: Stream) -> None:
+        """Pass everything on between it and a connection. Closes both; cancelling does so, too."""
+        ...
+
+    async def close(self) -> None:
+        """Close it, also where it is closed already."""
+        ...
+
+
+class TcpLine:
+    """A TCP connection."""
+
+    def __init__(self, stream: Stream, kind: Kind) -> None:
+        self.kind = kind
+        self._stream = stream
+
+    async def carry(self, stream: Stream) -> None:
+        try:
+            await first_of(_pump(stream[0], self._stream[1]), _pump(self._stream[0], stream[1]))
+        finally:
+            stream[1].close()
+            self._stream[1].close()
+
+    async def close(self) -> None:
+        self._stream[1].close()
+
+
+class CallLine:
+    """A call, Connect or Take, of which the first messages have been exchanged, and its channel."""
+
+    kind = Kind.RELAYED
+
+    def __init__(self, call: Any, channel: grpc.aio.Channel) -> None:
+        self._call = call
+        self._channel = channel
+
+    async def carry(self, stream: Stream) -> None:
+        try:
+            await first_of(self._send(stream[0]), self._receive(stream[1]))
+        finally:
+            stream[1].close()
+            await self.close()
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _send(self, reader: asyncio.StreamReader) -> None:
+        while data := await reader.read(PIECE_BYTES):
+            await self._call.write(pb.Carried(data=data))
+
+    async def _receive(self, writer: asyncio.StreamWriter) -> None:
+        while (piece := await self._call.read()) is not grpc.aio.EOF:
+            writer.write(piece.data)
+            await writer.drain()
+
+
+async def first_of(*work: Coroutine[Any, Any, None]) -> None:
+    """Do all until one is done, then end the others. What went wrong in one of them is the end of it, and no error."""
+    tasks = [asyncio.ensure_future(part) for part in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    # One end may be gone at any time.
+    with contextlib.suppress(OSError):
+        while data := await reader.read(PIECE_BYTES):
+            writer.write(data)
+            await writer.drain()

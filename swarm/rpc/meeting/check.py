@@ -1,0 +1,215 @@
+"""Whether others reach a peer: both ends of the question.
+
+A peer that joins asks two or three others, which dial it back and tell what they reached. `DialBack` is their end. It
+must be no port scanner: of an address other than the one that the call came from it tells one thing, and always after
+the same time, whether the asker itself answers there. TLS proves that. A node of the DHT is dialled only where its peer
+has proved itself, or at the address that the call came from. One caller is answered at a time.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+
+from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded
+from swarm.machine.clock import Clock
+from swarm.rpc.bounds import require_bounds
+from swarm.rpc.callers import Caller, caller_of, is_tunnelled
+from swarm.rpc.channels import translate
+from swarm.rpc.entry import endpoint_of, id_of, shown_certificate
+from swarm.rpc.v1 import meeting_pb2 as pb
+from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
+
+logger = logging.getLogger(__name__)
+
+DIAL_SECONDS = 2.0
+"""Longest wait for an endpoint to answer: a lost packet, and three round trips."""
+ANSWER_SECONDS = 5.0
+"""Deadline of the question, while another caller's is answered before it."""
+GAP_SECONDS = 1.0
+"""A caller's next question is answered no sooner than this after its last one."""
+MAX_ENDPOINTS = 4
+"""Of each kind, in one question."""
+_MULTISTREAM = b"\x13/multistream/1.0.0\n"
+"""With this both sides of a libp2p connection begin (github.com/multiformats/multistream-select)."""
+
+
+async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds: float) -> pb.CheckReply:
+    """Have a peer dial this one back. Cancelling ends the call.
+
+    Raises:
+        DeadlineExceeded: there was no answer in so many seconds, connecting included.
+        SwarmError: what the peer refused with, or PeerUnavailable where it cannot be reached.
+    """
+    call: Any = MeetingServiceStub(channel).Check
+    try:
+        async with asyncio.timeout(seconds):
+            reply: pb.CheckReply = await call(request)
+    except TimeoutError:
+        raise DeadlineExceeded("no answer") from None
+    except grpc.aio.AioRpcError as error:
+        raise translate(error) from None
+    require_bounds(reply, finite=True)
+    return reply
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is dialled.
+
+    Attributes:
+        addresses: of its host, those that may be dialled.
+        is_observed: whether that is the address that the call came from.
+    """
+
+    endpoint: str
+    port: int
+    addresses: tuple[str, ...]
+    is_observed: bool
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether somebody else's may have been dialled."""
+        return bool(self.addresses) and not self.is_observed
+
+
+class DialBack:
+    """Answers, one caller at a time."""
+
+    def __init__(self, clock: Clock, *, insecure: bool) -> None:
+        """
+        Args:
+            insecure: the run does without TLS: then whatever accepts a connection is taken for the caller.
+        """
+        self._clock = clock
+        self._insecure = insecure
+        self._dialling = asyncio.Lock()
+        self._asked_at: dict[Caller, float] = {}
+
+    async def answer(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
+        """Dial the caller's endpoints.
+
+        Raises:
+            Overloaded: the caller has just asked.
+            MalformedMessage: too many endpoints, or none with a port.
+        """
+        caller, observed = caller_of(context), peer_address(context)[0]
+        if is_tunnelled(observed):
+            return pb.CheckReply()
+        self._require_pause(caller)
+        grpc_targets = [await _target(endpoint, observed) for endpoint in _few(request.endpoints)]
+        dht_targets = [await _target(endpoint, observed) for endpoint in _few(request.dht_endpoints)]
+        began_at = self._clock.monotonic()
+        near = [target for target in dht_targets if target.is_observed]
+        async with self._dialling:
+            proved, nodes = await asyncio.gather(
+                _reached(grpc_targets, lambda host, port: self._is_peer(host, port, request.peer_id)),
+                _reached(near, _is_node),
+            )
+            hosts = {target.addresses for target in proved}
+            far = [target for target in dht_targets if target not in near and target.addresses in hosts]
+            nodes += await _reached(far, _is_node)
+        if any(target.is_strange for target in set(grpc_targets) - set(proved)):
+            # How soon a stranger's port refuses is nobody's business.
+            await self._clock.sleep(max(0.0, began_at + DIAL_SECONDS - self._clock.monotonic()))
+        return pb.CheckReply(
+            observed_host=observed,
+            endpoints=[target.endpoint for target in proved],
+            dht_endpoints=[target.endpoint for target in nodes],
+        )
+
+    def _require_pause(self, caller: Caller) -> None:
+        now = self._clock.monotonic()
+        self._asked_at = {other: at for other, at in self._asked_at.items() if at > now - GAP_SECONDS}
+        if caller in self._asked_at:
+            raise Overloaded("this caller has just been dialled back", retry_after_seconds=GAP_SECONDS)
+        self._asked_at[caller] = now
+
+    async def _is_peer(self, host: str, port: int, peer_id: str) -> bool:
+        if not self._insecure:
+            return id_of(await shown_certificate(host, port)) == peer_id
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        return True
+
+
+async def _reached(targets: Iterable[_Target], answers: Any) -> list[_Target]:
+    """Those that `answers` (host, port) says yes to, in their order."""
+
+    async def is_reached(target: _Target) -> bool:
+        for address in target.addresses:
+            try:
+                async with asyncio.timeout(DIAL_SECONDS):
+                    if await answers(address, target.port):
+                        return True
+            except (OSError, TimeoutError) as error:
+                logger.debug("%s port %d does not answer: %r", address, target.port, error)
+        return False
+
+    targets = list(targets)
+    found = await asyncio.gather(*map(is_reached, targets))
+    return [target for target, is_there in zip(targets, found, strict=True) if is_there]
+
+
+async def _is_node(host: str, port: int) -> bool:
+    """Whether libp2p answers."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(_MULTISTREAM)
+        return await reader.readexactly(len(_MULTISTREAM)) == _MULTISTREAM
+    except asyncio.IncompleteReadError:
+        return False
+    finally:
+        writer.close()
+
+
+def _few(endpoints: Collection[str]) -> Collection[str]:
+    if len(endpoints) > MAX_ENDPOINTS:
+        raise MalformedMessage(f"{len(endpoints)} endpoints to dial, at most {MAX_ENDPOINTS} are")
+    return endpoints
+
+
+async def _target(endpoint: str, observed: str) -> _Target:
+    host, _, digits = endpoint.rpartition(":")
+    if not digits.isdecimal() or not 0 < int(digits) < 65536 or len(host) > 255:
+        raise MalformedMessage(f"{endpoint[:80]!r} is no host:port")
+    host, port = host.strip("[]") or observed, int(digits)
+    addresses = tuple(address for address in await _addresses(host) if _may_be_dialled(address, observed))[:1]
+    is_observed = addresses == (observed,) or ipaddress.ip_address(observed).is_loopback
+    return _Target(endpoint_of(host, port), port, addresses, is_observed)
+
+
+async def _addresses(host: str) -> list[str]:
+    try:
+        return [str(ipaddress.ip_address(host))]
+    except ValueError:
+        pass
+    try:
+        async with asyncio.timeout(DIAL_SECONDS):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError, TimeoutError):
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _may_be_dialled(address: str, observed: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    # Of a peer on this machine any address may be this machine's.
+    if address == observed or ipaddress.ip_address(observed).is_loopback:
+        return True
+    return not (ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified)
+
+
+def peer_address(context: Any) -> tuple[str, int]:
+    """The address and port that a call comes from, of which `context` is the ServicerContext."""
+    # gRPC gives ipv4:192.0.2.1:5001, or ipv6:[::1]:5001 with percent signs.
+    host, _, port = unquote(context.peer()).partition(":")[2].rpartition(":")
+    ip = ipaddress.ip_address(host.strip("[]"))
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return str(mapped or ip), int(port)

@@ -1,0 +1,98 @@
+"""Connections that gRPC cannot open by itself, opened for it: it asks by HTTP CONNECT, on the loopback.
+
+gRPC for Python takes no open connection. But a channel with the option grpc.http_proxy has its connections opened by a
+proxy, and this is one, inside this process. Each channel has a name of its own here, which nobody can guess, and what
+opens its connections. Used by ways and punch.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+
+from swarm.errors import SwarmError
+from swarm.rpc.meeting.carrying import BUFFER_BYTES, Line
+from swarm.rpc.options import Options
+
+logger = logging.getLogger(__name__)
+
+Opener = Callable[[], Awaitable[Line]]
+"""Opens a connection. May raise SwarmError, OSError or TimeoutError."""
+
+_HEAD_SECONDS = 5.0
+_MAX_CONNECTIONS = 1024
+
+
+class Dialler:
+    """One process's, or one pool's."""
+
+    def __init__(self) -> None:
+        self._openers: dict[str, Opener] = {}
+        self._listening: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def route(self, opener: Opener) -> tuple[str, Options]:
+        """The target and the option of a channel whose connections are opened by this. Must run in the event loop."""
+        if self._listening is None:
+            self._listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+            self._serving = asyncio.get_running_loop().create_task(self._serve(self._listening))
+        name = secrets.token_hex(16)
+        self._openers[name] = opener
+        return f"{name}:1", (("grpc.http_proxy", f"http://127.0.0.1:{self._listening.getsockname()[1]}"),)
+
+    def forget(self, target: str) -> None:
+        """Open no more connections of a channel; those that are open stay."""
+        self._openers.pop(target.partition(":")[0], None)
+
+    async def close(self) -> None:
+        """End all connections."""
+        tasks = [*self._connections, *([self._serving] if self._serving is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listening is not None:
+            self._listening.close()
+
+    async def _serve(self, listening: socket.socket) -> None:
+        server = await asyncio.start_server(self._accept, sock=listening, limit=BUFFER_BYTES)
+        async with server:
+            await server.serve_forever()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._connections) >= _MAX_CONNECTIONS:
+            writer.close()
+            return
+        self._connections.add(task)
+        try:
+            await self._connect(reader, writer)
+        except asyncio.CancelledError:
+            # The server's own end. asyncio would log a handler that was cancelled.
+            pass
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_HEAD_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+            # CONNECT name:1 HTTP/1.1, and headers that say nothing more.
+            opener = self._openers[head.split()[1].rpartition(b":")[0].decode()]
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, LookupError, ValueError):
+            return
+        try:
+            line = await opener()
+        except (SwarmError, OSError, TimeoutError) as error:
+            logger.debug("no connection: %s", error)
+            # A gateway's timeout: the peer may well be there, and nothing says that its process has died.
+            writer.write(b"HTTP/1.1 504 no way\r\n\r\n")
+            with contextlib.suppress(OSError):
+                await writer.drain()
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        await line.carry((reader, writer))

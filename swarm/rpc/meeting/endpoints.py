@@ -1,0 +1,21 @@
+"""Endpoints in a peer's record: host:port, or the way through a meeting point, tunnel:PEER_ID@HOST:PORT. Pure."""
+
+from collections.abc import Iterable
+
+from swarm.rpc.entry import Entry
+from swarm.types import TUNNEL
+
+
+def tunnel_through(meeting_point: Entry) -> str:
+    """The endpoint of a peer that waits at a meeting point."""
+    return f"{TUNNEL}{meeting_point}"
+
+
+def meeting_point_of(endpoint: str) -> Entry | None:
+    """The meeting point through which an endpoint leads; None if it is reached directly. Raises ValueError."""
+    return Entry.parse(endpoint.removeprefix(TUNNEL)) if endpoint.startswith(TUNNEL) else None
+
+
+def direct(endpoints: Iterable[str]) -> list[str]:
+    """Those that lead through no meeting point."""
+    return [endpoint for endpoint in endpoints if not endpoint.startswith(TUNNEL)]

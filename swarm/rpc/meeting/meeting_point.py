@@ -1,0 +1,261 @@
+"""The servicer at a peer that others reach: those that others do not reach wait here, and are connected to callers.
+
+Runs at every stage peer, as one more service of its gRPC server, so that it needs no further port and has the guard's
+rights and limits. A connection is carried by two calls, Connect and Take, piece by piece. What is in the pieces is TLS
+between the two ends. Never stores anything, and knows nothing but who waits and who asks.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from swarm.credentials import certificates, identity
+from swarm.errors import (
+    DeadlineExceeded,
+    IntegrityError,
+    MalformedMessage,
+    NotAllowed,
+    NotReady,
+    Overloaded,
+    SwarmError,
+)
+from swarm.machine.clock import Clock
+from swarm.rpc.callers import Caller, caller_of
+from swarm.rpc.channels import abort, send
+from swarm.rpc.entry import endpoint_of
+from swarm.rpc.meeting.budget import RETRY_SECONDS, Budget, MeetingLimits
+from swarm.rpc.meeting.carrying import PIECE_BYTES, first_of
+from swarm.rpc.meeting.check import DialBack, peer_address
+from swarm.rpc.v1 import meeting_pb2 as pb
+from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceServicer
+from swarm.types import PeerId
+
+BEAT_SECONDS, SILENCE_SECONDS = 2.5, 8.0
+"""A peer that waits says so at this interval, and is answered; after the silence each end takes the other for gone."""
+FIRST_SECONDS = 5.0
+"""Longest wait for a stream's first message."""
+ANSWER_SECONDS = 5.0
+"""Longest wait until a peer that is called answers."""
+IDLE_SECONDS = 900.0
+"""A connection on which nothing moves for so long is closed; gRPC opens another one when it needs it."""
+STALL_SECONDS = 30.0
+"""Longest wait until one end takes what the other one has sent."""
+MEET_SECONDS = 4.0
+"""For how long two that dial each other keep their calls open."""
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A peer that waits."""
+
+    context: Any
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def say(self, reply: pb.WaitReply) -> None:
+        """Beats and calls may be due at one moment."""
+        async with self.writing:
+            await send(self.context, reply, SILENCE_SECONDS)
+
+
+@dataclass(eq=False)
+class _Answer:
+    """The call, Take or Meet, with which a peer answers that was called.
+
+    Attributes:
+        released: it is needed no longer.
+        gone: it has ended.
+    """
+
+    context: Any
+    local: str = ""
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class MeetingPoint(MeetingServiceServicer):
+    """One peer's."""
+
+    def __init__(
+        self, own_id: PeerId, limits: MeetingLimits, clock: Clock, *, insecure: bool, is_exchanging: Callable[[], bool]
+    ) -> None:
+        self._own_id = own_id
+        self._limits = limits
+        self._dial_back = DialBack(clock, insecure=insecure)
+        self.budget = Budget(limits, clock, is_exchanging)
+        self._waiting: dict[PeerId, _Waiter] = {}
+        self._expected: dict[str, asyncio.Future[_Answer]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Peers that wait here."""
+        return len(self._waiting)
+
+    # -- the calls ---------------------------------------------------------------------------------------------------
+
+    async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
+        try:
+            return await self._dial_back.answer(request, context)
+        except SwarmError as error:
+            await abort(context, error)
+
+    async def Wait(self, _: Any, context: Any) -> None:  # type: ignore[override]
+        try:
+            await self._wait(context)
+        except SwarmError as error:
+            await abort(context, error)
+
+    async def Connect(self, _: Any, context: Any) -> None:  # type: ignore[override]
+        try:
+            first = await _read(context, "to", FIRST_SECONDS)
+            await self._connect(PeerId(first.to), caller_of(context), context)
+        except SwarmError as error:
+            await abort(context, error)
+
+    async def Take(self, _: Any, context: Any) -> None:  # type: ignore[override]
+        try:
+            first = await _read(context, "token", FIRST_SECONDS)
+            await self._answer(first.token, _Answer(context))
+        except SwarmError as error:
+            await abort(context, error)
+
+    async def Meet(self, request: pb.MeetRequest, context: Any) -> None:  # type: ignore[override]
+        try:
+            if request.WhichOneof("message") == "token":
+                await self._answer(request.token, _Answer(context, request.local))
+            else:
+                await self._meet(request, caller_of(context), context)
+        except SwarmError as error:
+            await abort(context, error)
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    async def _wait(self, context: Any) -> None:
+        if len(self._waiting) >= self._limits.max_waiting:
+            raise Overloaded("as many wait here as there is room for", retry_after_seconds=RETRY_SECONDS)
+        challenge = secrets.token_bytes(32)
+        await send(context, pb.WaitReply(challenge=challenge), FIRST_SECONDS)
+        proof = (await _read(context, "proof", FIRST_SECONDS)).proof
+        peer_id, waiter = self._proved(proof, challenge), _Waiter(context)
+        # It has proved its key, so it is the same peer: what waits under its id has lost its connection.
+        self._waiting[peer_id] = waiter
+        try:
+            beat: pb.Beat | None = pb.Beat()
+            while beat is not None:
+                await waiter.say(pb.WaitReply(beat=pb.Beat()))
+                beat = await _next(context, SILENCE_SECONDS)
+        finally:
+            if self._waiting.get(peer_id) is waiter:
+                del self._waiting[peer_id]
+
+    def _proved(self, proof: pb.WaitProof, challenge: bytes) -> PeerId:
+        try:
+            peer_id = certificates.peer_id_of(proof.certificate_pem)
+            identity.verify(proof.certificate_pem, signed_bytes(self._own_id, peer_id, challenge), proof.signature)
+        except IntegrityError as error:
+            raise NotAllowed(f"no proof of who waits: {error}") from None
+        if peer_id != proof.peer_id:
+            raise NotAllowed("no proof of who waits: the certificate is another peer's")
+        return peer_id
+
+    async def _called(self, peer_id: PeerId, caller: Caller, *, is_meeting: bool) -> _Answer:
+        """Call a peer that waits. Raises NotReady if it does not wait here, DeadlineExceeded if it does not answer."""
+        waiter = self._waiting.get(peer_id)
+        if waiter is None:
+            raise NotReady(f"{peer_id[:8]} does not wait here")
+        token, answer = secrets.token_hex(16), asyncio.get_running_loop().create_future()
+        self._expected[token] = answer
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                call = pb.Called(token=token, is_meeting=is_meeting, caller=caller)
+                await waiter.say(pb.WaitReply(call=call))
+                found: _Answer = await asyncio.shield(answer)
+                return found
+        except TimeoutError:
+            raise DeadlineExceeded(f"{peer_id[:8]} does not answer") from None
+        except BaseException:
+            if answer.done():
+                answer.result().released.set()
+            raise
+        finally:
+            del self._expected[token]
+            answer.cancel()
+
+    async def _answer(self, token: str, answer: _Answer) -> None:
+        expected = self._expected.get(token)
+        if expected is None or expected.done():
+            raise NotReady("nobody waits for this answer any longer")
+        expected.set_result(answer)
+        try:
+            await answer.released.wait()
+        finally:
+            answer.gone.set()
+
+    # -- connecting --------------------------------------------------------------------------------------------------
+
+    async def _connect(self, peer_id: PeerId, caller: Caller, context: Any) -> None:
+        with self.budget.connection(caller):
+            answer = await self._called(peer_id, caller, is_meeting=False)
+            try:
+                for end in (answer.context, context):
+                    await send(end, pb.Carried(data=b""), FIRST_SECONDS)
+                await first_of(
+                    self._pass_on(caller, context, answer.context),
+                    self._pass_on(caller, answer.context, context),
+                    _ended(answer),
+                )
+            finally:
+                answer.released.set()
+
+    async def _pass_on(self, caller: Caller, source: Any, target: Any) -> None:
+        while (piece := await _next(source, IDLE_SECONDS)) is not None:
+            if piece.WhichOneof("message") != "data" or len(piece.data) > PIECE_BYTES:
+                raise MalformedMessage("no piece of a connection")
+            await self.budget.spend(caller, len(piece.data))
+            await send(target, piece, STALL_SECONDS)
+
+    async def _meet(self, request: pb.MeetRequest, caller: Caller, context: Any) -> None:
+        with self.budget.connection(caller):
+            answer = await self._called(PeerId(request.to), caller, is_meeting=True)
+            try:
+                here, there, secret = peer_address(context), peer_address(answer.context), secrets.token_bytes(32)
+                is_near = here[0] == there[0]
+                for end, address, local in ((answer.context, here, request.local), (context, there, answer.local)):
+                    reply = pb.MeetReply(observed=endpoint_of(*address), local=local if is_near else "", secret=secret)
+                    await send(end, reply, FIRST_SECONDS)
+                # Their routers keep the ports for as long as these calls are open.
+                await first_of(asyncio.sleep(MEET_SECONDS), _ended(answer))
+            finally:
+                answer.released.set()
+
+
+def signed_bytes(meeting_point: PeerId, peer_id: PeerId, challenge: bytes) -> bytes:
+    """What a peer signs that waits. It names the meeting point, which could pass the challenge of another one on."""
+    return json.dumps(["swarm wait", meeting_point, peer_id, challenge.hex()]).encode()
+
+
+async def _ended(answer: _Answer) -> None:
+    await answer.gone.wait()
+
+
+async def _next(context: Any, seconds: float) -> Any:
+    """The next message; None at the end of the stream. Raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(seconds):
+            message = await context.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"no message for {seconds:.0f} s") from None
+    return None if message is grpc.aio.EOF else message
+
+
+async def _read(context: Any, kind: str, seconds: float) -> Any:
+    """The next message, which has to be of this kind. Raises DeadlineExceeded, MalformedMessage."""
+    message = await _next(context, seconds)
+    found = None if message is None else message.WhichOneof("message")
+    if found != kind:
+        raise MalformedMessage(f"{found or 'nothing'} came instead of {kind}")
+    return message

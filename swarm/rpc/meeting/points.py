@@ -1,0 +1,44 @@
+"""Connections to meeting points, each of its own: so that what is carried for one does not hold up another.
+
+Used by ways, punch and waiting. A meeting point's certificate is asked for once, and then pinned.
+"""
+
+import grpc
+
+from swarm.credentials.identity import Identity
+from swarm.rpc import tls
+from swarm.rpc.entry import Entry
+from swarm.rpc.options import BULK_OPTIONS, Options
+
+
+class Points:
+    """The meeting points that one process has been connected to."""
+
+    def __init__(self, own: Identity | None, *, insecure: bool) -> None:
+        self._own = own
+        self._insecure = insecure
+        self._certificates: dict[Entry, str] = {}
+
+    async def connect(self, point: Entry, options: Options = BULK_OPTIONS, *, target: str = "") -> grpc.aio.Channel:
+        """A new channel.
+
+        Args:
+            options: of the channel. Those for bulk transfers have no connection in common with other channels.
+            target: what to connect to in the place of its endpoint.
+
+        Raises:
+            PeerUnavailable: it does not answer, or another peer does.
+            ValueError: the run is locked, and there is no token.
+        """
+        target = target or point.endpoint
+        if self._insecure:
+            return grpc.aio.insecure_channel(target, options=options)
+        certificate_pem = self._certificates.get(point)
+        if certificate_pem is None:
+            certificate_pem = self._certificates[point] = await point.certificate(self._own)
+        credentials = tls.pinned_credentials(certificate_pem, self._own)
+        return grpc.aio.secure_channel(target, credentials, options=(*options, *tls.PINNED_OPTIONS))
+
+    def forget(self, point: Entry) -> None:
+        """Ask for its certificate again: it may have another one by now, under the same key."""
+        self._certificates.pop(point, None)

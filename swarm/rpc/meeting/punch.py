@@ -1,0 +1,202 @@
+"""A connection between two peers behind routers, punched: both dial each other at one moment, from known ports.
+
+Used by ways, which wants one, and by waiting, whose peer was called. Both ask a meeting point, from the port with which
+they will dial, where the other one is seen; two SYN packets that cross open both routers (TCP simultaneous open, RFC
+9293, 3.5). Where only one of them has a router, the other is simply reached. What arrives has to say a secret that the
+meeting point gave to both. TLS between the two comes afterwards.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+
+from swarm.errors import PeerUnavailable, SwarmError
+from swarm.rpc.entry import Entry, endpoint_of
+from swarm.rpc.meeting.carrying import BUFFER_BYTES, Kind, Line, Stream, TcpLine
+from swarm.rpc.meeting.dialler import Dialler
+from swarm.rpc.meeting.points import Points
+from swarm.rpc.options import BULK_OPTIONS
+from swarm.rpc.v1 import meeting_pb2 as pb
+from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
+
+logger = logging.getLogger(__name__)
+
+MEETING_SECONDS = 6.0
+"""Longest wait until both have asked."""
+PUNCH_SECONDS = 2.0
+"""For how long both dial."""
+AGREE_SECONDS = 1.0
+"""Longest wait until the other end has said that it is the one."""
+_AGAIN_SECONDS = 0.1
+_ADOPTED = b"\x06"
+"""Said by the one that was called, on the connection that it takes."""
+
+
+async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.MeetRequest) -> Line | None:
+    """A connection to the other one; None where it cannot be had. Cancelling leaves nothing behind.
+
+    Args:
+        point: the meeting point through which both are known to each other.
+        request: whom to meet, or the token with which this peer was called.
+    """
+    is_caller = request.WhichOneof("message") == "to"
+    try:
+        family, address = await resolved(point)
+    except OSError as error:
+        logger.debug("%s is not found: %s", point.endpoint, error)
+        return None
+    listener = _bound(family, 0)
+    # Of two sides one may have no router: it is reached here, from whatever port the other one's router takes.
+    listener.listen(4)
+    local_port = listener.getsockname()[1]
+
+    async def open_from_there() -> Line:
+        return TcpLine(await _stream(await _connected(family, address, local_port)), Kind.DIRECT)
+
+    target, proxy = dialler.route(open_from_there)
+    try:
+        async with asyncio.timeout(MEETING_SECONDS):
+            channel = await points.connect(point, (*BULK_OPTIONS, *proxy), target=target)
+        try:
+            request.local = endpoint_of(own_host(family, address), local_port)
+            reply = await _met(channel, request)
+            # The call stays open meanwhile, so that the router keeps the port.
+            candidates = [found for found in map(_split, (reply.observed, reply.local)) if found is not None]
+            meeting = _Meeting(listener, family, reply.secret, is_caller=is_caller)
+            async with asyncio.timeout(PUNCH_SECONDS):
+                return TcpLine(await meeting.first(candidates), Kind.PUNCHED)
+        finally:
+            await channel.close()
+    except (SwarmError, OSError, TimeoutError, ValueError) as error:
+        logger.debug("not punched through %s: %r", point.endpoint, error)
+        return None
+    finally:
+        dialler.forget(target)
+        listener.close()
+
+
+async def _met(channel: grpc.aio.Channel, request: pb.MeetRequest) -> pb.MeetReply:
+    """Where the other one is. The call ends with the channel. Raises SwarmError, TimeoutError."""
+    call: Any = MeetingServiceStub(channel).Meet(request)
+    try:
+        async with asyncio.timeout(MEETING_SECONDS):
+            reply = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise PeerUnavailable(error.details() or error.code().name) from None
+    if reply is grpc.aio.EOF or len(reply.secret) != 32:
+        raise ValueError("the meeting point says nothing of use")
+    return reply  # type: ignore[no-any-return]
+
+
+class _Meeting:
+    """Two that dial each other."""
+
+    def __init__(self, listener: socket.socket, family: int, secret: bytes, *, is_caller: bool) -> None:
+        self._listener = listener
+        self._family = family
+        self._secret = secret
+        self._is_caller = is_caller
+        self._agreeing = asyncio.Lock()
+        """The caller offers one connection after the other, so that both take the same one."""
+
+    async def first(self, candidates: Iterable[tuple[str, int]]) -> Stream:
+        """The first connection on which both agree, whichever side opened it. Cancelling closes all."""
+        work = [self._arrival(), *(self._departure(candidate) for candidate in candidates)]
+        tasks = [asyncio.ensure_future(part) for part in work]
+        winner = None
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            winner = next(iter(done))
+            return winner.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Before the listener is closed: the loop would still watch its descriptor, and the next socket's there.
+            for task, end in zip(tasks, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
+                if task is not winner and not isinstance(end, BaseException):
+                    end[1].close()
+
+    async def _arrival(self) -> Stream:
+        while True:
+            sock, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                return await self._agreed(sock)
+
+    async def _departure(self, address: tuple[str, int]) -> Stream:
+        local_port = self._listener.getsockname()[1]
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                return await self._agreed(await _connected(self._family, address, local_port))
+            # Refused: the other one's router answers strangers, and it has not dialled yet.
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _agreed(self, sock: socket.socket) -> Stream:
+        """The stream over a connection, if both ends know the secret. Raises OSError, IncompleteReadError."""
+        reader, writer = await _stream(sock)
+        try:
+            async with asyncio.timeout(AGREE_SECONDS):
+                if self._is_caller:
+                    async with self._agreeing:
+                        writer.write(self._secret)
+                        said, expected = await reader.readexactly(len(_ADOPTED)), _ADOPTED
+                else:
+                    said, expected = await reader.readexactly(len(self._secret)), self._secret
+                    writer.write(_ADOPTED if said == expected else b"")
+            if said != expected:
+                raise ConnectionRefusedError("a stranger")
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+
+def _bound(family: int, local_port: int) -> socket.socket:
+    """A socket at a port that several have: one listens, and some connect from it."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", local_port))
+    return sock
+
+
+async def _connected(family: int, address: tuple[str, int], local_port: int) -> socket.socket:
+    sock = _bound(family, local_port)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _stream(sock: socket.socket) -> Stream:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return await asyncio.open_connection(sock=sock, limit=BUFFER_BYTES)
+
+
+async def resolved(point: Entry) -> tuple[int, tuple[str, int]]:
+    """Family and address of a meeting point. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    family, *_, address = (await loop.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM))[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+def own_host(family: int, towards: tuple[str, int]) -> str:
+    """This machine's address on the way to another one. Raises OSError if there is no way."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(towards)  # Of UDP this only looks up the way.
+        host: str = probe.getsockname()[0]
+        return host
+
+
+def _split(endpoint: str) -> tuple[str, int] | None:
+    host, _, port = endpoint.rpartition(":")
+    return (host.strip("[]"), int(port)) if port.isdecimal() else None

@@ -1,0 +1,212 @@
+"""The end at a peer that others do not reach: it waits at meeting points, and answers those who are connected there.
+
+Run by swarm-peer, next to its server. What comes is passed on to that server over the loopback, where TLS ends and the
+guard stands as for everybody else. A meeting point that falls silent is left within seconds, and another one is found.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Never
+
+import grpc
+
+from swarm.credentials.identity import Identity
+from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
+from swarm.machine.clock import Clock
+from swarm.rpc.callers import tunnel_source
+from swarm.rpc.channels import translate
+from swarm.rpc.entry import Entry
+from swarm.rpc.meeting.carrying import BUFFER_BYTES, CallLine, Kind, Line, Stream
+from swarm.rpc.meeting.dialler import Dialler
+from swarm.rpc.meeting.endpoints import tunnel_through
+from swarm.rpc.meeting.meeting_point import BEAT_SECONDS, SILENCE_SECONDS, signed_bytes
+from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.punch import own_host, punch, resolved
+from swarm.rpc.options import CLIENT_OPTIONS
+from swarm.rpc.v1 import meeting_pb2 as pb
+from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
+
+logger = logging.getLogger(__name__)
+
+NUM_POINTS = 3
+"""Meeting points at which a peer waits: two may die at one moment."""
+LOOK_SECONDS = 0.5
+"""Between two looks whether it waits at enough of them."""
+AGAIN_SECONDS = 10.0
+"""For how long one that refused, or was lost, is left alone."""
+CONNECT_SECONDS = 5.0
+"""Longest wait until a meeting point has accepted this peer, and until a caller is connected."""
+MAX_LINES = 256
+"""Connections from callers at one time."""
+_WAIT_OPTIONS = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+"""A ping shows within seconds that a meeting point has fallen silent."""
+
+
+class Waiting:
+    """One peer's."""
+
+    def __init__(
+        self, own: Identity, points: Points, dialler: Dialler, clock: Clock, *, server: tuple[str, int],
+        candidates: Callable[[], Sequence[Entry]],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            server: host and port of this peer's own gRPC server.
+            candidates: gives peers that may be meeting points.
+        """
+        self._own = own
+        self._points = points
+        self._dialler = dialler
+        self._clock = clock
+        self._server = server
+        self._candidates = candidates
+        self._kept: dict[Entry, None] = {}
+        """Meeting points that have accepted this peer, those first that did so first."""
+        self._trying: set[Entry] = set()
+        self._avoided_until: dict[Entry, float] = {}
+        self._num_called = 0
+        self._lines: Counter[Kind] = Counter()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """How it is reached through the meeting points that have accepted it."""
+        return tuple(map(tunnel_through, self._kept))
+
+    def num_lines(self, kind: Kind) -> int:
+        """Connections from callers that are open now and go like this."""
+        return self._lines[kind]
+
+    async def run(self) -> Never:
+        """Wait at NUM_POINTS meeting points, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for point in self._wanted():
+                    self._trying.add(point)
+                    tasks.create_task(self._stay(point, tasks))
+                await self._clock.sleep(LOOK_SECONDS)
+
+    def _wanted(self) -> list[Entry]:
+        now = self._clock.monotonic()
+        self._avoided_until = {point: until for point, until in self._avoided_until.items() if until > now}
+        free = [p for p in self._candidates() if p not in self._trying and p not in self._avoided_until]
+        return free[: NUM_POINTS - len(self._trying)]
+
+    async def _stay(self, point: Entry, tasks: asyncio.TaskGroup) -> None:
+        """Wait at one meeting point for as long as that is possible."""
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                channel = await self._points.connect(point, _WAIT_OPTIONS)
+            try:
+                await self._wait(point, channel, tasks)
+            finally:
+                await channel.close()
+        except (SwarmError, TimeoutError, ValueError) as error:
+            level = logging.WARNING if point in self._kept else logging.DEBUG
+            logger.log(level, "waits no longer at the meeting point %s: %s", point.endpoint, error or "no answer")
+        finally:
+            self._kept.pop(point, None)
+            self._trying.discard(point)
+            self._points.forget(point)
+            self._avoided_until[point] = self._clock.monotonic() + AGAIN_SECONDS
+
+    async def _wait(self, point: Entry, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> None:
+        """Raises SwarmError once it is over."""
+        call: Any = MeetingServiceStub(channel).Wait()
+        beats: asyncio.Task[None] | None = None
+        try:
+            challenge = (await _next(call, CONNECT_SECONDS)).challenge
+            proof = pb.WaitProof(
+                peer_id=self._own.peer_id, certificate_pem=self._own.certificate_pem,
+                signature=self._own.sign(signed_bytes(point.peer_id, self._own.peer_id, challenge)),
+            )  # fmt: skip
+            await call.write(pb.WaitRequest(proof=proof))
+            await _next(call, CONNECT_SECONDS)
+            logger.info("waits at the meeting point %s", point.endpoint)
+            self._kept[point] = None
+            beats = asyncio.ensure_future(self._beat(call))
+            while True:
+                reply = await _next(call, SILENCE_SECONDS)
+                if reply.HasField("call") and self._num_called < MAX_LINES:
+                    tasks.create_task(self._answer(point, reply.call))
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        except asyncio.InvalidStateError:
+            raise PeerUnavailable("it hung up") from None
+        finally:
+            if beats is not None:
+                beats.cancel()
+            call.cancel()
+
+    async def _beat(self, call: Any) -> None:
+        try:
+            while True:
+                await self._clock.sleep(BEAT_SECONDS)
+                await call.write(pb.WaitRequest(beat=pb.Beat()))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            logger.debug("no beat: %s", error)  # The next answer that does not come ends the wait.
+
+    async def _answer(self, point: Entry, called: pb.Called) -> None:
+        """Connect a caller to this peer's own server, for as long as the connection lasts."""
+        self._num_called += 1
+        try:
+            if called.is_meeting:
+                line = await punch(self._points, self._dialler, point, pb.MeetRequest(token=called.token))
+            else:
+                line = await self._taken(point, called.token)
+            if line is not None:
+                await self._serve(line, point, called.caller)
+        except (SwarmError, OSError, TimeoutError, ValueError) as error:
+            logger.debug("a caller is not connected: %s", error)
+        finally:
+            self._num_called -= 1
+
+    async def _taken(self, point: Entry, token: str) -> Line:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            channel = await self._points.connect(point)
+            try:
+                call: Any = MeetingServiceStub(channel).Take()
+                await call.write(pb.Carried(token=token))
+                if await call.read() is grpc.aio.EOF:
+                    raise PeerUnavailable("the meeting point hung up")
+            except grpc.aio.AioRpcError as error:
+                await channel.close()
+                raise translate(error) from None
+            except BaseException:
+                await channel.close()
+                raise
+        return CallLine(call, channel)
+
+    async def _serve(self, line: Line, point: Entry, caller: str) -> None:
+        self._lines[line.kind] += 1
+        try:
+            stream = await self._own_server(point, caller)
+            await line.carry(stream)
+        finally:
+            await line.close()
+            self._lines[line.kind] -= 1
+
+    async def _own_server(self, point: Entry, caller: str) -> Stream:
+        """A connection to this peer's server, from an address of the caller's own where the system has such."""
+        host, port = self._server
+        try:
+            source = (tunnel_source(f"{point.peer_id} {caller}"), 0)
+            return await asyncio.open_connection(host, port, local_addr=source, limit=BUFFER_BYTES)
+        except OSError:
+            # The server listens at one address only, or the system has one loopback address (macOS). From the machine's
+            # own address all such callers are one, and none is taken for this machine itself.
+            host = own_host(*await resolved(point))
+            return await asyncio.open_connection(host, port, local_addr=(host, 0), limit=BUFFER_BYTES)
+
+
+async def _next(call: Any, seconds: float) -> pb.WaitReply:
+    """The next message. Raises DeadlineExceeded, PeerUnavailable, AioRpcError."""
+    try:
+        async with asyncio.timeout(seconds):
+            reply: Any = await call.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"silent for {seconds:.0f} s") from None
+    if reply is grpc.aio.EOF:
+        raise PeerUnavailable("it hung up")
+    return reply  # type: ignore[no-any-return]

@@ -1,0 +1,171 @@
+"""The ways to one peer: its endpoints are tried in turn, what failed is left alone for a while, and better ways are
+looked for behind what works.
+
+Used by channels, for peers that have more than one endpoint, or are reached through a meeting point. What is opened
+here is copied once on its way to gRPC. So an endpoint that works directly is handed to gRPC as it is, for what comes
+next. A connection that a meeting point carries is there at once; meanwhile one is punched, and likewise used for what
+comes next.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+
+from swarm.errors import PeerUnavailable, SwarmError
+from swarm.machine.clock import Clock
+from swarm.rpc.entry import Entry
+from swarm.rpc.meeting.carrying import BUFFER_BYTES, CallLine, Kind, Line, TcpLine
+from swarm.rpc.meeting.dialler import Dialler
+from swarm.rpc.meeting.endpoints import meeting_point_of
+from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.punch import punch
+from swarm.rpc.v1 import meeting_pb2 as pb
+from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
+from swarm.types import PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+DIRECT_SECONDS = 1.0
+"""Longest wait for a connection to an endpoint; gRPC waits three for all together (rpc/options)."""
+TUNNEL_SECONDS = 2.5
+"""The same through a meeting point, which has to be connected to, and to call the peer."""
+DIRECT_AGAIN_SECONDS, TUNNEL_AGAIN_SECONDS = 60.0, 5.0
+"""For how long an endpoint that failed is tried after the others."""
+BETTER_AGAIN_SECONDS = 600.0
+"""Time between two attempts at a better way than the one that works: what a router does seldom changes."""
+
+
+class Ways:
+    """To one peer."""
+
+    def __init__(self, record: PeerRecord, points: Points, dialler: Dialler, clock: Clock) -> None:
+        self._peer_id = PeerId(record.peer_id)
+        self._points = points
+        self._dialler = dialler
+        self._clock = clock
+        self._endpoints = record.endpoints
+        self._announced_at = record.announced_at
+        self._failed_until: dict[str, float] = {}
+        self._no_better_until = 0.0
+
+    def learn(self, record: PeerRecord) -> None:
+        """Take over a record's endpoints, unless a newer one is known: what is told by others may be old."""
+        if record.announced_at >= self._announced_at:
+            self._endpoints, self._announced_at = record.endpoints, record.announced_at
+            self._failed_until = {end: until for end, until in self._failed_until.items() if end in self._endpoints}
+
+    async def open(self) -> Line:
+        """A connection by the first way that works.
+
+        Raises:
+            PeerUnavailable: none does.
+        """
+        faults: list[str] = []
+        now = self._clock.monotonic()
+        # Sorting keeps the order of those that did not fail.
+        for endpoint in sorted(self._endpoints, key=lambda end: max(0.0, self._failed_until.get(end, 0.0) - now)):
+            try:
+                point = meeting_point_of(endpoint)
+                return await (self._dialled(endpoint) if point is None else self._relayed(endpoint, point))
+            except (SwarmError, OSError, TimeoutError, ValueError) as error:
+                faults.append(f"{endpoint}: {str(error) or 'no answer in time'}")
+        raise PeerUnavailable("; ".join(faults))
+
+    async def better(self) -> Line | str | None:
+        """An endpoint that gRPC can dial itself, or a line that no meeting point carries; None if there is none now."""
+        if self._clock.monotonic() < self._no_better_until:
+            return None
+        found = await self._direct_or_punched()
+        if found is None:
+            self._no_better_until = self._clock.monotonic() + BETTER_AGAIN_SECONDS
+        return found
+
+    async def _direct_or_punched(self) -> Line | str | None:
+        for endpoint in self._endpoints:
+            try:
+                point = meeting_point_of(endpoint)
+                if point is None:
+                    await (await self._dialled(endpoint)).close()
+                    return endpoint
+            except (OSError, TimeoutError, ValueError):
+                continue
+            # Another meeting point would make no difference to the routers.
+            return await punch(self._points, self._dialler, point, pb.MeetRequest(to=self._peer_id))
+        return None
+
+    async def _dialled(self, endpoint: str) -> Line:
+        host, _, port = endpoint.rpartition(":")
+        try:
+            async with asyncio.timeout(DIRECT_SECONDS):
+                stream = await asyncio.open_connection(host.strip("[]"), int(port), limit=BUFFER_BYTES)
+        except (OSError, TimeoutError):
+            self._failed_until[endpoint] = self._clock.monotonic() + DIRECT_AGAIN_SECONDS
+            raise
+        self._failed_until.pop(endpoint, None)
+        return TcpLine(stream, Kind.DIRECT)
+
+    async def _relayed(self, endpoint: str, point: Entry) -> Line:
+        try:
+            async with asyncio.timeout(TUNNEL_SECONDS):
+                line = await self._carried(point)
+        except (SwarmError, OSError, TimeoutError):
+            self._failed_until[endpoint] = self._clock.monotonic() + TUNNEL_AGAIN_SECONDS
+            self._points.forget(point)
+            raise
+        self._failed_until.pop(endpoint, None)
+        return line
+
+    async def _carried(self, point: Entry) -> Line:
+        channel = await self._points.connect(point)
+        try:
+            call: Any = MeetingServiceStub(channel).Connect()
+            await call.write(pb.Carried(to=self._peer_id))
+            if await call.read() is grpc.aio.EOF:
+                raise PeerUnavailable("the meeting point hung up")
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            await channel.close()
+            raise PeerUnavailable(str(error)) from None
+        except BaseException:
+            await channel.close()
+            raise
+        return CallLine(call, channel)
+
+
+class Road:
+    """Opens the connections of one channel."""
+
+    def __init__(self, ways: Ways, dialler: Dialler, clock: Clock, *, first: Line | None = None) -> None:
+        """
+        Args:
+            first: a line that is open already, for the first connection.
+        """
+        self._ways = ways
+        self._dialler = dialler
+        self._clock = clock
+        self._first = first
+        self._is_open = asyncio.Event()
+        self.target, self.options = dialler.route(self._open)
+        """What the channel is opened with."""
+
+    async def _open(self) -> Line:
+        line, self._first = self._first or await self._ways.open(), None
+        if line.kind is Kind.PUNCHED:
+            self._is_open.clear()
+        else:
+            self._is_open.set()
+        return line
+
+    async def better(self) -> Line | str:
+        """Return, once a connection is open that need not stay, a better one: see Ways. However long it takes."""
+        while True:
+            await self._is_open.wait()
+            found = await self._ways.better()
+            if found is not None:
+                return found
+            await self._clock.sleep(BETTER_AGAIN_SECONDS)
+
+    def close(self) -> None:
+        """Open no more connections; those that are open stay."""
+        self._dialler.forget(self.target)

@@ -1,0 +1,38 @@
+"""Options of gRPC's channels: how large a message may be, and how soon a silent peer is noticed.
+
+Used by channels, by entry and by meeting/, which open them.
+"""
+
+Options = tuple[tuple[str, int | str], ...]
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+"""Size of one message; tensors travel in chunks of about 1 MiB."""
+
+
+def client_options(silence_ms: int, answer_ms: int) -> Options:
+    """Options of a channel that sends a ping after a silence, and is broken if the answer takes too long.
+
+    Connecting may take both together. The machine of a frozen peer accepts connections, and says nothing.
+    """
+    return (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", silence_ms),
+        ("grpc.keepalive_timeout_ms", answer_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+        # By default a minute, which would override the keepalive timeout.
+        ("grpc.http2.ping_timeout_ms", answer_ms),
+        # Whatever its name says, this is the time for one attempt to connect. The default is 20 s.
+        ("grpc.min_reconnect_backoff_ms", silence_ms + answer_ms),
+        # A peer that restarts is reached again in a second, not in minutes; callers make pauses of their own.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    )
+
+
+CLIENT_OPTIONS: Options = client_options(1000, 2000)
+BULK_OPTIONS: Options = (
+    # A ping waits behind the megabytes that the kernel has taken, for seconds where a slow line is shared.
+    *client_options(20_000, 20_000),
+    # Without this the channel would share its connection with every other channel to the same address.
+    ("grpc.use_local_subchannel_pool", 1),
+)

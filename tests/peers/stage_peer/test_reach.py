@@ -1,0 +1,160 @@
+"""What a peer announces of where it is reached, by what others find when they dial it back."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+
+from peers.shared.membership import Membership
+from peers.stage_peer import reach as reaches
+from peers.stage_peer.listen import Listen, Outside
+from peers.stage_peer.reach import Reach, Verdict
+from swarm.config import ModelConfig, RunConfig, StagesConfig
+from swarm.credentials.identity import generate
+from swarm.dht.node import DhtNode
+from swarm.machine.clock import SystemClock
+from swarm.rpc.entry import Entry
+from swarm.rpc.meeting import check as checks
+from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.v1 import meeting_pb2 as pb
+from swarm.types import PeerRecord, PeerState
+from tests.support.chain import eventually
+from tests.support.meeting import meeting_point
+from tests.support.memory_store import MemoryStore
+
+CONFIG = RunConfig(
+    model=ModelConfig(num_layers=1, d_model=32, num_heads=2, vocab_size=64), stages=StagesConfig(num_stages=1)
+)
+CLOCK = SystemClock()
+NAMED = pb.CheckRequest(endpoints=["peer.example:41001", ":5001"], dht_endpoints=["peer.example:41002", ":5002"])
+
+
+@dataclass
+class Node:
+    """A DHT's node that notes that it is no longer asked."""
+
+    is_client: bool = False
+
+    async def become_client(self) -> None:
+        """As DhtNode does."""
+        self.is_client = True
+
+
+@asynccontextmanager
+async def _reach(
+    limits: MeetingLimits | None = None, *, is_known: bool = True
+) -> AsyncIterator[tuple[Reach, Node, Entry]]:  # fmt: skip
+    """Of a peer that finds one other peer in the run, or none."""
+    own, other, node = generate(), generate(), Node()
+    async with meeting_point(other, limits=limits) as host:
+        member = Membership.enter(CONFIG, MemoryStore(CLOCK), own, CLOCK, insecure=False)
+        record = PeerRecord(
+            peer_id=other.peer_id, announced_at=CLOCK.time(), stage=0, endpoint=host.entry.endpoint,
+            certificate_pem=other.certificate_pem, state=PeerState.SERVING,
+        )  # fmt: skip
+        member.known.update(0, [record] if is_known else [])
+        listen = Listen(
+            host="127.0.0.1", port=0, outside=(Outside("127.0.0.1"),),
+            dht_addresses=("/ip4/127.0.0.1/tcp/5002/p2p/12D3KooWGRUVh6WhGUE1NEHGbHPhc3nCWzYLWvQYYTLvMaFRRxMH",),
+        )  # fmt: skip
+        reach = Reach(member, cast(DhtNode, node), listen, insecure=False)
+        keeping = asyncio.create_task(reach.keep())
+        try:
+            yield reach, node, host.entry
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await member.channels.close()
+
+
+@pytest.fixture
+def nobody_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a router: whoever dials back gets no answer."""
+
+    async def dial(host: str, port: int) -> str:
+        raise ConnectionRefusedError
+
+    async def is_node(host: str, port: int) -> bool:
+        return False
+
+    monkeypatch.setattr(checks, "shown_certificate", dial)
+    monkeypatch.setattr(checks, "_is_node", is_node)
+
+
+async def test_a_peer_that_is_reached_announces_its_endpoint_and_keeps_its_port() -> None:
+    async with _reach() as (reach, node, _):
+        await reach.found_out()
+        assert reach.endpoints == (f"127.0.0.1:{reach.port}",)
+        # Nobody answers at the DHT's port here.
+        await eventually(lambda: node.is_client)
+        assert reach.announced(reach.port).dht_addresses == ()
+
+
+@pytest.mark.usefixtures("nobody_gets_through")
+async def test_a_peer_that_is_not_reached_waits_at_another_one_and_says_which_ports_to_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with _reach() as (reach, node, entry):
+        await reach.found_out()
+        assert reach.endpoints == (f"tunnel:{entry}",)
+        await eventually(lambda: node.is_client)
+        line = next(record.message for record in caplog.records if "by way of further peers" in record.message)
+        assert f"TCP ports {reach.port} (gRPC) and 5002 (DHT)" in line
+
+
+@pytest.mark.usefixtures("nobody_gets_through")
+async def test_a_peer_that_nobody_takes_in_does_not_serve_and_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reaches, "SAY_SECONDS", 0.1)
+    async with _reach(MeetingLimits(max_waiting=0)) as (reach, _, _):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await reach.found_out()
+        assert reach.endpoints == ()
+        line = next(record.message for record in caplog.records if "nobody can reach this peer" in record.message)
+        assert str(reach.port) in line
+        assert "5002" in line
+
+
+async def test_where_nobody_can_be_asked_what_the_machine_has_is_announced() -> None:
+    async with _reach(is_known=False) as (reach, node, _):
+        await reach.found_out()
+        assert reach.endpoints == (f"127.0.0.1:{reach.port}",)
+        assert not node.is_client
+
+
+@pytest.mark.parametrize(
+    ("replies", "endpoints", "dht_endpoints", "num_reached"),
+    [
+        # What was named is reached by one of two.
+        (
+            [("192.0.2.1", ["peer.example:41001"], []), ("192.0.2.1", [], ["peer.example:41002"])],
+            ("peer.example:41001",), ("peer.example:41002",), 1,
+        ),
+        # A router forwards the ports, and all see the same address.
+        (
+            [("192.0.2.1", ["192.0.2.1:5001"], ["192.0.2.1:5002"])] * 2,
+            ("192.0.2.1:5001",), ("192.0.2.1:5002",), 2,
+        ),
+        # One of three makes up an address.
+        (
+            [("192.0.2.1", [], []), ("192.0.2.1", [], []), ("198.51.100.9", ["198.51.100.9:5001"], [])],
+            (), (), 1,
+        ),
+        # Nobody asked about that.
+        ([("192.0.2.1", ["192.0.2.1:22", "198.51.100.9:5001"], [])], (), (), 1),
+    ],
+)  # fmt: skip
+def test_of_what_is_said_so_much_counts(
+    replies: list[tuple[str, list[str], list[str]]], endpoints: tuple[str, ...], dht_endpoints: tuple[str, ...],
+    num_reached: int,
+) -> None:  # fmt: skip
+    told = [pb.CheckReply(observed_host=host, endpoints=ends, dht_endpoints=dht) for host, ends, dht in replies]
+    verdict = Verdict.of(NAMED, told)
+    assert verdict == Verdict(
+        endpoints=endpoints, dht_endpoints=dht_endpoints, num_asked=len(told), num_reached=num_reached
+    )

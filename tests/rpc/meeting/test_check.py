@@ -1,0 +1,128 @@
+"""Peers dial each other back: what they reach, and what they never dial or tell."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from swarm.credentials.identity import Identity, generate
+from swarm.errors import MalformedMessage, Overloaded
+from swarm.machine.clock import SystemClock
+from swarm.rpc import tls
+from swarm.rpc.channels import SERVER_OPTIONS, bind_server
+from swarm.rpc.meeting import check as checks
+from swarm.rpc.meeting.check import DialBack, check
+from swarm.rpc.meeting.points import Points
+from swarm.rpc.v1 import meeting_pb2 as pb
+from tests.support.meeting import meeting_point
+
+OWN, OTHER = generate(), generate()
+
+
+class From:
+    """The context of a call from some address."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def peer(self) -> str:
+        """As gRPC has it."""
+        return self._peer
+
+    def auth_context(self) -> dict[str, Any]:
+        """No certificate."""
+        return {}
+
+
+async def _serve(own: Identity) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
+    await server.start()
+    return server, port
+
+
+async def _node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """What libp2p says first."""
+    writer.write(b"\x13/multistream/1.0.0\n")
+    await reader.read()
+    writer.close()
+
+
+async def test_the_ports_that_answer_as_the_caller_are_reached_and_no_others() -> None:
+    server, port = await _serve(OWN)
+    others_server, others_port = await _serve(OTHER)
+    node = await asyncio.start_server(_node, "127.0.0.1", 0)
+    node_port = node.sockets[0].getsockname()[1]
+    async with meeting_point() as host:
+        channel = await Points(None, insecure=False).connect(host.entry)
+        request = pb.CheckRequest(
+            peer_id=OWN.peer_id,
+            endpoints=[f"127.0.0.1:{port}", f":{port}", f":{others_port}", "127.0.0.1:1"],
+            dht_endpoints=[f":{node_port}", f":{port}", ":1"],
+        )
+        reply = await check(channel, request, seconds=5.0)
+        assert reply.observed_host == "127.0.0.1"
+        assert list(reply.endpoints) == [f"127.0.0.1:{port}", f"127.0.0.1:{port}"]
+        assert list(reply.dht_endpoints) == [f"127.0.0.1:{node_port}"]
+        with pytest.raises(Overloaded):
+            await check(channel, request, seconds=5.0)
+        await channel.close()
+    node.close()
+    await server.stop(None)
+    await others_server.stop(None)
+
+
+async def test_what_drops_packets_is_given_up_after_the_same_time_as_what_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "DIAL_SECONDS", 0.3)
+    dialled: list[tuple[str, int]] = []
+
+    async def dial(host: str, port: int) -> str:
+        dialled.append((host, port))
+        if port == 2:
+            await asyncio.sleep(10.0)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(checks, "shown_certificate", dial)
+    for port in (1, 2):
+        dial_back = DialBack(SystemClock(), insecure=False)
+        began_at = time.monotonic()
+        reply = await dial_back.answer(
+            pb.CheckRequest(peer_id=OWN.peer_id, endpoints=[f"198.51.100.7:{port}"]), From("ipv4:192.0.2.1:999")
+        )
+        assert not reply.endpoints
+        assert 0.3 <= time.monotonic() - began_at < 0.6
+    assert dialled == [("198.51.100.7", 1), ("198.51.100.7", 2)]
+
+
+async def test_a_stranger_cannot_have_this_machine_or_its_network_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dial(host: str, port: int) -> str:
+        raise AssertionError(f"{host} was dialled")
+
+    monkeypatch.setattr(checks, "shown_certificate", dial)
+    monkeypatch.setattr(checks, "_is_node", dial)
+    dial_back = DialBack(SystemClock(), insecure=False)
+    request = pb.CheckRequest(
+        peer_id=OWN.peer_id, endpoints=["127.0.0.1:22", "[::1]:22", "0.0.0.0:22", "169.254.169.254:80"],
+        dht_endpoints=["10.0.0.1:22", "198.51.100.7:22"],
+    )  # fmt: skip
+    reply = await dial_back.answer(request, From("ipv4:192.0.2.1:999"))
+    assert reply.observed_host == "192.0.2.1"
+    assert not reply.endpoints
+    assert not reply.dht_endpoints
+
+
+async def test_a_caller_that_came_through_a_tunnel_is_not_dialled() -> None:
+    dial_back = DialBack(SystemClock(), insecure=False)
+    reply = await dial_back.answer(pb.CheckRequest(peer_id=OWN.peer_id, endpoints=[":22"]), From("ipv4:127.77.3.4:999"))
+    assert reply == pb.CheckReply()
+
+
+@pytest.mark.parametrize("endpoints", [["nonsense"], ["192.0.2.1:0"], [":1"] * 5, [":70000"], ["192.0.2.1"]])
+async def test_nonsense_is_refused(endpoints: list[str]) -> None:
+    dial_back = DialBack(SystemClock(), insecure=False)
+    with pytest.raises(MalformedMessage):
+        await dial_back.answer(pb.CheckRequest(peer_id=OWN.peer_id, endpoints=endpoints), From("ipv4:192.0.2.1:999"))

@@ -1,0 +1,205 @@
+"""A peer that others do not reach, reached through meeting points: carried, punched, and when a meeting point dies."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import pytest
+
+from swarm.credentials.identity import Identity, generate
+from swarm.errors import NotAllowed, NotReady, Overloaded, SwarmError
+from swarm.rpc.channels import ChannelPool, translate
+from swarm.rpc.meeting import ways
+from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.meeting.carrying import Kind
+from swarm.rpc.meeting.meeting_point import signed_bytes
+from swarm.rpc.meeting.points import Points
+from swarm.rpc.v1 import meeting_pb2 as pb
+from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
+from swarm.types import PeerId
+from tests.support import locked
+from tests.support.chain import eventually
+from tests.support.meeting import Host, echo, hidden_peer, meeting_point
+
+MEGABYTE = bytes(range(256)) * (4 << 10)
+
+
+@pytest.fixture
+def no_punching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between routers that give every connection another port."""
+
+    async def punch(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(ways, "punch", punch)
+
+
+@pytest.mark.usefixtures("no_punching")
+async def test_what_is_called_through_a_meeting_point_arrives_whole_and_from_an_address_of_the_callers_own() -> None:
+    async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
+        assert hidden.record.endpoint == f"tunnel:{host.entry}"
+        pool = ChannelPool()
+        for bulk in (False, True):
+            assert await echo(pool.channel(hidden.record, bulk=bulk), MEGABYTE) == MEGABYTE
+        assert pool.is_connected(hidden.record)
+        assert host.point.budget.num_connections == 2
+        assert host.point.budget.num_bytes > 4 * len(MEGABYTE)
+        assert hidden.waiting.num_lines(Kind.RELAYED) == 2
+        # All calls are from one caller, and it is not taken for this machine, which has no limits.
+        assert all(peer.startswith("ipv4:127.77.") for peer in hidden.callers)
+        assert len({peer.rpartition(":")[0] for peer in hidden.callers}) == 1
+        await pool.close()
+        await eventually(lambda: host.point.budget.num_connections == 0)
+        await eventually(lambda: hidden.waiting.num_lines(Kind.RELAYED) == 0)
+
+
+async def test_a_carried_connection_is_followed_by_a_punched_one_and_no_call_fails() -> None:
+    async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
+        pool = ChannelPool()
+        record = hidden.record
+        first = pool.channel(record)
+        while pool.channel(record) is first:
+            assert await echo(pool.channel(record), b"a") == b"a"
+        assert hidden.waiting.num_lines(Kind.PUNCHED) == 1
+        carried = host.point.budget.num_bytes
+        assert await echo(pool.channel(record), MEGABYTE) == MEGABYTE
+        assert host.point.budget.num_bytes - carried < len(MEGABYTE)
+        assert pool.is_connected(record)
+        await pool.close()
+
+
+async def test_another_meeting_point_takes_over_from_one_that_dies() -> None:
+    async with (
+        meeting_point() as first,
+        meeting_point() as second,
+        hidden_peer([first.entry, second.entry]) as hidden,
+    ):
+        pool = ChannelPool()
+        record = hidden.record
+        assert await echo(pool.channel(record), b"a") == b"a"
+        dying = first if record.endpoint.endswith(str(first.entry)) else second
+        await dying.server.stop(None)
+        # Calls under way break with the connection, and their callers try again.
+        async with asyncio.timeout(5.0):
+            while True:
+                with suppress(grpc.aio.AioRpcError):
+                    assert await echo(pool.channel(record), b"b") == b"b"
+                    break
+        await eventually(lambda: len(hidden.waiting.endpoints) == 1)
+        assert str(dying.entry) not in hidden.waiting.endpoints[0]
+        await pool.close()
+
+
+@pytest.mark.usefixtures("no_punching")
+async def test_a_direct_endpoint_that_is_dead_does_not_hide_the_tunnel() -> None:
+    async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
+        pool = ChannelPool()
+        dead = hidden.record.model_copy(update={"endpoint": "127.0.0.1:1", "other_endpoints": hidden.record.endpoints})
+        assert await echo(pool.channel(dead), b"a") == b"a"
+        assert host.point.budget.num_connections == 1
+        await pool.close()
+
+
+async def test_of_several_endpoints_the_one_that_works_is_dialled_by_grpc_itself() -> None:
+    async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
+        pool = ChannelPool()
+        others = (hidden.endpoint, *hidden.record.endpoints)
+        record = hidden.record.model_copy(update={"endpoint": "127.0.0.1:1", "other_endpoints": others})
+        first = pool.channel(record)
+        assert await echo(first, b"a") == b"a"
+        await eventually(lambda: pool.channel(record) is not first)
+        assert pool.is_connected(record)
+        assert await echo(pool.channel(record), b"a") == b"a"
+        assert host.point.budget.num_connections == 0
+        await pool.close()
+
+
+async def test_whoever_answers_in_the_place_of_a_peer_fails_the_handshake() -> None:
+    stranger = generate()
+    async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
+        pool = ChannelPool()
+        forged = hidden.record.model_copy(update={"certificate_pem": stranger.certificate_pem})
+        with pytest.raises(grpc.aio.AioRpcError):
+            await echo(pool.channel(forged), b"a", seconds=1.0)
+        assert hidden.callers == []
+        await pool.close()
+
+
+async def test_a_peer_that_does_not_wait_is_not_connected() -> None:
+    async with meeting_point() as host:
+        error = await _refusal_of_connecting(host, generate().peer_id)
+        assert isinstance(error, NotReady)
+
+
+async def test_nobody_waits_under_anothers_id() -> None:
+    own, victim = generate(), generate()
+    async with meeting_point() as host, meeting_point() as elsewhere:
+        # Signed with another key, for another meeting point, and under another id than the key's.
+        await _is_refused(host, victim.peer_id, victim, host, own)
+        await _is_refused(host, own.peer_id, own, elsewhere, own)
+        await _is_refused(host, victim.peer_id, own, host, own)
+        assert host.point.num_waiting == 0
+
+
+async def _is_refused(host: Host, claimed: PeerId, shown: Identity, signed_for: Host, signer: Identity) -> None:
+    channel = await Points(None, insecure=False).connect(host.entry)
+    call: Any = MeetingServiceStub(channel).Wait()
+    challenge = (await call.read()).challenge
+    signature = signer.sign(signed_bytes(signed_for.entry.peer_id, shown.peer_id, challenge))
+    proof = pb.WaitProof(peer_id=claimed, certificate_pem=shown.certificate_pem, signature=signature)
+    await call.write(pb.WaitRequest(proof=proof))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert isinstance(translate(caught.value), NotAllowed)
+    await channel.close()
+
+
+async def test_in_a_locked_run_its_members_wait_and_connect() -> None:
+    own, hidden_own = locked.PEER, locked.OTHER_PEER
+    async with (
+        meeting_point(own, authority=own.authority) as host,
+        hidden_peer([host.entry], hidden_own) as hidden,
+    ):
+        for caller in (own, locked.TRAINER):
+            pool = ChannelPool(identity=caller)
+            assert await echo(pool.channel(hidden.record), b"a") == b"a"
+            await pool.close()
+        # A trainer serves nothing, and so waits nowhere.
+        async with asyncio.timeout(5.0):
+            channel = await Points(locked.TRAINER, insecure=False).connect(host.entry)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await _wait(channel).read()
+        assert isinstance(translate(caught.value), NotAllowed)
+        await channel.close()
+
+
+async def test_a_meeting_point_takes_no_more_than_it_says() -> None:
+    limits = MeetingLimits(max_waiting=1, max_connections_each=1)
+    async with meeting_point(limits=limits) as host, hidden_peer([host.entry]) as hidden:
+        assert host.point.num_waiting == 1
+        channel = await Points(None, insecure=False).connect(host.entry)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _wait(channel).read()
+        assert isinstance(translate(caught.value), Overloaded)
+        await channel.close()
+        pool = ChannelPool()
+        assert await echo(pool.channel(hidden.record), b"a") == b"a"
+        assert isinstance(await _refusal_of_connecting(host, hidden.own.peer_id), Overloaded)
+        await pool.close()
+
+
+def _wait(channel: grpc.aio.Channel) -> Any:
+    stub: Any = MeetingServiceStub(channel)
+    return stub.Wait()
+
+
+async def _refusal_of_connecting(host: Host, peer_id: PeerId) -> SwarmError:
+    channel = await Points(None, insecure=False).connect(host.entry)
+    call: Any = MeetingServiceStub(channel).Connect()
+    await call.write(pb.Carried(to=peer_id))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(5.0):
+            await call.read()
+    await channel.close()
+    return translate(caught.value)

@@ -1,0 +1,114 @@
+"""Meeting points, and a peer behind one, in this process: real servers on loopback, with TLS and the guard."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from swarm.credentials.authority import Authority
+from swarm.credentials.identity import Identity, generate
+from swarm.machine.clock import SystemClock
+from swarm.rpc import tls
+from swarm.rpc.callers import Callers
+from swarm.rpc.channels import SERVER_OPTIONS, bind_server
+from swarm.rpc.entry import Entry
+from swarm.rpc.guard import Guard
+from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.meeting.dialler import Dialler
+from swarm.rpc.meeting.meeting_point import MeetingPoint
+from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.waiting import Waiting
+from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
+from swarm.types import PeerRecord, PeerState
+from tests.support.chain import eventually
+
+CLOCK = SystemClock()
+
+
+@dataclass(frozen=True)
+class Host:
+    """A peer with a meeting point."""
+
+    entry: Entry
+    point: MeetingPoint
+    server: grpc.aio.Server
+
+
+@asynccontextmanager
+async def meeting_point(
+    own: Identity | None = None, *, limits: MeetingLimits | None = None, authority: Authority | None = None
+) -> AsyncIterator[Host]:
+    """One, on a free port."""
+    own = own or generate()
+    guard = Guard(authority=authority, callers=Callers(CLOCK), clock=CLOCK, stage=lambda: 0)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
+    point = MeetingPoint(
+        own.peer_id, limits or MeetingLimits(), CLOCK, insecure=False, is_exchanging=lambda: False
+    )  # fmt: skip
+    add_MeetingServiceServicer_to_server(point, server)
+    port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
+    await server.start()
+    try:
+        yield Host(Entry(own.peer_id, f"127.0.0.1:{port}"), point, server)
+    finally:
+        await server.stop(None)
+
+
+@dataclass
+class Hidden:
+    """A peer that waits, with a server that echoes and tells where calls come from."""
+
+    own: Identity
+    endpoint: str
+    """Of its server, for those on this machine."""
+    waiting: Waiting
+    callers: list[str]
+
+    @property
+    def record(self) -> PeerRecord:
+        """As it is announced now."""
+        first, *others = self.waiting.endpoints
+        return PeerRecord(
+            peer_id=self.own.peer_id, announced_at=CLOCK.time(), stage=0, endpoint=first, other_endpoints=tuple(others),
+            certificate_pem=self.own.certificate_pem, state=PeerState.SERVING,
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def hidden_peer(points: Sequence[Entry], own: Identity | None = None) -> AsyncIterator[Hidden]:
+    """A peer that waits at these, once it has been accepted by one."""
+    own = own or generate()
+    callers: list[str] = []
+
+    async def echo(request: bytes, context: Any) -> bytes:
+        callers.append(context.peer())
+        return request
+
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    handlers: Any = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
+    await server.start()
+    dialler = Dialler()
+    waiting = Waiting(
+        own, Points(own, insecure=False), dialler, CLOCK, server=("127.0.0.1", port), candidates=lambda: points
+    )  # fmt: skip
+    task = asyncio.create_task(waiting.run())
+    try:
+        await eventually(lambda: len(waiting.endpoints) == min(3, len(points)) or task.done())
+        yield Hidden(own, f"127.0.0.1:{port}", waiting, callers)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await dialler.close()
+        await server.stop(None)
+
+
+async def echo(channel: grpc.aio.Channel, data: bytes, *, seconds: float = 5.0) -> bytes:
+    """Have a hidden peer echo."""
+    call: Any = channel.unary_unary("/test/Echo")
+    reply: bytes = await call(data, timeout=seconds, wait_for_ready=True)
+    return reply

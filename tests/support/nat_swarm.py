@@ -1,0 +1,56 @@
+"""A real swarm whose machines are network namespaces: each process runs on a host of a small internet."""
+
+import json
+import time
+from pathlib import Path
+
+from peers.commands import command_line
+from peers.local.supervisor import Child, Supervisor
+from scripts.benches.shared.internet import Host
+from tests.support.swarm import RealPeer, RealSwarm, wait_until, whole_lines
+
+
+class NatSwarm(RealSwarm):
+    """Peers and trainers take their invite from the first peer's screen, and no option that says where they are."""
+
+    def __init__(self, folder: Path, children: Supervisor, *, num_stages: int, setting: str = "synchronous") -> None:
+        super().__init__(folder, children, setting=setting)
+        self.config.write_text(self.config.read_text().replace("num_stages = 2", f"num_stages = {num_stages}"))
+        self.serves_seconds: list[float] = []
+        """How long each peer took to serve."""
+
+    @property
+    def invite(self) -> str:
+        """As the first peer prints it."""
+        lines = whole_lines(self.peers[0].child.log)
+        return next(line.split()[2] for line in lines if line.strip().startswith("join:"))
+
+    def start_peer_on(self, host: Host, stage: int) -> RealPeer:
+        """Start a peer, and wait until it serves."""
+        name = f"peer-{len(self.peers) + 1}"
+        ready = self.folder / f"{name}.json"
+        where = [self.invite] if self.peers else ["--config", str(self.config)]
+        own = ["--stage", str(stage), "--name", name, "--identity", str(self.folder / f"{name}.pem")]
+        logs = ["--ready-file", str(ready), "--events", str(self.events / f"{name}.jsonl"), "--threads", "1"]
+        began_at = time.monotonic()
+        child = self.children.start(name, host.command(command_line("peer", [*where, *own, *logs])))
+        wait_until(ready.exists, self.start_seconds, f"{name} to serve; see {child.log}")
+        self.serves_seconds.append(time.monotonic() - began_at)
+        peer = RealPeer(child=child, stage=stage, ready=json.loads(ready.read_text()))
+        self.peers.append(peer)
+        return peer
+
+    def start_trainer_on(self, host: Host, name: str, *, steps: int) -> Child:
+        """Start a trainer there; its figures go to `folder/name`."""
+        own = ["--steps", str(steps), "--output", str(self.folder / name), "--name", name, "--evaluate-every", "0"]
+        logs = ["--evaluation-samples", "16", "--events", str(self.events / f"{name}.jsonl")]
+        return self.children.start(name, host.command(command_line("trainer", [self.invite, *own, *logs])))
+
+    def status_from(self, host: Host) -> dict[str, dict[str, object]]:
+        """What swarm-status says of each peer, by its name, as it is seen from a host."""
+        log = self.folder / "logs" / "status.log"
+        log.unlink(missing_ok=True)
+        child = self.children.start("status", host.command(command_line("status", [self.invite, "--json"])))
+        assert self.wait_for_end(child) == 0, log.read_text()
+        view = json.loads(whole_lines(log)[-1])
+        return {peer["name"]: peer for stage in view["stages"] for peer in stage["peers"]}
