@@ -53,7 +53,30 @@ class _Announcement(BaseModel):
     """The announcing machine's wall clock, seconds since the epoch."""
 
 
-class PeerRecord(_Announcement):
+MOST_BANS = 4
+"""Of one sender, of which others are told."""
+LONGEST_REASON = 100
+LONGEST_WAIT = 200
+"""Characters of what a peer waits for."""
+
+
+class Ban(BaseModel):
+    """A peer of the next stage that a sender leaves alone, as it says itself."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+    reason: Annotated[str, Field(max_length=LONGEST_REASON, pattern=NAME_PATTERN)] = ""
+    until: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """By the sender's wall clock, seconds since the epoch."""
+
+
+class _Sender(_Announcement):
+    bans: Annotated[tuple[Ban, ...], Field(max_length=MOST_BANS)] = ()
+    """Those that last longest."""
+
+
+class PeerRecord(_Sender):
     """A stage peer's announcement: key `RUN.stage.N`, one subkey a peer."""
 
     stage: Annotated[int, Field(ge=0, le=4095)]
@@ -117,11 +140,13 @@ class ClaimRecord(_Announcement):
     from_stage: Annotated[int, Field(ge=0, le=4095)] | None = None
     """The stage that it serves until then; None for a peer that joins the run."""
     state: ClaimState
+    waiting_for: Annotated[str, Field(max_length=LONGEST_WAIT, pattern=NAME_PATTERN)] = ""
+    """What it waits for on its way, in words."""
     claimed_at: Annotated[float, Field(allow_inf_nan=False)]
     """When it first claimed, by its own wall clock, seconds since the epoch: of two claims the earlier counts."""
 
 
-class TrainerRecord(_Announcement):
+class TrainerRecord(_Sender):
     """A trainer's announcement: key `RUN.trainers`."""
 
     step: Annotated[int, Field(ge=0)] = 0

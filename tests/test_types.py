@@ -54,6 +54,11 @@ def test_fields_of_later_versions_are_ignored() -> None:
         ("certificate_pem", "c" * 4097),
         ("device", "d" * 33),
         ("device", "cpu\x1b[2J"),
+        ("bans", [{"peer_id": "ab" * 20, "until": 1.0}] * 5),
+        ("bans", [{"peer_id": "ab", "until": 1.0}]),
+        ("bans", [{"peer_id": "ab" * 20, "until": float("inf")}]),
+        ("bans", [{"peer_id": "ab" * 20, "until": 1.0, "reason": "r" * 101}]),
+        ("bans", [{"peer_id": "ab" * 20, "until": 1.0, "reason": "\x1b[2J"}]),
     ],
 )
 def test_a_wrong_field_is_refused(field: str, value: object) -> None:

@@ -72,6 +72,7 @@ class StageReader:
             address=Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
             own_id=member.peer_id,
             silence_seconds=Timing().silence_seconds,
+            waits=member.waits,
         )
         self._pinned: PartialSnapshot | None = None
 
@@ -287,5 +288,5 @@ async def _base(member: Membership) -> Weights:
     """All weights that the run begins with, from its peers. Raises what WeightsCache.of raises."""
     digest = member.config.model.weights
     whole = dataclasses.replace(member.config, stages=StagesConfig(num_stages=1))
-    cache = WeightsCache(kept_weights(cache_folder(), digest), digest, member.fetcher(Kind.WEIGHTS), member.clock)
+    cache = WeightsCache(kept_weights(cache_folder(), digest), digest, member.fetcher(Kind.WEIGHTS), member.waits)
     return await cache.of(parameter_shapes(whole, 0))

@@ -4,7 +4,7 @@ Made by swarm-peer and swarm-trainer once they know the run's configuration. Not
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from peers.shared.network import KnownPeers
@@ -15,6 +15,7 @@ from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory
 from swarm.dht.record_store import RecordStore
 from swarm.machine.clock import Clock
+from swarm.machine.waits import Waits
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 
@@ -29,6 +30,7 @@ class Membership:
     known: KnownPeers
     channels: ChannelPool
     clock: Clock
+    waits: Waits = field(default_factory=Waits)
 
     @classmethod
     def enter(
@@ -51,7 +53,7 @@ class Membership:
 
     def fetcher(self, kind: Kind) -> Fetcher:
         """What fetches from the run's peers what its configuration names by digest."""
-        line, rng = GrpcLine(self.config.run_id, self.channels), random.Random(self.peer_id)
+        line, rng = GrpcLine(self.config.run_id, self.channels, own_id=self.peer_id), random.Random(self.peer_id)
         return Fetcher(line, kind, self.known.everyone, self.clock, rng)
 
     @property

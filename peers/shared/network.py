@@ -3,6 +3,7 @@
 Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or serves.
 """
 
+import heapq
 import logging
 import os
 import socket
@@ -24,7 +25,7 @@ from swarm.machine.patience import patiently
 from swarm.routing.router import Router
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.endpoints import direct
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import MOST_BANS, Ban, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,15 @@ class KnownPeers:
 
     def _others(self, stage: int, state: PeerState) -> list[PeerRecord]:
         return [r for r in self.peers(stage) if r.state is state and r.peer_id != self.own_id]
+
+    def bans(self, stage: int, clock: Clock) -> tuple[Ban, ...]:
+        """Peers of a stage that this process leaves alone since they failed, those first that it does for longest."""
+        offset = clock.time() - clock.monotonic()
+        banned = [each for each in self.router.left_alone(stage) if not each.is_busy]
+        longest = heapq.nlargest(MOST_BANS, banned, key=lambda each: each.until)
+        return tuple(
+            Ban(peer_id=each.record.peer_id, reason=each.reason, until=offset + each.until) for each in longest
+        )
 
     def entries(self, limit: int) -> list[Entry]:
         """Up to `limit` other peers that serve and are reached directly, spread over the stages, to be asked."""

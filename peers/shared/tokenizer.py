@@ -3,6 +3,7 @@
 Used by the programs that make text of tokens, or tokens of text.
 """
 
+import logging
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from swarm.content import tokenizer
 from swarm.content.line import Kind
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.errors import PeerUnavailable
+
+logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 20.0
 """How long a peer is looked for that has it: the run's first peer may have started just now."""
@@ -38,12 +41,15 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
         raise ValueError("this run does not say which tokenizer it has: name yours with --tokenizer")
     folder = kept_tokenizer(cache, data.tokenizer_files)
     fetcher = member.fetcher(Kind.TOKENIZER)
-    until = clock.monotonic() + WAIT_SECONDS
+    until, has_said = clock.monotonic() + WAIT_SECONDS, False
     while True:
         try:
             await tokenizer.have(data.tokenizer_files, folder, fetcher)
             return str(folder)
         except PeerUnavailable as error:
+            if not has_said:
+                has_said = True
+                logger.info("looking for a peer that has the run's tokenizer, %.0f s at most: %s", WAIT_SECONDS, error)
             if clock.monotonic() >= until:
                 raise PeerUnavailable(
                     f"the run's tokenizer cannot be had from its peers ({error}); name a copy with --tokenizer"

@@ -9,7 +9,8 @@ import logging
 from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.types import ClaimRecord, ClaimState
+from swarm.machine.waits import Waits
+from swarm.types import LONGEST_WAIT, ClaimRecord, ClaimState
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,12 @@ WITHDRAWN_SECONDS = 5.0
 class Claim:
     """One peer's."""
 
-    def __init__(self, *, directory: Directory, clock: Clock, peer_id: str, name: str) -> None:
+    def __init__(self, *, directory: Directory, clock: Clock, peer_id: str, name: str, waits: Waits) -> None:
         self._directory = directory
         self._clock = clock
         self._peer_id = peer_id
         self._name = name
+        self._waits = waits
         self._record: ClaimRecord | None = None
 
     @property
@@ -66,7 +68,8 @@ class Claim:
                 await self._announce(self._record, CLAIM_SECONDS)
 
     async def _announce(self, record: ClaimRecord, lifetime_seconds: float) -> None:
-        record = record.model_copy(update={"announced_at": self._clock.time()})
+        waiting_for = self._waits.present[:LONGEST_WAIT]
+        record = record.model_copy(update={"announced_at": self._clock.time(), "waiting_for": waiting_for})
         try:
             await self._directory.announce_claim(record, lifetime_seconds)
         except PeerUnavailable as error:

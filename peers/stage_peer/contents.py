@@ -54,7 +54,7 @@ class Contents:
         if digest := config.model.weights:
             source = model.source if model is not None else None
             folder, fetcher = kept_weights(cache, digest), member.fetcher(Kind.WEIGHTS)
-            self._weights = WeightsCache(folder, digest, fetcher, member.clock, own=own, source=source)
+            self._weights = WeightsCache(folder, digest, fetcher, member.waits, own=own, source=source)
 
     @property
     def shelves(self) -> Shelves:
@@ -104,8 +104,13 @@ class Contents:
         member, shapes = self._member, parameter_shapes(self._member.config, stage)
         if (here := self._weights.here(shapes)) is not None or (resumes and not always):
             return here
+        with member.waits.on(f"a peer that has the weights with which stage {stage} begins"):
+            return await self._fetched(stage, always=always)
+
+    async def _fetched(self, stage: int, *, always: bool) -> Weights | None:
+        assert self._weights is not None
+        member, shapes = self._member, parameter_shapes(self._member.config, stage)
         until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
-        has_said = False
         # Until a round is committed there is no state to download: what peers at round 0 hold is what is looked for.
         while always or not await self._has_gone_on(stage):
             try:
@@ -116,9 +121,7 @@ class Contents:
                     until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
                 if member.clock.monotonic() >= until:
                     return None
-                if not has_said:
-                    logger.info("looking for a peer that has the weights of stage %d: %s", stage, error)
-                    has_said = True
+                logger.debug("the weights of stage %d are not to be had yet: %s", stage, error)
             await member.clock.sleep(LOOK_SECONDS)
             with suppress(PeerUnavailable):
                 await member.known.look(member.directory, member.stages)

@@ -5,8 +5,11 @@ Called by server.py. A few lines a minute, whatever the length of rounds.
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from swarm.machine.clock import Clock
+from swarm.machine.repeats import Repeats
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 
@@ -14,8 +17,48 @@ logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 10.0
 """Least time between two lines about rounds."""
+ACCUSED_SECONDS = 60.0
+"""Least time between two lines about others that leave this peer alone."""
+MOST_ACCUSERS = 3
+"""That are named."""
 QUIET_SECONDS = 30.0
 """Without a microbatch, after which it is said that none comes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What a stage peer sees of the others.
+
+    Attributes:
+        endpoint: where it says that it can be reached.
+        num_calls: that have come since it serves, whoever made them.
+        num_others: trainers, and other peers of its stage: all those that would call it.
+        has_trainer: one of them is a trainer.
+        empty_stages: stages at which nobody else serves, its own left out.
+        left_alone_by: senders that say that they leave it alone, each with the reason that it gives.
+    """
+
+    endpoint: str
+    num_calls: int
+    num_others: int
+    has_trainer: bool
+    empty_stages: Sequence[int]
+    left_alone_by: Mapping[str, str]
+
+    @property
+    def why_quiet(self) -> str:
+        """Why no microbatch comes, as far as this peer can tell."""
+        if not self.num_calls and self.num_others:
+            return (
+                f"no connection has reached this peer yet, of {self.num_others} others that would use it: see that "
+                f"they can connect to {self.endpoint} (firewall, router, VPN), and that --announce is right"
+            )
+        if self.empty_stages:
+            stages = ", ".join(map(str, self.empty_stages))
+            return f"stage{'' if len(self.empty_stages) == 1 else 's'} {stages} without a peer"
+        if not self.has_trainer:
+            return "no trainer is in the run"
+        return "the trainers send none to this peer"
 
 
 class StageNews:
@@ -29,6 +72,9 @@ class StageNews:
         self._is_quiet = False
         self._has_warned = False
         """Of how this peer learns."""
+        self._told_of: set[str] = set()
+        """Those that leave it alone, of whom the log has told."""
+        self._accused = Repeats(clock, ACCUSED_SECONDS)
 
     def committed(self, report: pb.RoundReport, *, samples_per_second: float, is_behind: bool) -> None:
         """A round was committed here. Of one that was replayed nothing is said: this peer had no part in it.
@@ -51,18 +97,29 @@ class StageNews:
             samples_per_second,
         )  # fmt: skip
 
-    def look(self, num_tasks: int) -> None:
-        """Say, once each time, that nothing has come for a while.
+    def look(self, num_tasks: int, around: Around) -> None:
+        """Say, once each time, that nothing has come for a while, or that others leave this peer alone.
 
         Args:
             num_tasks: forwards and backwards until now.
         """
+        self._look_for_accusers(around)
         now = self._clock.monotonic()
         if num_tasks != self._num_tasks:
             self._num_tasks, self._busy_at, self._is_quiet = num_tasks, now, False
         elif not self._is_quiet and now - self._busy_at >= QUIET_SECONDS:
             self._is_quiet = True
-            logger.info(
-                "no microbatch for %d s: nobody trains, or another stage has no peer (swarm-status shows who is there)",
-                QUIET_SECONDS,
-            )
+            logger.info("no microbatch for %d s: %s", QUIET_SECONDS, around.why_quiet)
+
+    def _look_for_accusers(self, around: Around) -> None:
+        """What they say is their word. It is passed on to the user, and changes nothing else."""
+        accusers = around.left_alone_by
+        self._told_of &= accusers.keys()
+        if accusers.keys() - self._told_of and self._accused.count(""):
+            told = ", ".join(f"{name} ({reason})" for name, reason in sorted(accusers.items())[:MOST_ACCUSERS])
+            more = f" and {len(accusers) - MOST_ACCUSERS} more" if len(accusers) > MOST_ACCUSERS else ""
+            logger.warning(
+                "%d that hand on to this peer leave it alone for a while, as they say: %s%s. If that goes on, see that "
+                "others can reach %s", len(accusers), told, more, around.endpoint,
+            )  # fmt: skip
+            self._told_of = set(accusers)

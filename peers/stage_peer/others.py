@@ -4,7 +4,10 @@ Used by resume.py's caller, by rebalancer.py and by incarnation.py. It reads wha
 """
 
 import asyncio
+import dataclasses
 import logging
+import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +16,7 @@ from peers.shared.membership import Membership
 from peers.shared.network import LOOK_SECONDS, KnownPeers
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable, SwarmError
+from swarm.machine.clock import Clock
 from swarm.model.stages import shared_parameters
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
@@ -28,6 +32,9 @@ ASKED_PER_STAGE = 8
 SETTLE_SECONDS = 30.0
 """How long a peer with a checkpoint waits for others to start serving, or to commit the same round."""
 
+RETURN_SECONDS = 60.0
+"""How long a peer waits for those who held its stage, and are announced no longer: frozen peers may come back."""
+
 _SILENT = "announced but silent: waiting for an answer, or until it is announced no longer"
 _LEAVING = "which still holds it: waiting until it is gone, or stays"
 
@@ -42,6 +49,8 @@ class Others:
         samples: of the run, at the newest of these.
         repeating: stages of which a peer at that round has committed the one before itself, so that it has its weights.
         has_begun: one of those that were asked has been given microbatches.
+        silent: names of peers that held our stage a moment ago, and when they were heard of last; empty if there are
+            none.
     """
 
     held_at: int | None = None
@@ -49,6 +58,7 @@ class Others:
     samples: int = 0
     repeating: frozenset[int] = frozenset()
     has_begun: bool = False
+    silent: str = ""
 
     @property
     def latest(self) -> int:
@@ -72,7 +82,9 @@ class _Awaited:
     fault: str
 
 
-async def find_others(membership: Membership, stage: int, *, patient: bool, gives_up: bool = False) -> Others:
+async def find_others(
+    membership: Membership, stage: int, *, patient: bool, gives_up: bool = False, needs_holder: bool = False
+) -> Others:
     """Ask the announced peers where they are.
 
     While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
@@ -84,6 +96,8 @@ async def find_others(membership: Membership, stage: int, *, patient: bool, give
     Args:
         patient: wait, for a while, until a peer serves and the stages that commit together have done so.
         gives_up: do not wait for silent peers, or those that leave, for longer than that.
+        needs_holder: without a peer that holds the stage there is nothing to begin with. One that was announced, and
+            is no longer, is waited for, RETURN_SECONDS at most.
 
     Raises:
         PeerUnavailable: they stayed silent, or did not leave, and this gave up.
@@ -92,11 +106,17 @@ async def find_others(membership: Membership, stage: int, *, patient: bool, give
     began_at = clock.monotonic()
     deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
     warned = set[str]()
+    holders = _Holders(known, stage)
     while True:
+        holders.look()
         found = await _ask_all(config, stage, known, membership.channels)
         if isinstance(found, Others):
             together = {found.rounds[number] for number in partners(config, stage) if number in found.rounds}
             is_settled = found.held_at is not None or (bool(found.rounds) and len(together) <= 1)
+            if needs_holder and found.held_at is None and found.latest > 0 and holders.gone:
+                found = dataclasses.replace(found, silent=named(holders.gone))
+                is_settled = holders.missed_seconds(clock) >= RETURN_SECONDS
+                deadline = math.inf
             if is_settled or clock.monotonic() >= deadline:
                 return found
         else:
@@ -109,6 +129,49 @@ async def find_others(membership: Membership, stage: int, *, patient: bool, give
         await clock.sleep(LOOK_SECONDS)
         with suppress(PeerUnavailable):
             await known.look(membership.directory, membership.stages)
+
+
+class _Holders:
+    """Peers that held a stage when they were announced last."""
+
+    def __init__(self, known: KnownPeers, stage: int) -> None:
+        self._known = known
+        self._stage = stage
+        self._seen: dict[str, PeerRecord] = {}
+        self._missed_since: float | None = None
+
+    def look(self) -> None:
+        """Note those that are announced. One that leaves, and says so, takes nothing with it that it should not."""
+        announced = self._known.others(self._stage)
+        self._seen |= {record.peer_id: record for record in announced}
+        for record in self._known.leaving(self._stage):
+            self._seen.pop(record.peer_id, None)
+        if announced:
+            self._missed_since = None
+
+    @property
+    def gone(self) -> list[PeerRecord]:
+        """Those that are announced no longer, and have not said that they leave."""
+        announced = {record.peer_id for record in self._known.others(self._stage)}
+        return [record for peer_id, record in self._seen.items() if peer_id not in announced]
+
+    def missed_seconds(self, clock: Clock) -> float:
+        """For how long all of them have been waited for; the log says so once."""
+        if self._missed_since is None:
+            self._missed_since = clock.monotonic()
+            logger.warning(
+                "stage %d was held by %s: waiting for %.0f s in case they are back, since what it has learnt is with "
+                "them", self._stage, named(self.gone), RETURN_SECONDS,
+            )  # fmt: skip
+        return clock.monotonic() - self._missed_since
+
+
+def named(peers: Collection[PeerRecord]) -> str:
+    """Peers that do not answer any more, and since when, by the clock on the wall here."""
+    names = ", ".join(record.name or record.peer_id[:8] for record in list(peers)[:3])
+    more = f" and {len(peers) - 3} more" if len(peers) > 3 else ""
+    since = time.strftime("%H:%M:%S", time.localtime(max(record.announced_at for record in peers)))
+    return f"{names}{more}, silent since {since}"
 
 
 async def answers(

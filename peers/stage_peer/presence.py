@@ -3,10 +3,11 @@
 Used by server.py, which says when the peer serves and when it leaves.
 """
 
+import contextlib
 import logging
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -17,18 +18,21 @@ from grpc_health.v1._async import HealthServicer
 import swarm
 from peers.shared.membership import Membership
 from peers.stage_peer.listen import Announced
-from peers.stage_peer.news import StageNews
+from peers.stage_peer.news import Around, StageNews
 from peers.stage_peer.server_options import ServerOptions
 from swarm.averaging.averager import Averager
 from swarm.errors import PeerUnavailable
 from swarm.machine.loop_lag import LoopLag
+from swarm.rpc.callers import Callers
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.member import StageMember
 from swarm.stage.stage import Stage
-from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState
+from swarm.types import LONGEST_WAIT, PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
+MOST_LINKS = 16
+"""Of which a peer tells."""
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
@@ -46,7 +50,9 @@ class Health(HealthServicer):
 class Presence:
     """One peer's, as long as it stays at its stage."""
 
-    def __init__(self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions) -> None:
+    def __init__(
+        self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions, callers: Callers
+    ) -> None:
         self.state = PeerState.JOINING
         self.health = Health()
         self.loop_lag = LoopLag(membership.clock)
@@ -55,6 +61,9 @@ class Presence:
         self._member = member
         self._options = options
         self._announced: Callable[[], Announced] = Announced
+        self._callers = callers
+        self._trainers: Sequence[TrainerRecord] = ()
+        """As the DHT last told of them."""
         self._will_leave = False
 
     def listens(self, announced: Callable[[], Announced]) -> None:
@@ -111,6 +120,7 @@ class Presence:
             moves=options.moves,
             nonce=options.incarnation.nonce,
             started_at=options.incarnation.started_at,
+            bans=self._membership.known.bans(stage.number + 1, self._membership.clock),
         )
 
     async def announce(self) -> None:
@@ -120,16 +130,47 @@ class Presence:
         except PeerUnavailable as error:
             logger.warning("not announced: %s", error)
 
-    async def keep_announced(self, news: StageNews) -> None:
-        """Announce it again and again, at once where a round was committed, until cancelled."""
+    async def keep_announced(self) -> None:
+        """Announce it again and again, at once after a commit, at other endpoints, and where the DHT is back."""
         while True:
-            announced_round, endpoints = self._stage.round, self.announced.endpoints
+            announced = self._occasion
             await self.announce()
-            news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"])
             for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
                 await self._membership.clock.sleep(0.5)
-                if self._stage.round != announced_round or self.announced.endpoints != endpoints:
+                if self._occasion != announced:
                     break
+
+    async def look_around(self, news: StageNews) -> None:
+        """Tell the user what is seen of the others, now and then, until cancelled."""
+        while True:
+            await self._membership.clock.sleep(ANNOUNCE_SECONDS)
+            news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"], await self._around())
+
+    async def _around(self) -> Around:
+        """What others say that concerns this peer, and whether any of them has reached it."""
+        number, member = self._stage.number, self._membership
+        known, now = member.known, member.clock.time()
+        with contextlib.suppress(PeerUnavailable):
+            self._trainers = await member.directory.trainers(partly=True)
+        senders = self._trainers if number == 0 else known.peers(number - 1)
+        return Around(
+            endpoint=self.endpoint,
+            num_calls=self._callers.num_begun,
+            num_others=len(known.others(number)) + len(self._trainers),
+            has_trainer=bool(self._trainers),
+            empty_stages=[stage for stage in member.stages if stage != number and not known.others(stage)],
+            left_alone_by={
+                sender.name or sender.peer_id[:8]: ban.reason
+                for sender in senders
+                for ban in sender.bans
+                if ban.peer_id == member.peer_id and ban.until > now
+            },
+        )
+
+    @property
+    def _occasion(self) -> tuple[int, int, Sequence[str]]:
+        """Changes when it is to be announced at once."""
+        return self._stage.round, self._membership.directory.num_returns, self.announced.endpoints
 
     async def withdraw(self) -> None:
         """Be gone for the others."""
@@ -171,11 +212,24 @@ class Presence:
             ),
             generation=generation,
             lines=lines,
+            waiting_for=self._membership.waits.present[:LONGEST_WAIT],
+            links=self._links(),
             rounds=list(self._member.reports),
             loop_lag_seconds=self.loop_lag.seconds,
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,
             device_bytes=_most_device_bytes(self._options.device),
         )
+
+    def _links(self) -> list[pb.Link]:
+        links = self._membership.known.router.links(self._stage.number + 1)
+        measured = [(peer_id, link) for peer_id, link in links.items() if link.bytes_per_second is not None]
+        return [
+            pb.Link(
+                peer_id=peer_id, round_trip_seconds=link.round_trip_seconds or 0.0,
+                bytes_per_second=link.bytes_per_second or 0.0,
+            )
+            for peer_id, link in measured[:MOST_LINKS]
+        ]  # fmt: skip
 
 
 def _most_device_bytes(device: torch.device) -> int:

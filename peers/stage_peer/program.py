@@ -222,7 +222,9 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     member = Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
     incarnation = incarnations.begin(clock)
     rivals = Rivals(member, own=incarnation)
-    claim = Claim(directory=member.directory, clock=clock, peer_id=identity.peer_id, name=options.name)
+    claim = Claim(
+        directory=member.directory, clock=clock, peer_id=identity.peer_id, name=options.name, waits=member.waits
+    )
     rebalancer = Rebalancer(
         member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
         checkpoints=options.resume,
@@ -246,6 +248,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     async with asyncio.TaskGroup() as tasks:
         # Before it is waited for anything: joiners look for the run now.
         publishing = tasks.create_task(republish(member.directory, config))
+        waiting = tasks.create_task(member.waits.run(clock))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         await say_what_is_wrong(start, member)
         # Before anything is announced, which would take the place of what the other one has announced.
@@ -254,7 +257,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         reaching = tasks.create_task(reach.keep())
         await reach.found_out()
         keeping = tasks.create_task(claim.keep())
-        stage = await first_stage(options, rebalancer)
+        with member.waits.on("a stage that needs this peer"):
+            stage = await first_stage(options, rebalancer)
         # Not before: until here nobody looks at it, and Ctrl-C and SIGTERM end the process by themselves.
         stop = process.stop_event()
         begin(start.events, options.events, start_of(config, peer_id=member.peer_id, name=options.name, stage=stage))
@@ -266,6 +270,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
             tasks.create_task(stop_or_expiry(stop, identity, clock)),
             tasks.create_task(rivals.watch()),
             tasks.create_task(contents.keep_tokenizer()),
+            waiting,
         ]
         mover = Mover(
             make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=start.events, stop=stop,

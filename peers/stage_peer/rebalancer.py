@@ -222,6 +222,8 @@ class Rebalancer:
 def _some(stage: int | None) -> int:
     if stage is None:
         raise Fatal(
-            "nobody holds any stage of this run any more: start a peer with --stage N and --resume DIR, or --start-over"
+            "nobody holds any stage of this run any more: if its peers are only frozen or cut off, start this one "
+            "again when they are back; if they are gone for good, start a peer with --stage N and a checkpoint "
+            "(--resume DIR)"
         )
     return stage

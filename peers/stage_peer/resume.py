@@ -225,10 +225,16 @@ def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOp
     if others.latest == 0:
         return None
     if not options.starts_over:
+        if others.silent:
+            raise Fatal(
+                f"stage {stage} was held by {others.silent}: what it has learnt is with them, so start this peer again "
+                "when they are back"
+            )
         # A mate may be about to bring its checkpoint, and would find this peer as the stage's holder.
         raise Fatal(
-            f"nobody holds stage {stage} any more: begin with its checkpoint (--resume DIR), or with --start-over from "
-            "initial weights: what it had learnt is gone"
+            f"nobody holds stage {stage} any more: if its peers are only frozen or cut off, start this one again when "
+            "they are back; if they are gone for good, begin with a checkpoint (--resume DIR). Without one, "
+            "--start-over begins with initial weights, and what the stage had learnt is gone"
         )
     logger.warning(
         "nobody holds stage %d any more, and there is no checkpoint: it starts again from its initial weights at "

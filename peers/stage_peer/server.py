@@ -16,13 +16,12 @@ import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers.shared.membership import Membership
-from peers.stage_peer import resume
 from peers.stage_peer.checkpoints import Checkpoints
 from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.listen import Announced, Listening
 from peers.stage_peer.news import StageNews
-from peers.stage_peer.others import find_others
 from peers.stage_peer.own_backend import own_backend
+from peers.stage_peer.own_state import OwnState
 from peers.stage_peer.presence import Presence
 from peers.stage_peer.server_options import ServerOptions
 from peers.status.peer_row import PeerRow
@@ -30,11 +29,10 @@ from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
-from swarm.checkpoint.folder import CheckpointFolder
 from swarm.content.servicer import ContentServicer
 from swarm.dht import keys
 from swarm.dht.lookup import DirectoryServicer
-from swarm.errors import Fatal, NotReady
+from swarm.errors import Fatal
 from swarm.events.kinds import Join
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
@@ -48,6 +46,7 @@ from swarm.rpc.guard import Guard
 from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
+from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
@@ -88,8 +87,6 @@ class StageServer:
         channels = ChannelPool(insecure=options.insecure, identity=membership.identity, clock=clock)
         self._membership = membership = dataclasses.replace(membership, channels=channels)
         self._options = options
-        self._held_at = 0
-        """Round of the peers that hold the stage, when this one began."""
         max_in_flight = options.max_in_flight or config.stages.num_stages + 2
         limits = StageLimits(max_in_flight=max_in_flight, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
         most_in_flight = max(limits.max_in_flight, limits.largest_in_flight)
@@ -118,6 +115,7 @@ class StageServer:
                 events=options.events,
             ),
         )
+        self._turns = Turns(clock, is_training=lambda: self.stage.is_busy)
         self._generation = GenerationServicer(self.stage, options.sessions)
         self.member = StageMember(
             self.stage, num_alive=lambda: self.averager.statistics().num_alive, on_commit=self._committed,
@@ -132,8 +130,9 @@ class StageServer:
             membership.identity.peer_id, options.meeting, clock, insecure=options.insecure,
             is_exchanging=lambda: self.averager.is_exchanging,
         )  # fmt: skip
+        self._own_state = OwnState(membership, self.stage, self.member, options)
         self._news = StageNews(clock)
-        self.presence = Presence(membership, self.stage, self.member, options)
+        self.presence = Presence(membership, self.stage, self.member, options, self.callers)
         self._rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: self.presence.endpoint)
 
     @asynccontextmanager
@@ -142,7 +141,7 @@ class StageServer:
 
         Raises:
             ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
-            Fatal, PeerUnavailable: as of resume.choose.
+            Fatal, PeerUnavailable: as of OwnState.begin.
             ExceptionGroup: of a NotReady: the stage's state could not be had from the peers that hold it.
         """
         identity, channels = self._membership.identity, self._membership.channels
@@ -157,7 +156,7 @@ class StageServer:
             logger.info("up to %s of %s for autograd graphs", in_words(limit_bytes), self._options.device)
         self._runtime.start()
         try:
-            await self._begin()
+            await self._own_state.begin()
             context = Context(
                 config=self._config,
                 own=self.presence.record(),
@@ -166,29 +165,36 @@ class StageServer:
                 transport=GrpcTransport(channels),
                 clock=self._clock,
                 events=self._options.events,
+                waits=self._membership.waits,
+                turns=self._turns,
             )
             self.averager = Averager(context, self.member)
             self._add_services(server)
             await server.start()
+            waits = self._membership.waits
             async with asyncio.TaskGroup() as tasks:
                 averaging = tasks.create_task(self.averager.run())
                 reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
                 await asyncio.sleep(0)
                 await self.averager.join()
                 if not self._options.resume.moves:
-                    await self._have_state()
-                self._require_state()
+                    await self._own_state.arrive()
+                self._own_state.require()
                 self.stage.admission.open()
                 await self.presence.serves()
                 self._options.events.write(Join())
-                keeping = self.presence.keep_announced(self._news)
-                works = keeping, self._watch_connections(), self.presence.loop_lag.run()
+                presence = self.presence
+                works = (
+                    presence.keep_announced(), presence.look_around(self._news), presence.loop_lag.run(),
+                    self._watch_connections(),
+                )  # fmt: skip
                 background = [tasks.create_task(work) for work in works]
                 self._options.own_figures.follow(
                     lambda: PeerRow.of(self.presence.record(), self._describe()), run=self._config.run_id,
                     stage=str(self.stage.number),
                 )  # fmt: skip
-                yield self.presence.announced
+                with waits.on(self._waits_for_round), waits.on(self._waits_for_stage):
+                    yield self.presence.announced
                 for task in (averaging, reporting, *background):
                     task.cancel()
         finally:
@@ -229,7 +235,7 @@ class StageServer:
         )  # fmt: skip
         content_servicer = ContentServicer(
             self._config.run_id, self._options.shelves, is_exchanging=lambda: self.averager.is_exchanging,
-            clock=self._clock,
+            clock=self._clock, turns=self._turns,
         )  # fmt: skip
         add_MeetingServiceServicer_to_server(self._meeting_point, server)
         add_StageServiceServicer_to_server(stage_servicer, server)
@@ -274,6 +280,10 @@ class StageServer:
         another stage is empty, or once nothing has been under way here for `quiet_seconds`, with all members there:
         nobody trains.
         """
+        with self._membership.waits.on(f"the end of round {self.stage.round}, to leave after it"):
+            await self._end_of_round(seconds, quiet_seconds)
+
+    async def _end_of_round(self, seconds: float, quiet_seconds: float) -> None:
         number = self.stage.round
         busy_at, deadline = self._clock.monotonic(), self._clock.monotonic() + seconds
         while (
@@ -306,8 +316,9 @@ class StageServer:
         await self.presence.leaves()
         await self.presence.announce()
         deadline = self._clock.monotonic() + seconds
-        while self._clock.monotonic() < deadline and self.stage.is_busy:
-            await self._clock.sleep(0.1)
+        with self._membership.waits.on("what is in flight here, to leave then"):
+            while self._clock.monotonic() < deadline and self.stage.is_busy:
+                await self._clock.sleep(0.1)
         return not self.stage.is_busy
 
     async def go_on(self) -> None:
@@ -321,38 +332,15 @@ class StageServer:
         await self.checkpoints.last()
         await self.presence.withdraw()
 
-    # -- the state --------------------------------------------------------------------------------------------------
+    def _waits_for_round(self, _: float) -> str:
+        """With DiLoCo training goes on meanwhile."""
+        is_held_up = self._config.rounds.synchronous and self.stage.is_closed
+        return f"the commit of round {self.stage.round}" if is_held_up else ""
 
-    async def _begin(self) -> None:
-        """Take the state of a checkpoint, if there is one and nobody holds this stage."""
-        options = self._options.resume
-        resumes = options.folder is not None and not CheckpointFolder(options.folder, self._config).is_empty
-        others = await find_others(
-            self._membership, self.stage.number, patient=options.joins and resumes, gives_up=options.moves
-        )
-        self._held_at = others.held_at or 0
-        shapes = {name: master.shape for name, master in self.stage.context.backend.weights.masters.items()}
-        await resume.begin(
-            self._config, self.stage.number, self.member, shapes, others, options, checkpoints=self._options.checkpoints
-        )
-
-    async def _have_state(self) -> None:
-        """Wait while others hold what could not be downloaded at once: averaging goes on asking them."""
-        while self._lacks_state and self._known.others(self.stage.number):
-            await self._clock.sleep(0.5)
-
-    @property
-    def _lacks_state(self) -> bool:
-        """Whether it has nothing but initial weights, in a run that has gone on."""
-        return self.stage.round == 0 < self._held_at
-
-    def _require_state(self) -> None:
-        # How far the holders said that they were does not matter: one of them may have made that up.
-        if self._lacks_state:
-            raise NotReady(
-                f"the state of stage {self.stage.number} could not be downloaded: start this peer again, with --resume "
-                "DIR if nobody else holds the stage"
-            )
+    def _waits_for_stage(self, _: float) -> str:
+        hop = self.stage.context.hop
+        obstacle = None if hop is None else hop.obstacle
+        return "" if hop is None or obstacle is None else f"stage {hop.stage} ({obstacle.causes or 'it has no peer'})"
 
     def _committed(self) -> None:
         self._news.committed(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swarm.types import PeerRecord, TrainerRecord
+
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
@@ -70,6 +72,11 @@ def figure(
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def bans_of(record: PeerRecord | TrainerRecord) -> tuple[dict[str, Any], ...]:
+    """Which peers the sender of an announcement leaves alone."""
+    return tuple(ban.model_dump() for ban in record.bans)
 
 
 def figures(record: type) -> dict[str, Figure]:

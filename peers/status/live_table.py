@@ -58,13 +58,14 @@ def render(view: SwarmView) -> RenderableType:
     if view.trainers:
         parts.append(_trainers(view.trainers))
     parts += [Text(line, style="bold red") for line in (*_warnings(view), *view.refusals.values())]
+    parts += [Text(line, style="yellow") for line in (*view.bans.values(), *view.waits)]
     parts += [Text(event, style="dim") for event in view.events[-_EVENTS_SHOWN:]]
     return Group(*parts)
 
 
 def plain_lines(view: SwarmView) -> dict[str, str]:
     """Events, warnings, and each trainer's step, under keys by which a line is known to be old news."""
-    lines = {line: line for line in (*view.events, *_warnings(view))} | view.refusals
+    lines = {line: line for line in (*view.events, *_warnings(view))} | view.refusals | view.bans
     for trainer in view.trainers:
         if trainer.step:
             name = f" ({trainer.name})" if len(view.trainers) > 1 else ""
@@ -107,4 +108,10 @@ def _cells(row: object, columns: Mapping[str, Column]) -> list[Text]:
 
 
 def _warnings(view: SwarmView) -> list[str]:
-    return [f"stage {stage} has no peer: start one with swarm-peer --stage {stage}" for stage in view.empty_stages]
+    return [
+        *(f"stage {stage} has no peer: start one with swarm-peer --stage {stage}" for stage in view.empty_stages),
+        *(
+            f"no peer of stage {stage} answers ({', '.join(names)}): just died, frozen, or out of reach from here"
+            for stage, names in view.silent_stages.items()
+        ),
+    ]

@@ -46,7 +46,10 @@ async def observe(
 def with_moves(
     rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], claims: Sequence[ClaimRecord]
 ) -> tuple[StageRow, ...]:
-    """Show each peer that is on its way: until it has left, where it is, and then where it goes."""
+    """Show each peer that is on its way: until it has left, where it is, and then where it goes.
+
+    One that has said that it leaves, and does not answer any more, has left: nothing is wrong with it.
+    """
     records = [record for row in stages.values() for record in row]
     leaving = {(record.peer_id, record.stage) for record in records if record.state is PeerState.LEAVING}
     serves_at = {record.peer_id: record.stage for record in records if record.state is PeerState.SERVING}
@@ -58,16 +61,22 @@ def with_moves(
             has_left = peer.state == "unreachable" and (peer.peer_id, row.stage) in leaving
             if has_left and (peer.peer_id in under_way or peer.peer_id in serves_at):
                 continue
+            if has_left:
+                peer = dataclasses.replace(peer, state="leaving")
             claim = under_way.get(peer.peer_id)
             if claim is not None and claim.from_stage == row.stage:
                 under_way.pop(peer.peer_id)
-                peer = dataclasses.replace(peer, state="moving", moving_to=claim.stage)
+                waiting_for = peer.waiting_for or claim.waiting_for
+                peer = dataclasses.replace(peer, state="moving", moving_to=claim.stage, waiting_for=waiting_for)
             shown[row.stage].append(peer)
     for claim in under_way.values():
         state = "joining" if claim.from_stage is None else "moving"
         shown.setdefault(claim.stage, []).append(
-            PeerRow(name=claim.name, peer_id=claim.peer_id, state=state, moving_from=claim.from_stage)
-        )
+            PeerRow(
+                name=claim.name, peer_id=claim.peer_id, state=state, moving_from=claim.from_stage,
+                waiting_for=claim.waiting_for,
+            )
+        )  # fmt: skip
     return tuple(StageRow(stage=stage, peers=tuple(peers)) for stage, peers in sorted(shown.items()))
 
 

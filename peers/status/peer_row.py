@@ -5,20 +5,14 @@ To show one more figure, add a field to PeerRow: JSON, the table and docs/status
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from peers.status.figure import Column, figure, read
+from peers.status.answer import MOST_ROUNDS, Answer
+from peers.status.figure import Column, bans_of, figure, read
 from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.training.inner_steps import InnerSteps
 from swarm.types import PeerRecord
 
-MOST_REFUSALS = 8
-"""Lines of a peer about others, of which no more are shown."""
-LONGEST_REFUSAL = 400
-"""Characters of each of them."""
-MOST_ROUNDS = 16
-"""Rounds of a peer's answer that are looked at."""
 LARGE_LAG_SECONDS = 0.2
 """From here on a late event loop is shown in the table."""
 
@@ -26,38 +20,6 @@ _ALIVE = ("joining", "moving", "serving")
 _STATE_STYLES = {
     "serving": "green", "joining": "yellow", "moving": "yellow", "leaving": "yellow", "unreachable": "red",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a peer answered when it was asked to describe itself.
-
-    Attributes:
-        last: of its last committed round.
-        inner: the inner steps of that round.
-    """
-
-    reply: pb.DescribeReply
-    last: pb.RoundReport
-    inner: InnerSteps
-
-    @classmethod
-    def of(cls, reply: pb.DescribeReply) -> Self:
-        """The answer in its parts."""
-        last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
-        return cls(reply, last, InnerSteps.read(last.inner_steps))
-
-
-def _refusals(answer: Answer) -> tuple[str, ...]:
-    """What a peer says of others, as lines that no terminal takes for more than text."""
-    return tuple(
-        "".join(character if character.isprintable() else "?" for character in line[:LONGEST_REFUSAL])
-        for line in answer.reply.averaging.refusals[:MOST_REFUSALS]
-    )
-
-
-def _rounds(answer: Answer) -> tuple[int, ...]:
-    return tuple(report.round for report in answer.reply.rounds[-MOST_ROUNDS:] if report.contributed)
 
 
 def _reached(lines: pb.Lines) -> str:
@@ -80,8 +42,8 @@ class PeerRow:
         "Its id, which belongs to its key.", is_label=True, announced=lambda record: record.peer_id
     )  # fmt: skip
     state: str = figure(
-        "joining, serving, moving or leaving; unreachable where it announces itself and does not answer within five "
-        "seconds.",
+        "joining, serving, moving or leaving (or gone, some seconds ago); unreachable where it announces itself and "
+        "does not answer within five seconds.",
         default="unreachable",
         answered=lambda said: said.reply.state,
         column=Column(heading="state", cell="{row.way}", is_text=True, styles=_STATE_STYLES),
@@ -243,7 +205,7 @@ class PeerRow:
     recent_rounds: tuple[int, ...] = figure(
         f"The rounds in whose averages it took part, among the last {MOST_ROUNDS} that it has committed.",
         default=(),
-        answered=_rounds,
+        answered=lambda said: said.contributed_rounds,
     )
     averaged_fraction: float = figure(
         "The share of the stage's parameters that this round averaged.",
@@ -356,11 +318,31 @@ class PeerRow:
             is_shown=lambda row: row.loop_lag_seconds >= LARGE_LAG_SECONDS,
         ),
     )
+    waiting_for: str = figure(
+        "What it waits for, and for how long already, where that is a second at least: another stage, a round, its "
+        "state. A peer that joins says so too. The table has a line for each below the peers.",
+        default="",
+        answered=lambda said: said.waiting_for,
+    )
+    links: tuple[Mapping[str, Any], ...] = figure(
+        "Its lines to peers of the next stage, as it measures them with microbatches: `peer_id`, "
+        "`round_trip_seconds` of a request (0 where it sends without asking first), and `bytes_per_second`, at which "
+        "tensors go there. Sixteen at most.",
+        default=(),
+        answered=lambda said: said.links,
+    )
+    bans: tuple[Mapping[str, Any], ...] = figure(
+        "The peers of the next stage that it leaves alone since they failed it, as it says itself: `peer_id`, "
+        "`reason`, and `until` when, by its clock, in seconds since the epoch. The table has a line for each below the "
+        "peers.",
+        default=(),
+        announced=bans_of,
+    )
     refusals: tuple[str, ...] = figure(
         "A line for each holder of its stage that says it is elsewhere in the run, and that it does not follow. The "
         "table has these lines below the peers.",
         default=(),
-        answered=_refusals,
+        answered=lambda said: said.refusals,
     )
 
     @classmethod

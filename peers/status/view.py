@@ -5,12 +5,17 @@ Gathered by observe.py and drawn by live_table.py. Nothing here talks to anybody
 
 import dataclasses
 import json
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from peers.status.figure import Column, figure, read
+from peers.status.figure import Column, bans_of, figure, read
 from peers.status.peer_row import PeerRow
 from swarm.types import TrainerRecord
+
+LATEST = 4e9
+"""Seconds since the epoch, beyond which no time is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,11 @@ class TrainerRow:
         announced=lambda record: record.tokens_per_second,
         column=Column(heading="tokens/s", cell="{row.tokens_per_second:,.0f}"),
     )
+    bans: tuple[Mapping[str, Any], ...] = figure(
+        "The peers of stage 0 that it leaves alone since they failed it, as it says itself; as of a peer.",
+        default=(),
+        announced=bans_of,
+    )
 
     @classmethod
     def of(cls, record: TrainerRecord) -> Self:
@@ -76,8 +86,21 @@ class SwarmView:
 
     @property
     def empty_stages(self) -> list[int]:
-        """Stages without a peer that serves or is on its way there."""
-        return [row.stage for row in self.stages if not any(peer.stays for peer in row.peers)]
+        """Stages at which no peer serves, is on its way there, or is announced and does not answer."""
+        return [row.stage for row in self._unserved if row.stage not in self.silent_stages]
+
+    @property
+    def silent_stages(self) -> dict[int, list[str]]:
+        """Stages whose peers do not answer, none of them: their names, by stage."""
+        silent = {
+            row.stage: [peer.name or peer.peer_id[:8] for peer in row.peers if peer.state == "unreachable"]
+            for row in self._unserved
+        }
+        return {stage: names for stage, names in silent.items() if names}
+
+    @property
+    def _unserved(self) -> list[StageRow]:
+        return [row for row in self.stages if not any(peer.stays for peer in row.peers)]
 
     @property
     def refusals(self) -> dict[str, str]:
@@ -92,6 +115,27 @@ class SwarmView:
             for refusal in peer.refusals
         }
 
+    @property
+    def bans(self) -> dict[str, str]:
+        """Which peers are left alone by whom, why and until when. Keys name both and the cause."""
+        names = {peer.peer_id: peer.name for row in self.stages for peer in row.peers}
+        senders: list[PeerRow | TrainerRow] = [*(peer for row in self.stages for peer in row.peers), *self.trainers]
+        lines = {}
+        for sender in senders:
+            for ban in sender.bans:
+                name = names.get(ban["peer_id"]) or ban["peer_id"][:8]
+                until = time.strftime("%H:%M:%S", time.localtime(min(ban["until"], LATEST)))
+                key = f"{sender.name} leaves {name} alone: {ban['reason']}"
+                lines[key] = f"{sender.name} leaves {name} alone until {until}: {ban['reason']}"
+        return lines
+
+    @property
+    def waits(self) -> list[str]:
+        """What peers wait for."""
+        peers = [peer for row in self.stages for peer in row.peers]
+        return [f"{peer.name} waits for {peer.waiting_for}" for peer in peers if peer.waiting_for]
+
     def to_json(self) -> str:
-        """One line of JSON with the records' field names, and `empty_stages`."""
-        return json.dumps({**dataclasses.asdict(self), "empty_stages": self.empty_stages}, allow_nan=False)
+        """One line of JSON with the records' field names, `empty_stages` and `silent_stages`."""
+        stages = {"empty_stages": self.empty_stages, "silent_stages": list(self.silent_stages)}
+        return json.dumps({**dataclasses.asdict(self), **stages}, allow_nan=False)

@@ -121,7 +121,7 @@ async def run(
     )  # fmt: skip
     report = Report(
         config, steps=0 if options.evaluate_only else options.steps, output=options.output, metrics=metrics,
-        console=Console(stderr=True), why_silent=watcher.why_silent,
+        console=Console(stderr=True), clock=member.clock,
     )  # fmt: skip
     with metrics, report:
         session = make_session(options, member, data, watcher, report, events)
@@ -189,6 +189,7 @@ def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
         tokens=figures.own_tokens,
         tokens_per_second=figures.tokens_per_second,
         in_flight=session.loop.num_in_flight,
+        bans=member.known.bans(0, member.clock),
     )
 
 

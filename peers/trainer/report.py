@@ -16,6 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from peers.trainer.figures import Figure, Figures
 from swarm.config import RunConfig
 from swarm.data.corpora import Corpus
+from swarm.hop.obstacle import Obstacle
+from swarm.machine.clock import Clock
+from swarm.machine.repeats import Repeats
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 from swarm.metrics.plot import plot_loss
 from swarm.pipeline.evaluate import HeldOutLoss
@@ -24,27 +27,32 @@ from swarm.training.inner_steps import InnerSteps
 
 logger = logging.getLogger(__name__)
 
+GAP_SECONDS = 5.0
+"""Least time between two lines about a stage that is waited for: several of its neighbours may each say why."""
+WAITS_SECONDS = 600.0
+"""Between two lines of the same cause, if no step comes in between."""
+
 
 class Report(contextlib.AbstractContextManager["Report"]):
     """Hears of every step; the progress bar is there while its `with` block runs."""
 
     def __init__(
-        self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console,
-        why_silent: Callable[[int], str | None] = lambda stage: None,
-    ) -> None:  # fmt: skip
+        self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock
+    ) -> None:
         """
         Args:
             steps: that are asked for; 0 for an evaluation alone.
-            why_silent: names a peer that is announced at a stage and does not answer, and says why; None where there is
-                none.
         """
-        self._why_silent = why_silent
+        self._clock = clock
+        self._config = config
         self._steps = steps
         self.figures = Figures(config)
         self._output = output
         self._metrics = metrics
         self._console = console
-        self._waiting_for: set[tuple[int, bool]] = set()
+        self._waits, self._busy = Repeats(clock, WAITS_SECONDS), Repeats(clock)
+        self._said_at: dict[int, float] = {}
+        """By stage that is waited for, when the last line about it was."""
         self._warned: set[int] = set()
         """Stages of whose inner steps something was said."""
         self._bar = Progress(
@@ -65,27 +73,28 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self.figures.begin(first_step)
         self._metrics.event(first_step, BEGINS)
 
-    def waiting(self, stage: int) -> None:
-        """Say that nobody at a stage can be reached: once, until the next step, and again when nobody is announced."""
-        silent = self._why_silent(stage)
-        if (stage, silent is None) in self._waiting_for:
+    def waiting(self, stage: int, obstacle: Obstacle) -> None:
+        """Say why nobody at a stage takes work: each cause once until the next step, and not all of them at once.
+
+        That all are merely busy is usual where stages are slow, and said now and then.
+        """
+        if stage >= self._config.stages.num_stages:
+            return  # Some peer says so.
+        if obstacle.is_business:
+            if self._busy.count(stage):
+                logger.info("waiting: %s", obstacle.in_words(stage))
             return
-        self._waiting_for.add((stage, silent is None))
-        if silent is None:
-            logger.warning(
-                "waiting: stage %d has no peer; start one with swarm-peer --stage %d --initial-peers ...", stage, stage
-            )
-            self._metrics.event(self.figures.step_number, f"stage {stage} has no peer")
+        now = self._clock.monotonic()
+        if now - self._said_at.get(stage, -math.inf) < GAP_SECONDS or not self._waits.count((stage, obstacle.causes)):
             return
-        logger.warning(
-            "waiting: stage %d does not answer: %s; if it runs, see that its --port can be reached from here, and that "
-            "its --announce is right", stage, silent,
-        )  # fmt: skip
-        self._metrics.event(self.figures.step_number, f"stage {stage} does not answer")
+        self._said_at[stage] = now
+        logger.warning("waiting: %s", obstacle.in_words(stage))
+        what = "has no peer" if obstacle.is_empty_stage else "takes no work"
+        self._metrics.event(self.figures.step_number, f"stage {stage} {what}")
 
     def step(self, step: Step, validation: HeldOutLoss | None) -> None:
         """Log a step."""
-        self._waiting_for.clear()
+        self._waits = Repeats(self._clock, WAITS_SECONDS)
         report, figures = step.report, self.figures
         figures.add(step)
         if validation is not None:

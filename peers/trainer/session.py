@@ -72,7 +72,9 @@ class Session:
         await self.watcher.poll()
         # A run that was resumed begins at a later round, and not all of its stages may be there yet.
         while (present := self.watcher.known_round) is None:
-            self.report.waiting(0)
+            for stage in range(self.config.stages.num_stages):
+                if (obstacle := self.watcher.obstacle(stage)) is not None:
+                    self.report.waiting(stage, obstacle)
             await asyncio.sleep(0.5)
             await self.watcher.poll()
         return present

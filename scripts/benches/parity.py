@@ -37,6 +37,7 @@ from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, R
 from swarm.credentials import identity
 from swarm.errors import PeerUnavailable
 from swarm.interchange import run_folder
+from swarm.machine.waits import Waits
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -234,8 +235,9 @@ async def download_weights(
     deadline = time.monotonic() + COMMIT_SECONDS
     address = pb.Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=record.stage)
     transfer = StateTransfer(
-        GrpcTransport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS
-    )
+        GrpcTransport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS,
+        waits=Waits(),
+    )  # fmt: skip
     while True:
         try:
             fetched = await transfer.snapshot(

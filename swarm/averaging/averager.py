@@ -51,7 +51,7 @@ class Averager:
         self.context = context
         self.place = place = Place(context, messages.standing_of(member.progress()))
         self.roster = roster = Roster(context, place.branches.is_elsewhere)
-        self.donor = donor = Donor(place, member, context.clock)
+        self.donor = donor = Donor(place, member, context.clock, context.turns)
         self.shared = shared = SharedBlocks(context)
         own_round = OwnRound(context, place, member)
         advance = Advance(context, place, member, own_round, shared=shared, donor=donor, roster=roster)
@@ -63,6 +63,7 @@ class Averager:
             address=context.address,
             own_id=context.own_id,
             silence_seconds=context.timing.silence_seconds,
+            waits=context.waits,
         )
         self.catch_up = CatchUp(
             context,

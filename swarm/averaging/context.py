@@ -16,6 +16,8 @@ from swarm.config import RunConfig
 from swarm.errors import NotReady
 from swarm.events.kinds import Events, NoEvents
 from swarm.machine.clock import Clock
+from swarm.machine.waits import Waits
+from swarm.rpc.turns import Turns
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
@@ -110,6 +112,7 @@ class Context:
         own: this peer's record; stage, endpoints and certificate are used.
         peers: gives the directory's last known view of a stage.
         endpoints: gives this peer's own, where they may become others than those of `own`.
+        turns: whose turn it is to download from this peer; None where all may at the same time.
     """
 
     config: RunConfig
@@ -121,6 +124,8 @@ class Context:
     events: Events = field(default_factory=NoEvents)
     tasks: Tasks = field(default_factory=Tasks)
     endpoints: Callable[[], Sequence[str]] | None = None
+    waits: Waits = field(default_factory=Waits)
+    turns: Turns | None = None
 
     @cached_property
     def changes(self) -> Changes:

@@ -3,8 +3,8 @@
 Called by averaging/servicer, or by the transport of a test. Decides nothing.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from swarm.averaging.catching_up.donor import Donor
@@ -67,11 +67,12 @@ class Handlers:
         with self._ends_without_memory():
             return await self._participant.exchange(opening, pieces)
 
-    async def download(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]:
+    async def download(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadReply, None]:
         """Answer a peer that is behind; see Donor.serve."""
         self._check(request.address)
-        async for reply in self._donor.serve(request):
-            yield reply
+        async with aclosing(self._donor.serve(request)) as replies:
+            async for reply in replies:
+                yield reply
 
     async def shared(self, request: pb.SharedRequest) -> Buffer:
         """Give another stage this one's average of the blocks that both hold."""

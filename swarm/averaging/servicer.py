@@ -7,6 +7,7 @@ nothing and keeps nothing.
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from swarm.averaging import messages
@@ -88,8 +89,9 @@ class AveragingServicer(AveragingServiceServicer):
 
     async def Download(self, request: pb.DownloadRequest, context: Context) -> AsyncIterator[pb.DownloadReply]:
         try:
-            async for reply in self._handlers.download(request):
-                yield reply
+            async with aclosing(self._handlers.download(request)) as replies:
+                async for reply in replies:
+                    yield reply
         except SwarmError as error:
             await abort(context, error)
 

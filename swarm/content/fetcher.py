@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from swarm.content.line import Kind, Line
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
+from swarm.machine.arriving import Arriving
 from swarm.machine.clock import Clock
 from swarm.rpc.segments import Segments
 from swarm.types import PeerRecord
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SOURCES = 4
 """Peers that are asked, and send, at the same time."""
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 3600.0
 """How long a peer is waited for that serves others first."""
 LONGEST_RETRY_SECONDS = 5.0
 
@@ -58,8 +59,11 @@ class Fetcher:
         self._proven: list[str] = []
         """Peers that have sent something, and are asked first."""
 
-    async def fetch(self, pieces: Sequence[Piece]) -> None:
+    async def fetch(self, pieces: Sequence[Piece], arriving: Arriving | None = None) -> None:
         """Fetch all of them, in any order. Cancelled, or when it fails, it has handed over those that had come.
+
+        Args:
+            arriving: is told of each piece that has come.
 
         Raises:
             PeerUnavailable: there is one that no peer sends.
@@ -67,22 +71,38 @@ class Fetcher:
         missing, donors = Segments(range(len(pieces))), self._ranked()
         async with asyncio.TaskGroup() as workers:
             for _ in range(MAX_SOURCES):
-                workers.create_task(self._work(donors, pieces, missing))
+                workers.create_task(self._work(donors, pieces, missing, arriving))
         if missing.num_missing:
             raise PeerUnavailable(f"no peer that answers has it: {missing.num_missing} of {len(pieces)} pieces missing")
 
-    async def _work(self, donors: Iterator[PeerRecord], pieces: Sequence[Piece], missing: Segments) -> None:
+    async def _work(
+        self, donors: Iterator[PeerRecord], pieces: Sequence[Piece], missing: Segments, arriving: Arriving | None
+    ) -> None:
         """Fetch from one donor after another, from each until it fails."""
         for donor in donors:
+            given_at = self._clock.monotonic()
             while (index := await missing.take()) is not None:
+                piece, pause_seconds = pieces[index], 0.0
                 try:
-                    pieces[index].keep(await self._ask(donor, pieces[index]))
+                    content = await self._line.ask(donor, self._kind, piece.sha256, max_bytes=piece.max_bytes)
+                    piece.keep(content)
+                    given_at = self._clock.monotonic()
                     missing.finish(index)
+                    if arriving is not None:
+                        arriving.add(len(content), donor.name or donor.peer_id[:8])
                     if donor.peer_id not in self._proven:
                         self._proven.append(donor.peer_id)
                 except NotReady as error:
                     logger.debug("%s: %s", donor.peer_id, error)
                     break
+                except Overloaded as error:
+                    # It serves others first. Another donor may send this piece meanwhile.
+                    if self._clock.monotonic() - given_at >= PATIENCE_SECONDS:
+                        logger.info("%s is no source: %s", donor.peer_id, error)
+                        break
+                    if arriving is not None:
+                        arriving.held_up(donor.name or donor.peer_id[:8], str(error))
+                    pause_seconds = min(error.retry_after_seconds, LONGEST_RETRY_SECONDS)
                 except SwarmError as error:
                     logger.info("%s is no source: %s", donor.peer_id, error)
                     if isinstance(error, IntegrityError | MalformedMessage):
@@ -90,18 +110,9 @@ class Fetcher:
                     break
                 finally:
                     missing.give_back(index)
+                await self._clock.sleep(pause_seconds)
             else:
                 return
-
-    async def _ask(self, donor: PeerRecord, piece: Piece) -> bytes:
-        until = self._clock.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                return await self._line.ask(donor, self._kind, piece.sha256, max_bytes=piece.max_bytes)
-            except Overloaded as error:
-                if self._clock.monotonic() >= until:
-                    raise
-                await self._clock.sleep(min(error.retry_after_seconds, LONGEST_RETRY_SECONDS))
 
     def _ranked(self) -> Iterator[PeerRecord]:
         trusted = [donor for donor in self._donors() if donor.peer_id not in self._distrusted]

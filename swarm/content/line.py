@@ -45,13 +45,15 @@ class Line(Protocol):
 class GrpcLine:
     """The real one. It uses the connections for bulk transfers."""
 
-    def __init__(self, run_id: str, channels: ChannelPool) -> None:
+    def __init__(self, run_id: str, channels: ChannelPool, *, own_id: str) -> None:
         self._run_id = run_id
+        self._own_id = own_id
         self._channels = channels
 
     async def ask(self, peer: PeerRecord, kind: Kind, sha256: str, *, max_bytes: int) -> bytes:
         stub = ContentServiceStub(self._channels.channel(peer, bulk=True))
-        call: Any = getattr(stub, kind.value)(pb.ContentRequest(run_id=self._run_id, sha256=bytes.fromhex(sha256)))
+        request = pb.ContentRequest(run_id=self._run_id, sha256=bytes.fromhex(sha256), peer_id=self._own_id)
+        call: Any = getattr(stub, kind.value)(request)
         content = bytearray()
         async with aclosing(download(call, peer.peer_id, silence_seconds=SILENCE_SECONDS)) as pieces:
             async for piece in pieces:

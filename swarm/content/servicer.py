@@ -1,8 +1,8 @@
 """Gives other processes of the run what its configuration names by digest: one end of ContentService.
 
-Runs at every stage peer. Training comes first: pieces wait while the peer exchanges, and no more than a few calls are
-served at one time. What is served is read from disk by worker threads. Nothing is checked here: the process that asks
-does that.
+Runs at every stage peer. Training comes first: pieces wait while the peer exchanges, weights are given to one peer
+after the other, and no more than a few calls are served at one time. What is served is read from disk by worker
+threads. Nothing is checked here: the process that asks does that.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from swarm.errors import NotReady, Overloaded, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, caller_of, subtract
 from swarm.rpc.channels import abort
+from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import content_pb2 as pb
 from swarm.rpc.v1.content_pb2_grpc import ContentServiceServicer
 from swarm.rpc.wire import CHUNK_BYTES
@@ -53,17 +54,30 @@ class Shelves:
 class ContentServicer(ContentServiceServicer):
     """One stage peer's."""
 
-    def __init__(self, run_id: str, shelves: Shelves, *, is_exchanging: Callable[[], bool], clock: Clock) -> None:
+    def __init__(
+        self, run_id: str, shelves: Shelves, *, is_exchanging: Callable[[], bool], clock: Clock, turns: Turns
+    ) -> None:
+        """
+        Args:
+            turns: whose turn it is to fetch weights.
+        """
         self._run_id = run_id
         self._shelves = shelves
         self._is_exchanging = is_exchanging
         self._clock = clock
+        self._turns = turns
         self._num_calls: Counter[Caller] = Counter()
 
     async def Weights(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
-        async with aclosing(self._serve(self._shelves.weights, request, context)) as pieces:
-            async for piece in pieces:
-                yield piece
+        try:
+            async with (
+                self._turns.turn(request.peer_id or caller_of(context)),
+                aclosing(self._serve(self._shelves.weights, request, context)) as pieces,
+            ):
+                async for piece in pieces:
+                    yield piece
+        except Overloaded as error:
+            await abort(context, error)
 
     async def Tokenizer(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
         async with aclosing(self._serve(self._shelves.tokenizer, request, context)) as pieces:

@@ -18,12 +18,10 @@ from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.interchange import weights
 from swarm.interchange.source import Source
 from swarm.interchange.weights import SEGMENT_BYTES, Index, Weights
-from swarm.machine.clock import Clock
+from swarm.machine.arriving import Arriving
+from swarm.machine.waits import Waits
 
 logger = logging.getLogger(__name__)
-
-SAY_SECONDS = 10.0
-"""Between two lines that say how far a long download is."""
 
 
 class WeightsCache:
@@ -34,13 +32,14 @@ class WeightsCache:
     """
 
     def __init__(
-        self, folder: Path, digest: str, fetcher: Fetcher, clock: Clock, *, own: Weights | None = None,
+        self, folder: Path, digest: str, fetcher: Fetcher, waits: Waits, *, own: Weights | None = None,
         source: Source | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             folder: where to keep what is fetched; made if it is not there.
             digest: `model.weights` of the run.
+            waits: are told how far a download is.
             own: of the run folder that the user has named, if any.
             source: the model's folder that the user has named, if any.
         """
@@ -50,7 +49,7 @@ class WeightsCache:
         self._own = own
         self._source = source
         self._fetcher = fetcher
-        self._clock = clock
+        self._waits = waits
         self._kept = _open(folder, digest)
         self._lock = asyncio.Lock()
 
@@ -99,18 +98,15 @@ class WeightsCache:
         for name in index.entries:
             if weights.part_of(name) in wanted and not kept.has({name}):
                 parts.setdefault(weights.part_of(name), []).append(name)
-        num_bytes = {part: sum(index.entries[name].num_bytes for name in names) for part, names in parts.items()}
-        total, done, said_at = sum(num_bytes.values()), 0, self._clock.monotonic()
+        total = sum(index.entries[name].num_bytes for names in parts.values() for name in names)
         if shutil.disk_usage(self._folder).free < total:
             raise Fatal(f"no room in {self._folder} for {total / 1e6:.0f} MB of weights")
         logger.info("fetching %.1f MB of the weights that the run begins with from other peers", total / 1e6)
-        for part, names in parts.items():
-            tensors = await self._fetch_tensors(index, names)
-            await asyncio.to_thread(weights.write_part, self._folder, part, tensors)
-            done += num_bytes[part]
-            if self._clock.monotonic() - said_at >= SAY_SECONDS:
-                said_at = self._clock.monotonic()
-                logger.info("%.0f of %.0f MB of the weights are here", done / 1e6, total / 1e6)
+        arriving = Arriving("the weights that the run begins with", total)
+        with self._waits.on(arriving.in_words):
+            for part, names in parts.items():
+                tensors = await self._fetch_tensors(index, names, arriving)
+                await asyncio.to_thread(weights.write_part, self._folder, part, tensors)
         return kept
 
     async def _have_index(self, source: Source) -> None:
@@ -132,14 +128,14 @@ class WeightsCache:
         await asyncio.to_thread(weights.write_index, self._folder, Index(found[0]))
         return weights.open_folder(self._folder)
 
-    async def _fetch_tensors(self, index: Index, names: Sequence[str]) -> dict[str, Tensor]:
+    async def _fetch_tensors(self, index: Index, names: Sequence[str], arriving: Arriving) -> dict[str, Tensor]:
         tensors = {name: weights.empty(index.entries[name]) for name in names}
         pieces = list[Piece]()
         for name, tensor in tensors.items():
             for number, sha256 in enumerate(index.entries[name].sha256):
                 segment = weights.bytes_of(tensor)[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
                 pieces.append(Piece(sha256=sha256, max_bytes=len(segment), keep=partial(self._take, segment)))
-        await self._fetcher.fetch(pieces)
+        await self._fetcher.fetch(pieces, arriving)
         return tensors
 
     def _take(self, segment: memoryview, data: bytes) -> None:

@@ -42,6 +42,8 @@ class Directory:
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
         """By key, when the last record that was announced there expires."""
+        self.num_returns = 0
+        """How often the DHT has answered again after it had not: `watch` counts them."""
         self._has_incompatible: set[str] = set()
         """Keys under which records of another protocol version are left out."""
 
@@ -94,9 +96,13 @@ class Directory:
                 self.store.remember(record.dht_address)
         return [record for record in records if record.stage == stage]
 
-    async def trainers(self) -> list[TrainerRecord]:
-        """The trainers of the run. Raises PeerUnavailable."""
-        return self._compatible(self._trainers, await self._trainers.read())
+    async def trainers(self, *, partly: bool = False) -> list[TrainerRecord]:
+        """The trainers of the run. Raises PeerUnavailable.
+
+        Args:
+            partly: as of `peers`.
+        """
+        return self._compatible(self._trainers, await self._trainers.read(partly=partly))
 
     async def claims(self) -> list[ClaimRecord]:
         """The claims of peers that are about to serve a stage, or were lately. Raises PeerUnavailable."""
@@ -120,6 +126,7 @@ class Directory:
                     on_update(stage, await self.peers(stage, partly=True))
                 if lost:
                     logger.info("the DHT answers again")
+                    self.num_returns += 1
                 lost = False
             except PeerUnavailable as error:
                 if not lost:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -50,6 +50,7 @@ class Kademlia:
         ended: done once p2pd has died; every call would then wait for each neighbour in turn.
         addresses: multiaddresses, /p2p/ID included, at which others can join; none in client mode.
         is_client: whether it asks others, but cannot be asked and stores nothing.
+        num_answers: of other nodes, to calls of any kind.
         p2p: hivemind's connection to p2pd.
         node: hivemind's node.
     """
@@ -65,6 +66,8 @@ class Kademlia:
         self._clock = clock
         self.is_client = client_mode
         self._keepers: dict[str, Keepers] = {}
+        self.num_answers = 0
+        _note_answers(node.protocol, self._note_answer)
 
     @property
     def libp2p_id(self) -> str:
@@ -97,10 +100,14 @@ class Kademlia:
         return await self._keepers_of(key).read() if self.has_neighbours else None
 
     async def reach(self, address: str) -> None:
-        """Take a node into the routing table again, if it has dropped out and answers."""
+        """Have to do with a node again that has not answered and does now."""
         endpoint, peer_id = _parse(address)
-        if peer_id not in self.node.protocol.routing_table and await _connect(self.p2p, endpoint, peer_id) is None:
-            await self.node.protocol.call_ping(peer_id)
+        protocol, blacklist = self.node.protocol, self.node.blacklist
+        if peer_id in protocol.routing_table and peer_id not in blacklist:
+            return
+        if await _connect(self.p2p, endpoint, peer_id) is None and await protocol.call_ping(peer_id) is not None:
+            # Otherwise hivemind asks it nothing for a pause that doubles with each call that failed.
+            blacklist.register_success(peer_id)
 
     async def stop(self) -> None:
         """End p2pd."""
@@ -108,6 +115,9 @@ class Kademlia:
             await self.p2p.shutdown()
         finally:
             await self._process.stop()
+
+    def _note_answer(self) -> None:
+        self.num_answers += 1
 
     def _keepers_of(self, key: str) -> Keepers:
         if key not in self._keepers:
@@ -234,6 +244,22 @@ async def _connect(p2p: Any, endpoint: Any, peer_id: Any) -> str | None:
         logger.debug("cannot connect to %s/p2p/%s: %s", endpoint, peer_id, error)
         return str(error)
     return None
+
+
+def _note_answers(protocol: Any, note: Callable[[], None]) -> None:
+    """Have it noted whenever another node answers: what hivemind finds does not tell whether any did."""
+
+    def noting(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def noted(*arguments: Any, **options: Any) -> Any:
+            answer = await call(*arguments, **options)
+            if answer is not None:
+                note()
+            return answer
+
+        return noted
+
+    for name in ("call_ping", "call_find", "call_store"):
+        setattr(protocol, name, noting(getattr(protocol, name)))
 
 
 def _parse(address: str) -> tuple[Any, Any]:

@@ -29,9 +29,11 @@ logger = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 """Deadline of a store or a get. A neighbour that does not answer costs three seconds of it."""
 RECONNECT_SECONDS = 5.0
-"""Time between two attempts to reach nodes that are known but have dropped out of the routing table."""
+"""Time between two attempts to reach nodes that are known and do not answer any more."""
+LONELY_SECONDS = 1.0
+"""The same while no other node answers."""
 ALONE_SECONDS = 120.0
-"""For so long a node whose neighbours have all gone takes that for an outage, and by then it has tried each of them
+"""For so long a node that no other one answers takes that for an outage, and by then it has tried each of them
 again. After that they have left for good, and what the node stores itself is all that there is."""
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
 """Wait before p2pd is started again, doubled each time; it begins anew once p2pd has lived for the longer one."""
@@ -122,11 +124,13 @@ class DhtNode:
         if partly and (found := await dht.read_one(key)) is not None:
             self._alone_since = None
             return found, False
+        num_answers, now = dht.num_answers, asyncio.get_running_loop().time()
         found = await dht.read_all(key)
-        # Without neighbours that is what this node stores itself, as if all other records had expired.
-        now = asyncio.get_running_loop().time()
-        if dht.has_neighbours or dht.is_client or not self._known:
+        # Without an answer that is what this node stores itself, as if all other records had expired.
+        if dht.num_answers > num_answers or not self._known:
             self._alone_since = None
+        elif dht.is_client:
+            raise PeerUnavailable("no node of the DHT answers")
         elif self._alone_since is None:
             self._alone_since = now
         return found, self._alone_since is not None and now - self._alone_since < ALONE_SECONDS
@@ -240,7 +244,8 @@ class DhtNode:
         # hivemind drops a neighbour that fails to answer once, and never comes back to it: a short outage would part
         # the network for good.
         while True:
-            await asyncio.sleep(RECONNECT_SECONDS)
+            is_alone = self._alone_since is not None or not self._kademlia.has_neighbours
+            await asyncio.sleep(min(RECONNECT_SECONDS, LONELY_SECONDS) if is_alone else RECONNECT_SECONDS)
             await asyncio.gather(*map(self._reach_again, list(self._known)[:RECONNECTS_AT_ONCE]))
 
     async def _reach_again(self, address: str) -> None:

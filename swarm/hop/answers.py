@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm.errors import PeerUnavailable
+from swarm.hop.obstacle import Obstacle
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerId
@@ -22,8 +23,8 @@ ACK_SECONDS = 5.0
 class HopListener:
     """Hears how a microbatch fares downstream. The default ignores everything."""
 
-    def progress(self, stage: int, *, no_peer: bool) -> None:
-        """`stage` is the deepest one that is being waited for; `no_peer`: nobody serves it."""
+    def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
+        """`stage` is the deepest one that is being waited for; `obstacle`: why none of its peers takes work now."""
 
     def routed(self, route: Mapping[int, PeerId]) -> None:
         """The route downstream changed."""

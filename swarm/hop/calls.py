@@ -11,6 +11,7 @@ import torch
 
 from swarm.errors import MalformedMessage, Overloaded, PeerUnavailable
 from swarm.hop.answers import HopListener, HopReply, Tensors
+from swarm.hop.obstacle import Obstacle
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.clock import Clock
@@ -59,13 +60,26 @@ class _Way:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._asked_at = clock.monotonic()
         self._sent_at: float | None = None
         self.seconds: float | None = None
         """None until then, and if nothing is sent."""
+        self.round_trip_seconds: float | None = None
+        """Of the request that comes before them; None if there was none."""
+        self.num_bytes = 0
 
-    def begin(self) -> None:
+    def asks(self) -> None:
+        """The peer is asked whether it has room."""
+        self._asked_at = self._clock.monotonic()
+
+    def answered(self) -> None:
+        """It has said so."""
+        self.round_trip_seconds = self._clock.monotonic() - self._asked_at
+
+    def begin(self, tensors: Tensors) -> None:
         """The first tensor is about to be sent."""
         self._sent_at = self._clock.monotonic()
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def heard(self) -> None:
         """The peer has said something."""
@@ -107,7 +121,7 @@ class TrainCalls:
             listener.routed(retries.route)
             done = await self._follow(call, peer_id, microbatch, reader, way, listener, retries)
             _require_targets(done.num_targets, tensors)
-            self._learn(peer_id, microbatch, done, way.seconds)
+            self._learn(peer_id, microbatch, done, way)
             return HopReply(
                 loss=done.loss, tensors=reader.tensors,
                 route={**unpack_route(done.route), self._stage: peer_id},
@@ -130,17 +144,19 @@ class TrainCalls:
     async def _hand_over(self, call: Stream, opening: pb.Open, tensors: Tensors, way: _Way, retries: Retries) -> None:
         """Ask the peer and send it what it needs; with a credit both at once."""
         if opening.eager:
-            way.begin()
+            way.begin(tensors)
             await self._line.send(call, pb.TrainRequest(open=opening), tensors)
             _admitted(await call.read(self._limits.silence_seconds))
             way.heard()
             retries.accepted()
             return
+        way.asks()
         await call.write(pb.TrainRequest(open=opening), self._limits.open_seconds)
         accepted = _admitted(await call.read(self._limits.open_seconds))
+        way.answered()
         retries.accepted()
         if not accepted.has_tensors:
-            way.begin()
+            way.begin(tensors)
             await self._line.send(call, pb.TrainRequest(), tensors)
 
     async def _follow(
@@ -166,14 +182,14 @@ class TrainCalls:
                 else:
                     waited_seconds = self._clock.monotonic() - stalled_since
                     retries.require_no_stall(peer_id, microbatch.num_samples, waited_seconds)
-                listener.progress(progress.stage, no_peer=progress.no_peer)
+                listener.progress(progress.stage, obstacle=_obstacle(progress))
                 if retries.progressed(peer_id, progress.stage, unpack_route(progress.route)):
                     listener.routed(retries.route)
             elif not reply.chunks:
                 _admitted(reply)
                 raise PeerUnavailable("it was accepted twice")
 
-    def _learn(self, peer_id: PeerId, microbatch: Microbatch, done: pb.Done, link_seconds: float | None) -> None:
+    def _learn(self, peer_id: PeerId, microbatch: Microbatch, done: pb.Done, way: _Way) -> None:
         if done.credits:
             self._credits.add(peer_id)
         else:
@@ -182,7 +198,9 @@ class TrainCalls:
             num_samples=microbatch.num_samples,
             # A replay takes less of a peer than what it will mostly be asked for.
             busy_seconds=None if microbatch.is_replay else done.busy_seconds,
-            link_seconds=link_seconds,
+            link_seconds=way.seconds,
+            round_trip_seconds=way.round_trip_seconds,
+            num_bytes=way.num_bytes,
             queue_length=done.queue_length,
         )
         self._router.succeeded(peer_id, reply)
@@ -214,7 +232,7 @@ class EvaluateCalls:
                 reply = await call.read(self._limits.silence_seconds)
                 _feed(reader, reply.chunks)
                 if reply.HasField("progress"):
-                    listener.progress(reply.progress.stage, no_peer=reply.progress.no_peer)
+                    listener.progress(reply.progress.stage, obstacle=_obstacle(reply.progress))
                 if reply.HasField("evaluated"):
                     call.cancel()
                     _require_complete(reader)
@@ -228,6 +246,10 @@ def _admitted(reply: pb.TrainReply) -> pb.Accepted:
     if not reply.HasField("accepted"):
         raise PeerUnavailable("an answer that neither accepts nor refuses")
     return reply.accepted
+
+
+def _obstacle(progress: pb.Progress) -> Obstacle | None:
+    return Obstacle.read(progress.obstacle) if progress.HasField("obstacle") else None
 
 
 def _require_targets(num_targets: int, tensors: Tensors) -> None:

@@ -56,7 +56,7 @@ async def watch_connections(*, stage: int, router: Router, channels: ChannelPool
             for record in records:
                 if record.place in broken:
                     # Whatever call it was that broke it: a hop would wait for the next connection.
-                    router.failed(PeerId(record.peer_id), is_unreachable=True)
+                    router.failed(PeerId(record.peer_id), is_unreachable=True, reason="its connection broke")
             for record in router.unreachable(stage):
                 if record.place in under_way:
                     # Over the end of this probe, and the next look.

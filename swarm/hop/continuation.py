@@ -25,6 +25,7 @@ from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.session import PIECE_BYTES, PIECE_TOKENS, Order, Piece, Token
 from swarm.hop.session_calls import SessionCall, SessionCalls
 from swarm.machine.clock import Clock
+from swarm.machine.repeats import Repeats
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord
 
@@ -68,6 +69,7 @@ class Continuation:
         self._router = router
         self._clock = clock
         self._limits = limits
+        self._repeats = Repeats(clock)
         self._pieces: list[Piece] = []
         self._num_positions = 0
         """In all pieces."""
@@ -139,7 +141,9 @@ class Continuation:
     # -- the peer that computes ----------------------------------------------------------------------------------------
 
     async def _next_token(self) -> Token:
-        retries = Retries(stage=self._stage, router=self._router, clock=self._clock, limits=self._limits)
+        retries = Retries(
+            stage=self._stage, router=self._router, clock=self._clock, limits=self._limits, repeats=self._repeats
+        )
         since = self._clock.monotonic()
         why: SwarmError = NotReady(f"stage {self._stage} has no peer that can be asked")
         while True:

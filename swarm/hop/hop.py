@@ -20,10 +20,12 @@ from swarm.events.kinds import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.calls import EvaluateCalls, Line, TrainCalls
 from swarm.hop.continuation import Continuation
+from swarm.hop.obstacle import Obstacle
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.session import Order
 from swarm.hop.session_calls import SessionCalls
 from swarm.machine.clock import Clock
+from swarm.machine.repeats import Repeats
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -32,9 +34,6 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.wire import TensorSpec
 from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
-
-NOBODY_SECONDS = 1.0
-"""A stage whose every peer is banned for longer than this is reported as empty."""
 
 _Answer = TypeVar("_Answer")
 
@@ -51,6 +50,7 @@ class Hop:
         self._clock = clock
         self._limits = limits or HopLimits()
         self._events = events or NoEvents()
+        self._repeats = Repeats(clock)
         self._under_way: set[Retries] = set()
         self._line = Line(self._limits.silence_seconds)
         address = pb.Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
@@ -73,6 +73,11 @@ class Hop:
     def is_held_up(self) -> bool:
         """Whether one more microbatch would wait here for those before it: for the line, or for a place downstream."""
         return self._line.is_busy or any(retries.is_refused for retries in self._under_way)
+
+    @property
+    def obstacle(self) -> Obstacle | None:
+        """Why none of the stage's peers takes what is under way here; None if one does, or will in a moment."""
+        return next((each for retries in self._under_way if (each := retries.obstacle()) is not None), None)
 
     async def train(
         self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
@@ -140,7 +145,10 @@ class Hop:
         )  # fmt: skip
 
     def _retries(self, hints: Mapping[int, PeerId] | None = None) -> Retries:
-        return Retries(stage=self.stage, router=self._router, clock=self._clock, limits=self._limits, hints=hints)
+        return Retries(
+            stage=self.stage, router=self._router, clock=self._clock, limits=self._limits, repeats=self._repeats,
+            hints=hints,
+        )  # fmt: skip
 
     async def _until_answered(
         self,
@@ -158,7 +166,7 @@ class Hop:
                     raise asyncio.CancelledError
                 record = retries.choose(num_samples)
                 if record is None:
-                    self._tell_who_is_waited_for(listener)
+                    listener.progress(self.stage, obstacle=retries.obstacle())
                     await self._clock.sleep(retries.wait_seconds())
                     continue
                 try:
@@ -167,11 +175,6 @@ class Hop:
                     retries.note(record, error)
         finally:
             self._under_way.remove(retries)
-
-    def _tell_who_is_waited_for(self, listener: HopListener) -> None:
-        available_seconds = self._router.next_available_seconds(self.stage)
-        no_peer = available_seconds is None or available_seconds > NOBODY_SECONDS
-        listener.progress(self.stage, no_peer=no_peer)
 
 
 def _num_cancels() -> int:

@@ -21,7 +21,10 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
+from swarm.hop.obstacle import Obstacle, left_alone, reason_of
 from swarm.machine.clock import Clock
+from swarm.machine.repeats import Repeats
+from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord
 
@@ -33,6 +36,10 @@ STALL_FACTOR = 4.0
 """A peer may be what is waited for so many times longer than it was expected to take, waiting in its queue included."""
 MOST_DOUBLINGS = 3
 """Of that time, in a microbatch that has stalled as often."""
+NOBODY_SECONDS = 1.0
+"""It is told if no peer can be asked for longer than this."""
+STUCK_SECONDS = 4.0
+"""Likewise if a microbatch found nobody who took it for so long, though some could be asked now and then."""
 PAUSE_SECONDS = 1.0
 """For how long a microbatch leaves a peer alone that failed it."""
 MOST_SENT_ON = 4
@@ -73,16 +80,19 @@ class Retries:
     """
 
     def __init__(
-        self, *, stage: int, router: Router, clock: Clock, limits: HopLimits, hints: Mapping[int, PeerId] | None = None
-    ) -> None:
+        self, *, stage: int, router: Router, clock: Clock, limits: HopLimits, repeats: Repeats,
+        hints: Mapping[int, PeerId] | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
+            repeats: which failures the log has lately told, of any microbatch.
             hints: peers that worked on it before, by stage.
         """
         self._stage = stage
         self._router = router
         self._clock = clock
         self._limits = limits
+        self._repeats = repeats
         self.route = dict(hints or {})
         self.forward_passed = False
         self.has_others = False
@@ -90,8 +100,10 @@ class Retries:
         self.num_failures = 0
         self.num_busy = 0
         self.num_sent_on = 0
-        self._excluded: dict[PeerId, float] = {}
+        self._excluded: dict[PeerId, LeftAlone] = {}
         """Peers not to ask before a time."""
+        self._stuck_since: float | None = None
+        """When there was nobody to ask, if no peer has taken it since."""
         self._num_stalls = 0
         self._num_not_ready = 0
         self._num_refusals = 0
@@ -102,16 +114,41 @@ class Retries:
     def choose(self, num_samples: int) -> PeerRecord | None:
         """The peer to ask now; None if there is none."""
         now = self._clock.monotonic()
-        self._excluded = {peer: until for peer, until in self._excluded.items() if until > now}
+        self._excluded = {peer: each for peer, each in self._excluded.items() if each.until > now}
         hinted = self.route.get(self._stage)
         prefer = [] if hinted is None else [hinted]
-        return self._router.choose(self._stage, num_samples, exclude=self._excluded.keys(), prefer=prefer)
+        record = self._router.choose(self._stage, num_samples, exclude=self._excluded.keys(), prefer=prefer)
+        if record is None and self._stuck_since is None:
+            self._stuck_since = now
+        return record
+
+    def obstacle(self) -> Obstacle | None:
+        """Why there is no peer to ask; None where there soon is one, or one has taken it."""
+        if self._stuck_since is None:
+            return None
+        now = self._clock.monotonic()
+        available_seconds = self._router.next_available_seconds(self._stage)
+        if available_seconds is None:
+            return Obstacle(num_peers=0)
+        is_stuck = now - self._stuck_since >= STUCK_SECONDS
+        at_once = min((each.until for each in self._excluded.values()), default=now) <= now + NOBODY_SECONDS
+        if available_seconds <= NOBODY_SECONDS and at_once and not is_stuck:
+            return None
+        left = {each.record.peer_id: each for each in self._router.left_alone(self._stage)}
+        for peer_id, own in self._excluded.items():
+            known = left.get(peer_id)
+            left[peer_id] = own if known is None or own.until > known.until else known
+        peers = [left[record.peer_id] for record in self._router.records(self._stage) if record.peer_id in left]
+        obstacle = Obstacle.of(peers, now)
+        if len(peers) < self._router.num_peers(self._stage) or (obstacle.seconds <= NOBODY_SECONDS and not is_stuck):
+            return None
+        return None if obstacle.is_business and not is_stuck else obstacle
 
     def wait_seconds(self) -> float:
         """How long to wait when there is no peer to ask: new ones may come at any time."""
         seconds = self._limits.retry_seconds
         if self._excluded:
-            first = min(self._excluded.values()) - self._clock.monotonic()
+            first = min(each.until for each in self._excluded.values()) - self._clock.monotonic()
             seconds = min(seconds, max(first, SHORTEST_WAIT_SECONDS))
         return seconds
 
@@ -130,6 +167,7 @@ class Retries:
     def accepted(self) -> None:
         """A peer has room for it."""
         self.is_refused = False
+        self._stuck_since = None
 
     def handed_over(self, peer_id: PeerId) -> None:
         """A peer has everything that it needs."""
@@ -170,41 +208,47 @@ class Retries:
         """
         peer_id = PeerId(record.peer_id)
         if isinstance(error, Overloaded):
-            self._busy(peer_id, error.retry_after_seconds)
+            self._busy(record, error)
             return
         if isinstance(error, MalformedMessage):
             # One peer's word: it may be its own weights that are broken. Another one is to say so as well.
             self._num_refusals += 1
             if self._num_refusals > 1 or not self._router.others(peer_id):
                 raise error
-        logger.info("stage %d: %s failed: %s", self._stage, record.name or peer_id[:8], error)
+        if num := self._repeats.count((peer_id, reason_of(error))):
+            often = f", {num} times since this was said last" if num > 1 else ""
+            logger.info("stage %d: %s failed: %s%s", self._stage, record.name or peer_id[:8], error, often)
         self._ban_if_at_fault(peer_id, error)
-        self._leave_alone(peer_id, is_slow=isinstance(error, DeadlineExceeded))
+        self._leave_alone(record, error)
         self._count(error)
 
-    def _busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
+    def _busy(self, record: PeerRecord, error: Overloaded) -> None:
         if self.has_others:
             self.num_sent_on += 1
         else:
             self.num_busy += 1
             self.is_refused = True
-        self._router.busy(peer_id, retry_after_seconds)
-        self._excluded[peer_id] = self._clock.monotonic() + retry_after_seconds
+        peer_id, until = PeerId(record.peer_id), self._clock.monotonic() + error.retry_after_seconds
+        self._router.busy(peer_id, error.retry_after_seconds, reason_of(error))
+        self._excluded[peer_id] = left_alone(record, error, until)
 
     def _ban_if_at_fault(self, peer_id: PeerId, error: SwarmError) -> None:
         if isinstance(error, PeerUnavailable):
-            self._router.failed(peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable)
+            self._router.failed(
+                peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable, reason=reason_of(error)
+            )
         elif isinstance(error, NotAllowed | IncompatibleVersion | MalformedMessage):
             # Its clock may be wrong, so that it takes a token for an expired one; another release may have its port.
-            self._router.failed(peer_id)
+            self._router.failed(peer_id, reason=reason_of(error))
 
-    def _leave_alone(self, peer_id: PeerId, *, is_slow: bool) -> None:
+    def _leave_alone(self, record: PeerRecord, error: SwarmError) -> None:
         """Let other peers come first for a while, for longer if this one is slow and another one can be asked."""
-        now = self._clock.monotonic()
+        peer_id, now = PeerId(record.peer_id), self._clock.monotonic()
         soon = now + PAUSE_SECONDS
-        has_other = any(self._excluded.get(other, soon) <= soon for other in self._router.others(peer_id))
-        seconds = self._limits.stall_seconds if is_slow and has_other else PAUSE_SECONDS
-        self._excluded[peer_id] = now + seconds
+        later = {other for other, each in self._excluded.items() if each.until > soon}
+        has_other = any(other not in later for other in self._router.others(peer_id))
+        seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) and has_other else PAUSE_SECONDS
+        self._excluded[peer_id] = left_alone(record, error, now + seconds)
         self.route.pop(self._stage, None)
 
     def _count(self, error: SwarmError) -> None:

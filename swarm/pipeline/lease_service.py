@@ -5,6 +5,7 @@ and keeps what it was granted alive by asking again.
 """
 
 import asyncio
+import dataclasses
 import logging
 import random
 from collections import Counter
@@ -27,9 +28,11 @@ from swarm.errors import (
 )
 from swarm.events.kinds import Events, NoEvents
 from swarm.events.kinds import Grant as GrantEvent
+from swarm.hop.obstacle import Obstacle, left_alone
 from swarm.machine.clock import Clock
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.pipeline.trainers import Trainer
+from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.address import check_address
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.callers import Caller, bearer_of, caller_of, subtract
@@ -37,7 +40,7 @@ from swarm.rpc.channels import ChannelPool, abort, translate
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +181,8 @@ class LeaseClient:
         self._clock = clock
         self._leaders: dict[int, PeerId] = {}
         self._failed_at: dict[PeerId, float] = {}
+        self._failed: dict[int, Sequence[LeftAlone]] = {}
+        """By stage that grants nothing, the peers that failed when its leader was last looked for."""
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
@@ -203,7 +208,7 @@ class LeaseClient:
             request.newest_is_granted, request.newest_is_complete = newest.round_granted, newest.round_complete
         asked: set[str] = set()
         has_answer = False
-        faults = list[SwarmError]()
+        faults = list[tuple[PeerRecord, SwarmError]]()
         while (record := self._next_to_ask(stage, asked)) is not None:
             if has_answer and self._has_failed(record):
                 return None
@@ -212,11 +217,13 @@ class LeaseClient:
                 reply = await self._ask(record, request, wait_seconds + ANSWER_SECONDS)
             except (TryAnotherPeer, TryLater) as error:
                 self._note_failed(stage, record)
-                faults.append(error)
+                faults.append((record, error))
+                self._failed[stage] = [left_alone(*fault, self._clock.monotonic()) for fault in faults]
                 continue
             self._failed_at.pop(PeerId(record.peer_id), None)
             if not reply.leader_peer_id:
                 self._leaders[stage] = PeerId(record.peer_id)
+                self._failed.pop(stage, None)
                 only_at = reply.accumulate_only_at if reply.HasField("accumulate_only_at") else None
                 return Leased(
                     stage=stage, round=reply.round, microbatches=list(reply.microbatches),
@@ -226,10 +233,22 @@ class LeaseClient:
             self._leaders[stage] = PeerId(reply.leader_peer_id)
             has_answer = True
         # One peer's clock may be wrong, or another release have its port: that all of them refuse is an answer.
-        refusals = [fault for fault in faults if isinstance(fault, NotAllowed | IncompatibleVersion)]
+        refusals = [fault for _, fault in faults if isinstance(fault, NotAllowed | IncompatibleVersion)]
         if refusals and len(refusals) == len(asked):
             raise refusals[-1]
         return None
+
+    def obstacle(self, stage: int) -> Obstacle:
+        """Why the last request to a stage's leader came to nothing."""
+        failed = Obstacle.of(self._failed.get(stage, ()), self._clock.monotonic())
+        num_serving = sum(record.state is PeerState.SERVING for record in self._peers(stage))
+        if not num_serving:
+            return Obstacle(num_peers=0)
+        return dataclasses.replace(
+            failed, num_peers=max(num_serving, failed.num_peers), seconds=FAILED_SECONDS,
+            num_busy=failed.num_busy + max(0, num_serving - failed.num_peers),
+            causes=failed.causes or "no leader yet",
+        )  # fmt: skip
 
     def _note_failed(self, stage: int, record: PeerRecord) -> None:
         self._leaders.pop(stage, None)

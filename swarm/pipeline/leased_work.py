@@ -10,10 +10,11 @@ import functools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swarm.config import RunConfig
+from swarm.hop.obstacle import OnWaiting
 from swarm.machine.clock import Clock
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
@@ -55,11 +56,11 @@ class LeasedWork:
         leases: LeaseClient,
         clock: Clock,
         max_in_flight: int,
-        on_waiting: Callable[[int], None],
+        on_waiting: OnWaiting,
     ) -> None:
         """
         Args:
-            on_waiting: hears that stage 0 does not answer while there is nothing to do.
+            on_waiting: hears that stage 0 grants nothing while there is nothing to do.
         """
         self._config = config
         self._leases = leases
@@ -230,7 +231,7 @@ class LeasedWork:
         leased = await self._ask(0, room, wait_seconds=GRANT_WAIT_SECONDS if room else 0.0)
         if leased is None:
             if not self._queue and not self._in_flight:
-                self._on_waiting(0)
+                self._on_waiting(0, self._leases.obstacle(0))
             return False
         self._stage_0 = leased
         self._take(leased, last_round)

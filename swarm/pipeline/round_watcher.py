@@ -5,12 +5,15 @@ committed a round, that is one step, with figures gathered over the stages.
 """
 
 import asyncio
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import SwarmError
+from swarm.hop.obstacle import Obstacle, left_alone
+from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -80,8 +83,8 @@ class RoundWatcher:
         """By stage, as soon as it has answered."""
         self._present: dict[int, int] = {}
         """Likewise, but a stage that was lost may have come back at the round before."""
-        self._silent: dict[int, str] = {}
-        """By stage, which peer is announced there and did not answer, and why."""
+        self._obstacles: dict[int, Obstacle] = {}
+        """By stage, why none of its peers told."""
         self._device_bytes = 0
         self._aborted: dict[str, int] = {}
 
@@ -100,9 +103,9 @@ class RoundWatcher:
         """The round that the foremost stage has reached."""
         return max(self._rounds.values(), default=0)
 
-    def why_silent(self, stage: int) -> str | None:
-        """Which peer was asked last in vain, and why; None if none was there, or one answered."""
-        return self._silent.get(stage)
+    def obstacle(self, stage: int) -> Obstacle | None:
+        """Why no peer of a stage told when they were last asked; None if one did."""
+        return self._obstacles.get(stage)
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
         """Ask every stage once; a stage that does not answer keeps what was known of it.
@@ -156,18 +159,20 @@ class RoundWatcher:
             run_id=self._run_id, after_round=self._present.get(stage), wait_seconds=wait_seconds
         )  # fmt: skip
         serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
-        silent = ""
+        failed = list[LeftAlone]()
         # The one that announced last is the likeliest to be alive.
         for record in sorted(serving, key=lambda record: -record.announced_at)[:3]:
             try:
                 reply = await describe(self._channels.channel(record), request, seconds=wait_seconds + _ANSWER_SECONDS)
             except SwarmError as error:
                 logger.debug("stage %d: %s does not tell where it is: %s", stage, record.peer_id, error)
-                silent = silent or f"{record.name or record.peer_id[:8]} at {record.endpoint} ({error})"
+                failed.append(left_alone(record, error, 0.0))
                 continue
-            self._silent.pop(stage, None)
+            self._obstacles.pop(stage, None)
             return reply
-        self._silent.pop(stage, None)
-        if silent:
-            self._silent[stage] = silent
+        # What the others would say is not known.
+        num_others = len(serving) - len(failed)
+        self._obstacles[stage] = dataclasses.replace(
+            Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=num_others
+        )  # fmt: skip
         return None

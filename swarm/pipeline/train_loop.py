@@ -18,7 +18,9 @@ from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
 from swarm.events.kinds import Ack, Events, NoEvents
 from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
+from swarm.hop.obstacle import Obstacle, OnWaiting
 from swarm.machine.clock import Clock
+from swarm.machine.repeats import Repeats
 from swarm.pipeline.leased_work import LeasedWork, Work
 from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.pipeline.tally import StepTotals, Tally
@@ -54,11 +56,11 @@ class TrainLoop(HopListener):
 
     def __init__(
         self, *, config: RunConfig, data: Microbatches, hop: Hop, work: LeasedWork, watcher: RoundWatcher,
-        clock: Clock, on_waiting: Callable[[int], None], events: Events | None = None,
+        clock: Clock, on_waiting: OnWaiting, events: Events | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
-            on_waiting: hears of a stage that is waited for, since no peer serves it.
+            on_waiting: hears of a stage that is waited for, since none of its peers takes work.
         """
         self._config = config
         self._data = data
@@ -72,6 +74,7 @@ class TrainLoop(HopListener):
         self._routes: dict[int, Mapping[int, PeerId]] = {}
         """Synchronous: which peers worked on each microbatch of the round, for its replays."""
         self._num_failures = 0
+        self._repeats = Repeats(clock)
 
     @property
     def num_in_flight(self) -> int:
@@ -82,9 +85,9 @@ class TrainLoop(HopListener):
         """Hand out no microbatch inside the block; see LeasedWork.paused."""
         return self._work.paused()
 
-    def progress(self, stage: int, *, no_peer: bool) -> None:
-        if no_peer:
-            self._on_waiting(stage)
+    def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
+        if obstacle is not None:
+            self._on_waiting(stage, obstacle)
 
     async def run(self, first: int, count: int, on_step: Callable[[Step], Awaitable[None]]) -> None:
         """Train until the swarm has committed rounds `first` to `first + count - 1`; `on_step` hears of each.
@@ -191,6 +194,8 @@ class TrainLoop(HopListener):
     def _failed(self, work: Work, error: Fatal) -> None:
         self._work.release(work)
         self._num_failures += 1
-        logger.warning("microbatch %d failed: %s", work.microbatch.index, error)
+        if num := self._repeats.count(str(error)):
+            often = f", and {num - 1} before it since this was said last" if num > 1 else ""
+            logger.warning("microbatch %d failed%s: %s", work.microbatch.index, often, error)
         if self._num_failures >= MAX_FAILURES:
             raise RetriesExhausted(f"{self._num_failures} microbatches failed one after another; the last: {error}")

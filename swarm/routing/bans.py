@@ -27,6 +27,8 @@ class _Ban:
     is_gone: bool
     """Whether no process listened there, so that a peer that announces itself has come back."""
     is_unreachable: bool
+    reason: str
+    """For people."""
 
 
 class Bans:
@@ -40,12 +42,17 @@ class Bans:
         ban = self._bans.get(peer_id)
         return -math.inf if ban is None else ban.until
 
+    def reason(self, peer_id: PeerId) -> str:
+        """Why a peer was banned last; empty if it was not."""
+        ban = self._bans.get(peer_id)
+        return "" if ban is None else ban.reason
+
     def unreachable(self, now: float) -> list[PeerId]:
         """Peers that are banned since they did not answer. O(bans)."""
         return [peer_id for peer_id, ban in self._bans.items() if ban.is_unreachable and ban.until > now]
 
     def failed(
-        self, peer_id: PeerId, now: float, *, announced_at: float, is_gone: bool, is_unreachable: bool
+        self, peer_id: PeerId, now: float, *, announced_at: float, is_gone: bool, is_unreachable: bool, reason: str
     ) -> bool:  # fmt: skip
         """Ban a peer, unless it is: calls that were in flight together fail together, and that is one failure."""
         if self.until(peer_id) > now:
@@ -54,7 +61,7 @@ class Bans:
         seconds = BASE_BAN_SECONDS if previous is None else min(2 * previous.seconds, LONGEST_BAN_SECONDS)
         self._bans[peer_id] = _Ban(
             since=now, until=now + seconds, seconds=seconds, announced_at=announced_at, is_gone=is_gone,
-            is_unreachable=is_unreachable,
+            is_unreachable=is_unreachable, reason=reason,
         )  # fmt: skip
         return True
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from swarm.routing.bans import LONGEST_BAN_SECONDS, Bans
-from swarm.routing.throughput import SHORTEST_SECONDS, MovingAverage, Observation, SecondsPerSample
+from swarm.routing.throughput import SHORTEST_SECONDS, Link, MovingAverage, Observation, SecondsPerSample
 from swarm.types import PeerId, PeerRecord
 
 MAX_SLOWNESS = 50.0
@@ -32,14 +32,34 @@ STAGE_SMOOTHING = 0.01
 class _Member:
     record: PeerRecord
     seconds_per_sample: SecondsPerSample
+    link: Link
     priority: float = 0.0
     """Virtual time at which its expected work ends. Only grows."""
     busy_until: float = -math.inf
+    busy_reason: str = ""
     ticket: int = -1
     """Number of the one heap entry that counts."""
 
 
 _Entry = tuple[float, int, _Member]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftAlone:
+    """A peer that is not chosen for a while.
+
+    Attributes:
+        reason: for people.
+        until: when it can be chosen again, in monotonic seconds.
+        is_busy: it has failed nobody, and has no room.
+        is_silent: it did not answer.
+    """
+
+    record: PeerRecord
+    reason: str
+    until: float
+    is_busy: bool
+    is_silent: bool
 
 
 class PeerQueue:
@@ -105,7 +125,7 @@ class PeerQueue:
             self.remove(peer_id)
             member = None
         if member is None:
-            member = self._members[peer_id] = _Member(record, SecondsPerSample())
+            member = self._members[peer_id] = _Member(record, SecondsPerSample(), Link())
             member.seconds_per_sample.announced(record, at_most=self._longest)
             self._learn_typical(member.seconds_per_sample.expected)
             self._set_aside(member, now)
@@ -189,25 +209,27 @@ class PeerQueue:
     def succeeded(self, peer_id: PeerId, now: float, reply: Observation) -> None:
         """Learn from a reply. It also proves that the peer lives: its ban and its back-off are over."""
         member = self._members[peer_id]
+        member.link.observe(reply)
         self._learn_typical(member.seconds_per_sample.observe(reply, at_most=self._longest))
         if self._bans.succeeded(peer_id, now):
             self._set_aside(member, now)
 
-    def busy(self, peer_id: PeerId, now: float, retry_after_seconds: float) -> None:
+    def busy(self, peer_id: PeerId, now: float, retry_after_seconds: float, reason: str = "") -> None:
         """Leave a peer alone for a while. It keeps its charge: its queue is longer than was expected."""
         member = self._members[peer_id]
+        member.busy_reason = reason
         member.busy_until = max(member.busy_until, now + min(LONGEST_BAN_SECONDS, retry_after_seconds))
         self._set_aside(member, now)
 
     def failed(
-        self, peer_id: PeerId, now: float, *, is_gone: bool = False, is_unreachable: bool = False
-    ) -> None:  # fmt: skip
+        self, peer_id: PeerId, now: float, *, is_gone: bool = False, is_unreachable: bool = False, reason: str = ""
+    ) -> None:
         """Ban a peer, each time in a row for twice as long."""
         member = self._members[peer_id]
         announced_at = member.record.announced_at
         if self._bans.failed(
-            peer_id, now, announced_at=announced_at, is_gone=is_gone, is_unreachable=is_unreachable
-        ):  # fmt: skip
+            peer_id, now, announced_at=announced_at, is_gone=is_gone, is_unreachable=is_unreachable, reason=reason
+        ):
             self._set_aside(member, now)
 
     def unreachable(self, now: float) -> list[PeerRecord]:
@@ -223,6 +245,22 @@ class PeerQueue:
         """A peer that had not answered still does not; see Bans."""
         if self._bans.unanswered(peer_id, now, seconds):
             self._set_aside(self._members[peer_id], now)
+
+    def links(self) -> dict[PeerId, Link]:
+        """The lines to members. O(peers)."""
+        return {peer_id: member.link for peer_id, member in self._members.items()}
+
+    def left_alone(self, now: float) -> list[LeftAlone]:
+        """Members that are banned or busy, and why. O(peers)."""
+        silent, found = set(self._bans.unreachable(now)), list[LeftAlone]()
+        for peer_id, member in self._members.items():
+            banned_until = self._bans.until(peer_id)
+            until = max(banned_until, member.busy_until)
+            if until > now:
+                is_busy = banned_until <= now
+                reason = member.busy_reason if is_busy else self._bans.reason(peer_id)
+                found.append(LeftAlone(member.record, reason, until, is_busy, peer_id in silent))
+        return found
 
     def banned(self, now: float) -> set[PeerId]:
         """Members that are banned. O(peers)."""

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from swarm.machine.clock import Clock
-from swarm.routing.peer_queue import PeerQueue
-from swarm.routing.throughput import Observation
+from swarm.routing.peer_queue import LeftAlone, PeerQueue
+from swarm.routing.throughput import Link, Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
 
@@ -83,6 +83,14 @@ class Router:
         """The serving peers of a stage that are banned."""
         return self._queues[stage].banned(self._clock.monotonic())
 
+    def links(self, stage: int) -> dict[PeerId, Link]:
+        """The lines to the serving peers of a stage. O(peers)."""
+        return self._queues[stage].links()
+
+    def left_alone(self, stage: int) -> list[LeftAlone]:
+        """The serving peers of a stage that are banned or busy, and why. O(peers)."""
+        return self._queues[stage].left_alone(self._clock.monotonic())
+
     def records(self, stage: int) -> list[PeerRecord]:
         """The newest announcements of all peers that serve a stage, banned and busy ones too."""
         return self._queues[stage].records()
@@ -92,12 +100,14 @@ class Router:
         if (queue := self._queue_of(peer_id)) is not None:
             queue.succeeded(peer_id, self._clock.monotonic(), reply)
 
-    def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
+    def busy(self, peer_id: PeerId, retry_after_seconds: float, reason: str = "") -> None:
         """Leave a peer alone for a while. No failure: as a preferred peer it can still be chosen."""
         if (queue := self._queue_of(peer_id)) is not None:
-            queue.busy(peer_id, self._clock.monotonic(), retry_after_seconds)
+            queue.busy(peer_id, self._clock.monotonic(), retry_after_seconds, reason)
 
-    def failed(self, peer_id: PeerId, *, is_gone: bool = False, is_unreachable: bool = False) -> None:
+    def failed(
+        self, peer_id: PeerId, *, is_gone: bool = False, is_unreachable: bool = False, reason: str = ""
+    ) -> None:  # fmt: skip
         """Ban a peer, for 5 s at first and up to 5 min if that goes on.
 
         A later announcement ends the ban too, once its first 5 s have passed, unless the peer could not be reached; a
@@ -107,9 +117,11 @@ class Router:
             is_gone: no process listened at its address. Any later announcement, which then is a new process's, ends the
                 ban at once: should there still be none, that is learnt without delay.
             is_unreachable: it did not answer at all. `answered` ends the ban, and `unanswered` makes it longer.
+            reason: for people.
         """
         if (queue := self._queue_of(peer_id)) is not None:
-            queue.failed(peer_id, self._clock.monotonic(), is_gone=is_gone, is_unreachable=is_unreachable)
+            now = self._clock.monotonic()
+            queue.failed(peer_id, now, is_gone=is_gone, is_unreachable=is_unreachable, reason=reason)
 
     def unreachable(self, stage: int) -> list[PeerRecord]:
         """The serving peers of a stage that are banned since they did not answer."""

@@ -28,6 +28,10 @@ class Observation:
     has everything downstream in it. None if it says nothing about others."""
     link_seconds: float | None
     """What the link added, from the first byte sent to the word that all have arrived; None if nothing was sent."""
+    round_trip_seconds: float | None = None
+    """From a request of a few bytes to its answer; None if there was no such request."""
+    num_bytes: int = 0
+    """That were sent in `link_seconds`."""
     queue_length: int
     """Tasks that wait at the peer. A forward or a backward is a task, half of a microbatch's work, and a microbatch
     waits for both: so each waiting task costs one `busy_seconds`."""
@@ -49,6 +53,31 @@ class MovingAverage:
     def observe(self, value: float) -> None:
         self._total = self._keep * self._total + value
         self._weight = self._keep * self._weight + 1.0
+
+
+class Link:
+    """The line to one peer, for people."""
+
+    def __init__(self) -> None:
+        self._round_trip = MovingAverage(PEER_SMOOTHING)
+        self._rate = MovingAverage(PEER_SMOOTHING)
+
+    @property
+    def round_trip_seconds(self) -> float | None:
+        """Of late, on average; None before the first."""
+        return self._round_trip.value
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """At which tensors went there of late, their round trip included; None before the first."""
+        return self._rate.value
+
+    def observe(self, reply: Observation) -> None:
+        """Learn from a reply."""
+        if reply.round_trip_seconds is not None:
+            self._round_trip.observe(_bounded(reply.round_trip_seconds))
+        if reply.link_seconds is not None and reply.num_bytes:
+            self._rate.observe(reply.num_bytes / _bounded(reply.link_seconds))
 
 
 class SecondsPerSample:

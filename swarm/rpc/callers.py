@@ -64,6 +64,8 @@ class Callers:
             max_training_bytes: kept for its microbatches, besides.
         """
         self._clock = clock or SystemClock()
+        self.num_begun = 0
+        """Calls of all callers, since the beginning."""
         self._max_calls = max_calls
         self._max_bytes = {True: max_training_bytes, False: max_bytes}
         self._num_calls: Counter[Caller] = Counter()
@@ -90,6 +92,7 @@ class Callers:
         num_more = num_entries // ENTRIES_PER_CALL
         seconds = self._count(caller, 1 + num_more, in_full=num_more > 0)
         self._num_calls[caller] += 1
+        self.num_begun += 1
         return seconds
 
     def leave(self, caller: Caller, *, wasted: bool = False) -> None:

@@ -280,7 +280,7 @@ class Computation(Watched):
         except MalformedMessage as error:
             # It was computed here, from inputs that were fine: another peer of this stage may do better.
             raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
-        self.waiting_stage, self.no_peer = self._backend.stage, False
+        self.waiting_stage, self.obstacle = self._backend.stage, None
         gradient, backward_seconds = None, 0.0
         if self.order.has_backward:
             try:

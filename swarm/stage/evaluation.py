@@ -12,6 +12,7 @@ import torch
 
 from swarm.errors import MalformedMessage, RoundMismatch
 from swarm.hop.answers import HopListener
+from swarm.hop.obstacle import Obstacle, pack_obstacle
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller
 from swarm.rpc.channels import send
@@ -104,20 +105,20 @@ class Evaluation:
 
 
 class _Awaited(HopListener):
-    """The deepest stage that an evaluation waits for, and whether that has no peer."""
+    """The deepest stage that an evaluation waits for, and why none of its peers takes work, if none does."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
-        self.no_peer = False
+        self.obstacle: Obstacle | None = None
 
-    def progress(self, stage: int, *, no_peer: bool) -> None:
-        self.stage, self.no_peer = stage, no_peer
+    def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
+        self.stage, self.obstacle = stage, obstacle
 
 
 async def _with_progress(context: Context, work: "asyncio.Future[Any]", awaited: _Awaited) -> Any:
     try:
         while not (await asyncio.wait([work], timeout=PROGRESS_SECONDS))[0]:
-            progress = pb.Progress(stage=awaited.stage, no_peer=awaited.no_peer)
+            progress = pb.Progress(stage=awaited.stage, obstacle=pack_obstacle(awaited.obstacle))
             await send(context, pb.EvaluateReply(progress=progress))
     finally:
         work.cancel()

@@ -19,6 +19,7 @@ from swarm.errors import (
     Overloaded,
     StaleMicrobatch,
 )
+from swarm.hop.obstacle import pack_obstacle
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.address import check_address
@@ -202,8 +203,9 @@ class StageServicer(StageServiceServicer):
             await computation.news(PROGRESS_SECONDS)
             self._check_owner(context, computation)
             progress = pb.Progress(
-                stage=computation.waiting_stage, no_peer=computation.no_peer, route=pack_route(computation.route)
-            )
+                stage=computation.waiting_stage, route=pack_route(computation.route),
+                obstacle=pack_obstacle(computation.obstacle),
+            )  # fmt: skip
             num_unchanged = num_unchanged + 1 if progress == said else UNCHANGED
             if num_unchanged >= UNCHANGED:
                 said, num_unchanged = progress, 0

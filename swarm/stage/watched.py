@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping
 
 from swarm.hop.answers import HopListener
+from swarm.hop.obstacle import Obstacle
 from swarm.types import PeerId
 
 
@@ -15,14 +16,14 @@ class Watched(HopListener):
 
     Attributes:
         waiting_stage: the deepest stage that is waited for.
-        no_peer: whether that has no peer.
+        obstacle: why none of its peers takes it now, if none does.
         route: the peers of later stages that work on the microbatch.
         subscriber: the call that gets the answer; a newer one takes its place.
     """
 
     def __init__(self, stage: int) -> None:
         self.waiting_stage = stage
-        self.no_peer = False
+        self.obstacle: Obstacle | None = None
         self.route: Mapping[int, PeerId] = {}
         self.subscriber: object | None = None
         self._is_wanted = asyncio.Event()
@@ -61,8 +62,8 @@ class Watched(HopListener):
         self._is_wanted.clear()
         return self.subscriber
 
-    def progress(self, stage: int, *, no_peer: bool) -> None:
-        self.waiting_stage, self.no_peer = stage, no_peer
+    def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
+        self.waiting_stage, self.obstacle = stage, obstacle
 
     def routed(self, route: Mapping[int, PeerId]) -> None:
         self.route = dict(route)

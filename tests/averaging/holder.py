@@ -17,6 +17,7 @@ from swarm.averaging.place import Place
 from swarm.config import from_dict
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.machine.clock import Clock, ManualClock
+from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult, Snapshot, known
 from swarm.types import PeerRecord
@@ -36,7 +37,7 @@ MANY_FRAGMENTS = from_dict(
 class Holder:
     """A peer whose state is one vector, with its donor."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: Clock | None = None, turns: Turns | None = None) -> None:
         self.clock = ManualClock()
         clock = clock or self.clock
         self.state = torch.arange(SIZE, dtype=torch.float32)
@@ -47,6 +48,7 @@ class Holder:
             self.place,
             cast("RoundMember", self),  # Of which nothing but snapshots is asked.
             clock,
+            turns,
         )
 
     @property

@@ -15,6 +15,7 @@ from swarm.content.servicer import MOST_CALLS_OF_ONE, ContentServicer, Shelf, Sh
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.turns import Turns
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
 from swarm.rpc.wire import CHUNK_BYTES
 from swarm.types import PeerRecord
@@ -30,7 +31,10 @@ async def _serving(
 ) -> AsyncIterator[PeerRecord]:  # fmt: skip
     server = grpc.aio.server(options=SERVER_OPTIONS)
     shelves = Shelves(weights=weights, tokenizer=tokenizer)
-    servicer = ContentServicer("run", shelves, is_exchanging=is_exchanging, clock=SystemClock())
+    servicer = ContentServicer(
+        "run", shelves, is_exchanging=is_exchanging, clock=SystemClock(),
+        turns=Turns(SystemClock(), is_training=lambda: False),
+    )  # fmt: skip
     add_ContentServiceServicer_to_server(servicer, server)
     port = bind_server(server, "127.0.0.1", 0, None)
     await server.start()
@@ -48,7 +52,7 @@ async def channels() -> AsyncIterator[ChannelPool]:
 
 
 async def test_content_comes_whole_and_by_its_kind(channels: ChannelPool) -> None:
-    line = GrpcLine("run", channels)
+    line = GrpcLine("run", channels, own_id="a")
     async with _serving(shelf_of(LARGE), shelf_of(b"words")) as donor:
         assert await line.ask(donor, Kind.WEIGHTS, digest_of(LARGE), max_bytes=len(LARGE)) == LARGE
         assert await line.ask(donor, Kind.TOKENIZER, digest_of(b"words"), max_bytes=99) == b"words"
@@ -75,7 +79,7 @@ async def test_what_is_not_what_was_asked_for_is_refused(
 ) -> None:
     async with _serving(shelf) as donor:
         with pytest.raises(fault, match=message):
-            await GrpcLine(run, channels).ask(donor, Kind.WEIGHTS, digest_of(LARGE), max_bytes=max_bytes)
+            await GrpcLine(run, channels, own_id="a").ask(donor, Kind.WEIGHTS, digest_of(LARGE), max_bytes=max_bytes)
 
 
 async def test_one_caller_has_only_so_many_at_once(channels: ChannelPool) -> None:
@@ -89,7 +93,7 @@ async def test_one_caller_has_only_so_many_at_once(channels: ChannelPool) -> Non
         go_on.wait(20.0)
         return shelf_of(b"x")(sha256)
 
-    line = GrpcLine("run", channels)
+    line = GrpcLine("run", channels, own_id="a")
 
     async def ask() -> bytes:
         return await line.ask(donor, Kind.WEIGHTS, digest_of(b"x"), max_bytes=1)
@@ -111,7 +115,7 @@ async def test_training_comes_first(channels: ChannelPool) -> None:
     is_exchanging = True
     async with _serving(shelf_of(b"x"), is_exchanging=lambda: is_exchanging) as donor, asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(
-            GrpcLine("run", channels).ask(donor, Kind.WEIGHTS, digest_of(b"x"), max_bytes=1)
+            GrpcLine("run", channels, own_id="a").ask(donor, Kind.WEIGHTS, digest_of(b"x"), max_bytes=1)
         )  # fmt: skip
         await asyncio.sleep(0.3)
         assert not asking.done()
@@ -120,7 +124,7 @@ async def test_training_comes_first(channels: ChannelPool) -> None:
 
 
 async def test_a_donor_that_dies_in_mid_piece_is_unavailable_and_another_one_sends_it(channels: ChannelPool) -> None:
-    line, is_exchanging = GrpcLine("run", channels), False
+    line, is_exchanging = GrpcLine("run", channels, own_id="a"), False
 
     def begin_exchange() -> bool:
         # From the second part of the piece on, which then does not come.

@@ -18,6 +18,7 @@ from swarm.interchange.run_folder import ImportOptions, import_model, open_weigh
 from swarm.interchange.source import Source
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock
+from swarm.machine.waits import Waits
 from swarm.model.stages import parameter_shapes
 from tests.content.lines import FakeLine, after
 from tests.interchange.small_models import save
@@ -37,7 +38,7 @@ def cache_of(
     """What one peer has, with a line to others."""
     clock = SystemClock()
     fetcher = Fetcher(line, Kind.WEIGHTS, line.donors, clock, random.Random(0))
-    return WeightsCache(folder, config.model.weights, fetcher, clock, own=own, source=source)
+    return WeightsCache(folder, config.model.weights, fetcher, Waits(), own=own, source=source)
 
 
 async def test_a_stage_is_fetched_and_then_given_to_others(

@@ -634,6 +634,37 @@ async def test_a_node_without_neighbours_does_not_take_its_own_records_for_all(
         node.shutdown()
 
 
+async def test_a_node_that_is_cut_off_does_not_take_its_own_records_for_an_answer_and_is_soon_back(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it knows of others, or has asked them a moment ago, does not make them answer."""
+    monkeypatch.setattr(dht_node, "LONELY_SECONDS", 0.1)
+    left = start()
+    others = [start(left.addresses()) for _ in range(2)]
+    for other in others:
+        left.remember(other.addresses()[0])
+    own = await _announce(left, 40.0)
+    assert await left.get("own", partly=True) == own
+    for other in others:
+        _p2pd_of(other).suspend()
+    with contextlib.suppress(PeerUnavailable):
+        await left.get("own")
+    until = time.monotonic() + 4.0
+    while time.monotonic() < until:
+        with pytest.raises(PeerUnavailable):
+            await left.get("own", partly=True)
+    for other in others:
+        _p2pd_of(other).resume()
+    async with asyncio.timeout(4.0):
+        while True:
+            with contextlib.suppress(PeerUnavailable):
+                if await left.get("own", partly=True) == own:
+                    break
+            await asyncio.sleep(0.1)
+    for node in (left, *others):
+        node.shutdown()
+
+
 PROGRAM = """
 import signal, sys, time
 import psutil

@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.errors import (
     DeadlineExceeded,
@@ -18,9 +20,12 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
+from swarm.hop.obstacle import LONGEST_CAUSES, Obstacle, pack_obstacle
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, Retries, most_sent_on
 from swarm.machine.clock import ManualClock
+from swarm.machine.repeats import Repeats
 from swarm.routing.router import Router
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 
 LIMITS = HopLimits()
@@ -31,16 +36,24 @@ class World:
 
     def __init__(self, num_peers: int) -> None:
         self.clock = ManualClock()
+        self.repeats = Repeats(self.clock)
         self.router = Router(self.clock, random.Random(0))
         self.records = [
-            PeerRecord(peer_id=f"{n:040x}", stage=0, endpoint="", announced_at=0.0, state=PeerState.SERVING)
+            PeerRecord(
+                peer_id=f"{n:040x}",
+                name=f"gpu-{n}",
+                stage=0,
+                endpoint=f"192.0.2.{n}:5001",
+                announced_at=0.0,
+                state=PeerState.SERVING,
+            )
             for n in range(num_peers)
         ]
         self.router.update(0, self.records)
         self.retries = self.another()
 
     def another(self) -> Retries:
-        return Retries(stage=0, router=self.router, clock=self.clock, limits=LIMITS)
+        return Retries(stage=0, router=self.router, clock=self.clock, limits=LIMITS, repeats=self.repeats)
 
     def seconds_until_asked_again(self, record: PeerRecord) -> float:
         """Of a peer that another microbatch could ask at any time."""
@@ -165,3 +178,109 @@ def test_each_stall_doubles_the_patience_three_times_at_most() -> None:
         world.retries.require_no_stall(peer_id, 4, patience)
         with pytest.raises(DeadlineExceeded):
             world.retries.require_no_stall(peer_id, 4, patience + 1)
+
+
+def test_that_all_peers_of_a_stage_failed_is_told_with_each_cause_and_when_one_is_tried_again() -> None:
+    world = World(2)
+    assert world.retries.obstacle() is None
+    world.retries.note(world.records[0], PeerUnavailable("UNAVAILABLE: watchdog", is_unreachable=True))
+    assert world.retries.choose(4) == world.records[1]
+    world.retries.note(world.records[1], PeerUnavailable("this peer is out of memory"))
+    assert world.retries.choose(4) is None
+    another = world.another()
+    assert another.obstacle() is None, "it has asked nobody yet"
+    assert another.choose(4) is None
+    told = another.obstacle()
+    assert told == world.retries.obstacle()
+    assert told is not None
+    assert told.in_words(1) == (
+        "both peers of stage 1 failed just now (gpu-0 at 192.0.2.0:5001: no answer; gpu-1: this peer is out of "
+        "memory), tried again in 5 s"
+    )
+    world.clock.advance(5.0)
+    assert world.retries.choose(4) is not None
+
+
+def test_that_a_stage_has_no_peer_is_told_of_an_empty_stage_alone() -> None:
+    world = World(1)
+    for error in (
+        PeerUnavailable("died", is_gone=True), DeadlineExceeded("no result"), NotReady("joining"),
+        Overloaded("full", retry_after_seconds=9.0), NotAllowed("its clock is wrong"),
+    ):  # fmt: skip
+        world = World(1)
+        world.retries.note(world.records[0], error)
+        for _ in range(50):
+            if world.retries.choose(4) is not None:
+                world.retries.note(world.records[0], NotReady("joining"))
+            told = world.retries.obstacle()
+            assert told is None or not told.is_empty_stage
+            world.clock.advance(0.1)
+        assert told is not None, "a microbatch that has waited for five seconds"
+        assert "gpu-0" in told.in_words(0)
+    world.router.update(0, [])
+    assert world.retries.choose(4) is None
+    assert world.retries.obstacle() == Obstacle(num_peers=0)
+
+
+def test_peers_that_have_no_room_for_a_moment_are_no_obstacle() -> None:
+    world = World(2)
+    for record in world.records:
+        world.retries.note(record, Overloaded("work waits here already", retry_after_seconds=3.0))
+    assert world.retries.choose(4) is None
+    assert world.retries.obstacle() is None
+    world.clock.advance(2.0)
+    for record in world.records:
+        world.retries.note(record, Overloaded("work waits here already", retry_after_seconds=3.0))
+    world.clock.advance(2.0)
+    assert world.retries.choose(4) is None
+    told = world.retries.obstacle()
+    assert told is not None
+    assert told.in_words(0) == "both peers of stage 0 take no work now (gpu-0, gpu-1: work waits here already)"
+    world.retries.accepted()
+    assert world.retries.obstacle() is None
+
+
+def test_a_peer_that_fails_many_microbatches_is_one_line_a_cause(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world = World(2)
+    for _ in range(20):
+        world.another().note(world.records[0], DeadlineExceeded("no result after 120 s"))
+    world.another().note(world.records[0], PeerUnavailable("died", is_gone=True))
+    world.clock.advance(61.0)
+    world.another().note(world.records[0], DeadlineExceeded("no result after 240 s"))
+    assert caplog.messages == [
+        "stage 0: gpu-0 failed: no result after 120 s",
+        "stage 0: gpu-0 failed: died",
+        "stage 0: gpu-0 failed: no result after 240 s, 20 times since this was said last",
+    ]
+
+
+def test_of_many_peers_a_few_are_named() -> None:
+    world = World(40)
+    for record in world.records:
+        world.another().note(record, PeerUnavailable("slow line", is_unreachable=True))
+    assert world.retries.choose(4) is None
+    told = world.retries.obstacle()
+    assert told is not None
+    line = told.in_words(0)
+    assert line.startswith(
+        "all 40 peers of stage 0 failed just now (gpu-0 at 192.0.2.0:5001, gpu-1 at 192.0.2.1:5001, "
+    )
+    assert " and 37 more: no answer), tried again in 5 s; if they run, see that their --port can be reached" in line
+
+
+@given(st.builds(
+    pb.Obstacle, num_peers=st.integers(0, 2**32 - 1), num_busy=st.integers(0, 2**32 - 1), causes=st.text(),
+    num_silent=st.integers(0, 2**32 - 1), retry_seconds=st.floats(),
+))  # fmt: skip
+def test_what_another_peer_tells_of_a_stage_is_always_a_short_line(message: pb.Obstacle) -> None:
+    assert len(Obstacle.read(message).in_words(3)) < 2000
+
+
+def test_an_obstacle_travels() -> None:
+    obstacle = Obstacle(num_peers=3, num_busy=1, num_silent=1, causes="a: no answer", seconds=2.5)
+    packed = pack_obstacle(obstacle)
+    assert packed is not None
+    assert Obstacle.read(packed) == obstacle
+    assert pack_obstacle(None) is None
+    assert len(Obstacle.read(pb.Obstacle(causes="x" * 10_000)).causes) == LONGEST_CAUSES

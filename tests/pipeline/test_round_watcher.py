@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from swarm.hop.obstacle import Obstacle
 from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -88,10 +89,12 @@ async def test_an_answer_that_makes_no_sense_is_none(figure: dict[str, float]) -
         watcher = _watcher(chain)
         await watcher.poll()
         assert (watcher.round, watcher.latest_round, watcher.report(0)) == (0, 1, None)
-        assert next(iter(figure)) in (watcher.why_silent(1) or "")
+        obstacle = watcher.obstacle(1)
+        assert obstacle is not None
+        assert next(iter(figure)) in obstacle.causes
         _tell(chain, 1)
         await watcher.poll()
-        assert (watcher.round, watcher.why_silent(1)) == (1, None)
+        assert (watcher.round, watcher.obstacle(1)) == (1, None)
         assert watcher.report(0) is not None
 
 
@@ -108,9 +111,10 @@ async def test_who_is_announced_and_cannot_be_reached_is_named() -> None:
     )  # fmt: skip
     await watcher.poll()
     assert watcher.known_round is None
-    assert watcher.why_silent(0) is None
-    assert (watcher.why_silent(1) or "").startswith("gpu-box at 127.0.0.1:1 (UNAVAILABLE: failed to connect")
+    assert watcher.obstacle(0) == Obstacle(num_peers=0)
+    cause = "gpu-box at 127.0.0.1:1: nothing listens there"
+    assert watcher.obstacle(1) == Obstacle(num_peers=1, num_silent=1, causes=cause)
     records.clear()
     await watcher.poll()
-    assert watcher.why_silent(1) is None
+    assert watcher.obstacle(1) == Obstacle(num_peers=0)
     await channels.close()

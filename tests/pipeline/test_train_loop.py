@@ -12,6 +12,7 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
+from swarm.hop.obstacle import Obstacle
 from swarm.machine.clock import ManualClock
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leased_work import HOLD_SECONDS, LeasedWork
@@ -79,6 +80,10 @@ class World:
         self.round = 0
         self.steps: list[Step] = []
 
+    def obstacle(self, stage: int) -> Obstacle:
+        assert not self.reachable
+        return Obstacle(num_peers=1, num_silent=1, causes="gpu-1: no answer")
+
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
         acknowledged: Collection[int] = (), newest: Leased | None = None,
@@ -139,11 +144,12 @@ async def running(config: RunConfig = DILOCO, max_in_flight: int = 6, first: int
     world.round = first
     world.work = LeasedWork(
         config=config, leases=cast(LeaseClient, world), clock=world.clock, max_in_flight=max_in_flight,
-        on_waiting=lambda stage: None,
+        on_waiting=lambda stage, obstacle: None,
     )  # fmt: skip
     loop = TrainLoop(
         config=config, data=cast(Microbatches, world), hop=cast(Hop, world), work=world.work,
-        watcher=cast(RoundWatcher, world), clock=world.clock, on_waiting=lambda stage: None,
+        watcher=cast(RoundWatcher, world), clock=world.clock,
+        on_waiting=lambda stage, obstacle: None,
     )  # fmt: skip
     task = asyncio.create_task(loop.run(first, 1, world.on_step))
     await eventually(lambda: world.num_runs == 1, meanwhile=lambda: world.clock.advance(0.02))

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -126,6 +127,12 @@ class _Model(RuleBasedStateMachine):
         assert known == {id_of(number) for number in self.serving()}
         assert all((self.router.expected_seconds(peer_id, 1) or 1.0) > 0 for peer_id in known)
         assert (self.router.next_available_seconds(0) is None) == (not self.serving())
+        left_alone = {PeerId(each.record.peer_id): each for each in self.router.left_alone(0)}
+        assert {peer_id for peer_id, each in left_alone.items() if not each.is_busy} == self.router.banned(0)
+        assert all(each.until > self.clock.monotonic() for each in left_alone.values())
+        if left_alone.keys() == known and known:
+            first = min(each.until for each in left_alone.values()) - self.clock.monotonic()
+            assert self.router.next_available_seconds(0) == pytest.approx(first)
 
 
 TestModel = _Model.TestCase

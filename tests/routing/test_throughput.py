@@ -1,10 +1,11 @@
 """What a peer is expected to take."""
 
+import dataclasses
 import math
 
 import pytest
 
-from swarm.routing.throughput import MovingAverage, Observation, SecondsPerSample
+from swarm.routing.throughput import Link, MovingAverage, Observation, SecondsPerSample
 from tests.routing.records import record_of
 
 
@@ -91,3 +92,18 @@ def test_one_hiccup_counts_only_so_much() -> None:
     )
     assert observed == 10.0
     assert seconds.expected == pytest.approx((0.8 + 10.0) / 1.8)
+
+
+def test_a_line_is_measured_by_what_went_over_it() -> None:
+    link = Link()
+    assert (link.round_trip_seconds, link.bytes_per_second) == (None, None)
+    usual = Observation(num_samples=1, busy_seconds=1.0, link_seconds=None, queue_length=0)
+    link.observe(usual)
+    assert (link.round_trip_seconds, link.bytes_per_second) == (None, None), "nothing was asked or sent"
+    for _ in range(3):
+        link.observe(dataclasses.replace(usual, link_seconds=0.5, num_bytes=1000, round_trip_seconds=0.25))
+    assert link.round_trip_seconds == pytest.approx(0.25)
+    assert link.bytes_per_second == pytest.approx(2000.0)
+    link.observe(dataclasses.replace(usual, link_seconds=0.0, num_bytes=1000, round_trip_seconds=-1.0))
+    assert 0.0 < (link.round_trip_seconds or 0.0) < 0.25
+    assert math.isfinite(link.bytes_per_second or math.inf)

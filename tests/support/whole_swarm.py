@@ -121,10 +121,12 @@ class WholeSwarm:
             channels=channels,
         )  # fmt: skip
         leases = LeaseClient(config=config, trainer_id=own.peer_id, peers=known.peers, channels=channels, clock=CLOCK)
-        work = LeasedWork(config=config, leases=leases, clock=CLOCK, max_in_flight=16, on_waiting=lambda stage: None)
+        work = LeasedWork(
+            config=config, leases=leases, clock=CLOCK, max_in_flight=16, on_waiting=lambda stage, obstacle: None
+        )
         loop = TrainLoop(
             config=config, data=cast(Microbatches, _Data(config)), hop=hop, work=work, watcher=watcher, clock=CLOCK,
-            on_waiting=lambda stage: None, events=log,
+            on_waiting=lambda stage, obstacle: None, events=log,
         )  # fmt: skip
 
         async def take(step: Step) -> None:

@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from swarm.averaging import messages
@@ -21,6 +22,7 @@ from swarm.averaging.messages import Standing
 from swarm.averaging.place import Place
 from swarm.errors import MalformedMessage, NotReady
 from swarm.machine.clock import Clock
+from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundMember, Snapshot
 
@@ -66,10 +68,15 @@ class _Kept:
 class Donor:
     """One peer's pinned snapshots and its log of results, which reaches back to the oldest of them."""
 
-    def __init__(self, place: Place, member: RoundMember, clock: Clock) -> None:
+    def __init__(self, place: Place, member: RoundMember, clock: Clock, turns: Turns | None = None) -> None:
+        """
+        Args:
+            turns: whose turn it is to fetch segments; None where all may at the same time.
+        """
         self._place = place
         self._member = member
         self._clock = clock
+        self._turns = turns
         self._lock = asyncio.Lock()
         """Held while a snapshot is made: peers that ask meanwhile get the same one."""
         self._pins: list[_Pin] = []
@@ -81,18 +88,19 @@ class Donor:
         """Memory that is held for others."""
         return sum(pin.content.num_bytes for pin in self._pins) + self._log_bytes
 
-    def serve(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]:
+    def serve(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadReply, None]:
         """Answer a peer that is behind.
 
         Raises:
             NotReady: what it asks for is not kept here, or not any more.
+            Overloaded: others fetch their segments first.
             MalformedMessage: it asks for nothing that there is.
         """
         match request.WhichOneof("wanted"):
             case "offer":
                 return self._offer(request.offer)
             case "segment":
-                return self._segment(request.segment)
+                return self._segment(request.peer_id, request.segment)
             case "results":
                 return self._results(messages.unpack_standing(request.results.standing))
         raise MalformedMessage("the request does not say what is wanted")
@@ -133,7 +141,7 @@ class Donor:
 
     # -- what others ask -----------------------------------------------------------------------------------------------
 
-    async def _offer(self, request: pb.OfferRequest) -> AsyncIterator[pb.DownloadReply]:
+    async def _offer(self, request: pb.OfferRequest) -> AsyncGenerator[pb.DownloadReply, None]:
         wanted = request.round if request.HasField("round") else None
         if wanted is not None:
             await self._reach(wanted)
@@ -156,7 +164,7 @@ class Donor:
                 pin.snapshot_id, pin.header = snapshot_id(header), header
         yield pb.DownloadReply(header=pin.header)
 
-    async def _segment(self, request: pb.SegmentRequest) -> AsyncIterator[pb.DownloadReply]:
+    async def _segment(self, who: str, request: pb.SegmentRequest) -> AsyncGenerator[pb.DownloadReply, None]:
         self.expire()
         pin = self._find(request.snapshot)
         if pin is None:
@@ -165,12 +173,14 @@ class Donor:
         if start >= pin.content.num_bytes:
             raise MalformedMessage(f"the snapshot has no segment {request.index}")
         pin.is_fetched = True
-        for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + SEGMENT_BYTES)):
-            self._renew(pin)
-            await self._yield_to_exchange()
-            yield pb.DownloadReply(data=piece)
+        self._renew(pin)
+        async with self._turns.turn(who) if self._turns is not None else nullcontext():
+            for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + SEGMENT_BYTES)):
+                self._renew(pin)
+                await self._yield_to_exchange()
+                yield pb.DownloadReply(data=piece)
 
-    async def _results(self, standing: Standing) -> AsyncIterator[pb.DownloadReply]:
+    async def _results(self, standing: Standing) -> AsyncGenerator[pb.DownloadReply, None]:
         self.expire()
         begins_at = standing.round
         while standing != self._place.standing:

@@ -38,6 +38,11 @@ class PartialSnapshot:
         self.num_segments = len(numbers)
         self.segments = Segments(numbers)
 
+    @property
+    def num_missing_bytes(self) -> int:
+        """Of the segments that are not here; about, since the last one may be shorter."""
+        return min(self.content.num_bytes, self.segments.num_missing * self.header.segment_bytes)
+
     def span(self, index: int) -> tuple[int, int]:
         """Where a segment lies."""
         start = index * self.header.segment_bytes

@@ -16,7 +16,9 @@ from swarm.averaging.catching_up.partial_snapshot import PartialSnapshot
 from swarm.averaging.catching_up.results import Committed, IncomingResult
 from swarm.averaging.messages import Standing
 from swarm.averaging.transport import Transport
-from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
+from swarm.machine.arriving import Arriving
+from swarm.machine.waits import Waits
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -29,6 +31,9 @@ MAX_SOURCES = 4
 """Donors that are asked, and send, at the same time."""
 GRACE_SECONDS = 1.0
 """Least time that other donors get to make an offer after the first has."""
+QUEUE_SECONDS = 3600.0
+"""How long a donor is waited for that serves others first."""
+LONGEST_RETRY_SECONDS = 5.0
 OFFER_BYTES_PER_SECOND = 2e8
 """The slowest donor that is waited for while it copies and digests its state."""
 
@@ -70,12 +75,19 @@ class Wanted:
 class StateTransfer:
     """One peer's downloads: what is here already, and which peers sent wrong bytes."""
 
-    def __init__(self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float) -> None:
-        """`silence_seconds` is the longest wait for a donor's next piece."""
+    def __init__(
+        self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float, waits: Waits
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            silence_seconds: the longest wait for a donor's next piece.
+            waits: are told how far a download is.
+        """
         self._transport = transport
         self._address = address
         self._own_id = own_id
         self._silence_seconds = silence_seconds
+        self._waits = waits
         self._partial: PartialSnapshot | None = None
         self._distrusted: set[str] = set()
 
@@ -109,9 +121,11 @@ class StateTransfer:
 
     async def fetch(self, partial: PartialSnapshot) -> Fetched:
         """Fetch what `begin` has chosen; see `snapshot`."""
-        async with asyncio.TaskGroup() as workers:
-            for donor in partial.sources:
-                workers.create_task(self._work(donor, partial))
+        arriving = Arriving(f"the state of stage {self._address.stage}", partial.num_missing_bytes)
+        with self._waits.on(arriving.in_words):
+            async with asyncio.TaskGroup() as workers:
+                for donor in partial.sources:
+                    workers.create_task(self._work(donor, partial, arriving))
         if partial.segments.num_missing:
             raise PeerUnavailable(
                 f"no source is left, {partial.segments.num_missing} of {partial.num_segments} segments are missing"
@@ -141,7 +155,10 @@ class StateTransfer:
             [donor for donor in ranked if donor.peer_id in self._distrusted],
         ):
             for start in range(0, len(group), MAX_SOURCES):
-                offers = await self._offers(group[start : start + MAX_SOURCES], wanted)
+                asked = group[start : start + MAX_SOURCES]
+                names = ", ".join(map(_name, asked))
+                with self._waits.on(f"an offer of the state of stage {self._address.stage} by {names}"):
+                    offers = await self._offers(asked, wanted)
                 if (partial := self._choose(offers, wanted)) is not None:
                     return partial
         raise PeerUnavailable("no peer offers a snapshot that would be of use")
@@ -154,7 +171,7 @@ class StateTransfer:
             try:
                 offers.append(await self._ask(donor, wanted))
             except SwarmError as error:
-                logger.info("no snapshot from %s: %s", donor.peer_id, error)
+                logger.info("no snapshot from %s: %s", _name(donor), error)
 
         time = asyncio.get_running_loop().time
         began_at = time()
@@ -209,20 +226,33 @@ class StateTransfer:
             return self._partial
         return None
 
-    async def _work(self, donor: PeerRecord, partial: PartialSnapshot) -> None:
+    async def _work(self, donor: PeerRecord, partial: PartialSnapshot, arriving: Arriving) -> None:
         """Fetch segments from one source, until all are here or it fails."""
+        time = asyncio.get_running_loop().time
+        given_at = time()
         while (index := await partial.segments.take()) is not None:
+            pause_seconds = 0.0
             try:
-                await self._fetch(donor, partial, index)
+                await self._fetch(donor, partial, index, arriving)
+                given_at = time()
+            except Overloaded as error:
+                # It serves others first. Another source may send this segment meanwhile.
+                if time() - given_at >= QUEUE_SECONDS:
+                    logger.warning("%s serves others first, for too long", _name(donor))
+                    return
+                arriving.held_up(_name(donor), str(error))
+                pause_seconds = min(error.retry_after_seconds, LONGEST_RETRY_SECONDS)
             except SwarmError as error:
-                logger.warning("%s is no source any more: %s", donor.peer_id, error)
+                logger.warning("%s is no source any more: %s", _name(donor), error)
+                arriving.lost(_name(donor))
                 if isinstance(error, IntegrityError):
                     self.distrust(donor)
                 return
             finally:
                 partial.segments.give_back(index)
+            await asyncio.sleep(pause_seconds)
 
-    async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int) -> None:
+    async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int, arriving: Arriving) -> None:
         start, stop = partial.span(index)
         at = start
         wanted = pb.SegmentRequest(snapshot=partial.snapshot_id, index=index)
@@ -232,6 +262,7 @@ class StateTransfer:
                 raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
             partial.content.write(at, reply.data)
             at += len(reply.data)
+            arriving.add(len(reply.data), _name(donor))
         if at != stop:
             raise PeerUnavailable(f"segment {index} ended early")
         if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
@@ -274,3 +305,7 @@ class StateTransfer:
                 standing, incoming = incoming.committed.after, None
         if incoming is not None:
             raise PeerUnavailable(f"the result of round {standing.round} ended early")
+
+
+def _name(donor: PeerRecord) -> str:
+    return donor.name or donor.peer_id[:8]

@@ -54,9 +54,14 @@ class Barrier:
         async def ask(stage: int) -> None:
             replies[stage] = await self._until_ready(stage, round_number)
 
-        async with asyncio.TaskGroup() as tasks:
-            for stage in stages:
-                tasks.create_task(ask(stage))
+        def waited_for(_: float) -> str:
+            late = ", ".join(str(stage) for stage, reply in replies.items() if reply is None)
+            return f"round {round_number} to be averaged at stage {late}" if late else ""
+
+        with self._context.waits.on(waited_for):
+            async with asyncio.TaskGroup() as tasks:
+                for stage in stages:
+                    tasks.create_task(ask(stage))
         ready = {stage: reply for stage, reply in replies.items() if reply is not None}
         return ready if len(ready) == len(replies) else None
 

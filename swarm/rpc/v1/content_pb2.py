@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aswarm/rpc/v1/content.proto\x12\x0cswarm.rpc.v1\"0\n\x0e\x43ontentRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\"\x1c\n\x0c\x43ontentPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xa0\x01\n\x0e\x43ontentService\x12\x45\n\x07Weights\x12\x1c.swarm.rpc.v1.ContentRequest\x1a\x1a.swarm.rpc.v1.ContentPiece0\x01\x12G\n\tTokenizer\x12\x1c.swarm.rpc.v1.ContentRequest\x1a\x1a.swarm.rpc.v1.ContentPiece0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aswarm/rpc/v1/content.proto\x12\x0cswarm.rpc.v1\"A\n\x0e\x43ontentRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x0f\n\x07peer_id\x18\x03 \x01(\t\"\x1c\n\x0c\x43ontentPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xa0\x01\n\x0e\x43ontentService\x12\x45\n\x07Weights\x12\x1c.swarm.rpc.v1.ContentRequest\x1a\x1a.swarm.rpc.v1.ContentPiece0\x01\x12G\n\tTokenizer\x12\x1c.swarm.rpc.v1.ContentRequest\x1a\x1a.swarm.rpc.v1.ContentPiece0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm.rpc.v1.content_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONTENTREQUEST']._serialized_start=44
-  _globals['_CONTENTREQUEST']._serialized_end=92
-  _globals['_CONTENTPIECE']._serialized_start=94
-  _globals['_CONTENTPIECE']._serialized_end=122
-  _globals['_CONTENTSERVICE']._serialized_start=125
-  _globals['_CONTENTSERVICE']._serialized_end=285
+  _globals['_CONTENTREQUEST']._serialized_end=109
+  _globals['_CONTENTPIECE']._serialized_start=111
+  _globals['_CONTENTPIECE']._serialized_end=139
+  _globals['_CONTENTSERVICE']._serialized_start=142
+  _globals['_CONTENTSERVICE']._serialized_end=302
 # @@protoc_insertion_point(module_scope)

@@ -24,18 +24,22 @@ class ContentRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    PEER_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     sha256: _builtins.bytes
     """Of the bytes that are wanted."""
+    peer_id: _builtins.str
+    """Of the process that asks: weights are given to one after the other."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         sha256: _builtins.bytes = ...,
+        peer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer_id", b"peer_id", "run_id", b"run_id", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

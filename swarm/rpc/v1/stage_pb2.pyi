@@ -264,29 +264,68 @@ class Progress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
-    NO_PEER_FIELD_NUMBER: _builtins.int
     ROUTE_FIELD_NUMBER: _builtins.int
+    OBSTACLE_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
-    no_peer: _builtins.bool
-    """That stage has no peer: the microbatch waits for one to come."""
     @_builtins.property
     def route(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteEntry]:
         """The route downstream of the sender, as far as it is known; in training."""
+
+    @_builtins.property
+    def obstacle(self) -> Global___Obstacle:
+        """Why no peer of that stage takes work now, if none does."""
 
     def __init__(
         self,
         *,
         stage: _builtins.int = ...,
-        no_peer: _builtins.bool = ...,
         route: _abc.Iterable[Global___RouteEntry] | None = ...,
+        obstacle: Global___Obstacle | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["obstacle", b"obstacle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_peer", b"no_peer", "route", b"route", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["obstacle", b"obstacle", "route", b"route", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class Obstacle(_message.Message):
+    """For people: the sender's word, or what a peer further on has told it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_PEERS_FIELD_NUMBER: _builtins.int
+    NUM_BUSY_FIELD_NUMBER: _builtins.int
+    NUM_SILENT_FIELD_NUMBER: _builtins.int
+    CAUSES_FIELD_NUMBER: _builtins.int
+    RETRY_SECONDS_FIELD_NUMBER: _builtins.int
+    num_peers: _builtins.int
+    """That are announced at the stage. If there is none, the microbatch waits for one to come."""
+    num_busy: _builtins.int
+    """Of them, those that have merely no room, and those that do not answer."""
+    num_silent: _builtins.int
+    causes: _builtins.str
+    """Which peers these are, and what is known of each."""
+    retry_seconds: _builtins.float
+    """Until one of them is tried again."""
+    def __init__(
+        self,
+        *,
+        num_peers: _builtins.int = ...,
+        num_busy: _builtins.int = ...,
+        num_silent: _builtins.int = ...,
+        causes: _builtins.str = ...,
+        retry_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["causes", b"causes", "num_busy", b"num_busy", "num_peers", b"num_peers", "num_silent", b"num_silent", "retry_seconds", b"retry_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Obstacle: _TypeAlias = Obstacle  # noqa: Y015
 
 @_typing.final
 class Done(_message.Message):
@@ -554,6 +593,8 @@ class DescribeReply(_message.Message):
     LOOP_LAG_SECONDS_FIELD_NUMBER: _builtins.int
     RIVAL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     LINES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
@@ -574,6 +615,8 @@ class DescribeReply(_message.Message):
     device_bytes: _builtins.int
     loop_lag_seconds: _builtins.float
     """By how long its event loop was late at most, in the last minute or two."""
+    waiting_for: _builtins.str
+    """What it waits for, in words; empty for nothing."""
     @_builtins.property
     def counters(self) -> Global___StageCounters: ...
     @_builtins.property
@@ -589,7 +632,13 @@ class DescribeReply(_message.Message):
     @_builtins.property
     def generation(self) -> Global___GenerationCounters: ...
     @_builtins.property
-    def lines(self) -> Global___Lines: ...
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]:
+        """Its lines to peers of the next stage."""
+
+    @_builtins.property
+    def lines(self) -> Global___Lines:
+        """How callers reach it."""
+
     def __init__(
         self,
         *,
@@ -614,15 +663,46 @@ class DescribeReply(_message.Message):
         loop_lag_seconds: _builtins.float = ...,
         rival: Global___Incarnation | None = ...,
         generation: Global___GenerationCounters | None = ...,
+        waiting_for: _builtins.str = ...,
+        links: _abc.Iterable[Global___Link] | None = ...,
         lines: Global___Lines | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "generation", b"generation", "lines", b"lines", "rival", b"rival"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "lineage", b"lineage", "lines", b"lines", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
+
+@_typing.final
+class Link(_message.Message):
+    """As the sender of microbatches measures it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_ID_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    peer_id: _builtins.str
+    round_trip_seconds: _builtins.float
+    """From a request of a few bytes to its answer; of those that came of late, on average."""
+    bytes_per_second: _builtins.float
+    """Of tensors, until the peer had them."""
+    def __init__(
+        self,
+        *,
+        peer_id: _builtins.str = ...,
+        round_trip_seconds: _builtins.float = ...,
+        bytes_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "peer_id", b"peer_id", "round_trip_seconds", b"round_trip_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Link: _TypeAlias = Link  # noqa: Y015
 
 @_typing.final
 class Lines(_message.Message):

@@ -20,6 +20,8 @@ from swarm.averaging.catching_up.state_transfer import Fetched, StateTransfer
 from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.transport import BEGIN
 from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable
+from swarm.machine.waits import Waits
+from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
@@ -27,7 +29,7 @@ from swarm.training.round_member import Contribution
 from swarm.types import PeerRecord
 from tests.averaging.doubles import QUICK, FakeStage, Network, Peer, make_config, network_of, peer_id, record, until
 from tests.averaging.holder import SIZE, Holder, Line
-from tests.support.virtual_time import in_virtual_time
+from tests.support.virtual_time import LoopClock, in_virtual_time
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -44,7 +46,7 @@ def line_to(num_holders: int, *, rounds: int = 1) -> Line:
 
 
 def transfer_over(line: Line) -> StateTransfer:
-    return StateTransfer(line, address=Address(), own_id=peer_id(99), silence_seconds=0.05)  # type: ignore[arg-type]  # downloads only
+    return StateTransfer(line, address=Address(), own_id=peer_id(99), silence_seconds=0.05, waits=Waits())  # type: ignore[arg-type]  # downloads only
 
 
 async def fetch(transfer: StateTransfer, *numbers: int, max_bytes: int = 4 * NUM_BYTES) -> Fetched:
@@ -67,6 +69,47 @@ def after(num_messages: int, act: Callable[[str, pb.DownloadReply], None]) -> Ca
             act(donor, reply)
 
     return tamper
+
+
+def queueing_line(num_holders: int) -> tuple[Line, Turns]:
+    """Donors that hold the same state, of which the first serves one after the other."""
+    clock = LoopClock()
+    turns = Turns(clock, is_training=lambda: False)
+    line = Line({peer_id(n): Holder(clock, turns if n == 1 else None) for n in range(1, num_holders + 1)})
+    for each in line.holders.values():
+        each.commit()
+    return line, turns
+
+
+@in_virtual_time
+async def test_those_who_find_a_donor_serving_another_wait_their_turn_and_all_get_the_state() -> None:
+    line, _ = queueing_line(1)
+    waits = Waits()
+    transfers = [
+        StateTransfer(line, address=Address(stage=2), own_id=peer_id(90 + n), silence_seconds=15.0, waits=waits)  # type: ignore[arg-type]  # downloads only
+        for n in range(4)
+    ]
+    fetching = asyncio.gather(*(fetch(transfer, 1) for transfer in transfers))
+    for _ in range(2):
+        waits.look(asyncio.get_running_loop().time())
+        await asyncio.sleep(1.5)
+    waits.look(asyncio.get_running_loop().time())
+    assert waits.present.startswith("the state of stage 2: 0.0 of 0.0 MB from 00000000 (")
+    assert "download first), 0.00 MB/s" in waits.present
+    digests = {fetched.snapshot.digest for fetched in await fetching}
+    assert digests == {holder(line, 1).digest}
+
+
+@in_virtual_time
+async def test_what_a_donor_keeps_one_waiting_for_another_one_sends() -> None:
+    line, turns = queueing_line(2)
+    transfer = StateTransfer(line, address=Address(), own_id=peer_id(90), silence_seconds=15.0, waits=Waits())  # type: ignore[arg-type]  # downloads only
+    began_at = asyncio.get_running_loop().time()
+    async with turns.turn("another"):
+        fetched = await fetch(transfer, 1, 2)
+    assert asyncio.get_running_loop().time() - began_at < 3.0
+    assert fetched.snapshot.digest == holder(line, 2).digest
+    assert (line.num_bytes[peer_id(1)], line.num_bytes[peer_id(2)]) == (0, NUM_BYTES)
 
 
 # -- snapshots -------------------------------------------------------------------------------------------------------
@@ -137,7 +180,7 @@ async def test_a_frozen_donor_does_not_hold_up_the_others(monkeypatch: pytest.Mo
     monkeypatch.setattr("swarm.averaging.catching_up.state_transfer.GRACE_SECONDS", 0.02)
     line = line_to(2)
     line.silent.add(peer_id(1))
-    transfer = StateTransfer(line, address=Address(), own_id=peer_id(99), silence_seconds=60.0)  # type: ignore[arg-type]  # downloads only
+    transfer = StateTransfer(line, address=Address(), own_id=peer_id(99), silence_seconds=60.0, waits=Waits())  # type: ignore[arg-type]  # downloads only
     async with asyncio.timeout(5.0):
         fetched = await fetch(transfer, 1, 2)
     assert [source.peer_id for source in fetched.sources] == [peer_id(2)]

@@ -11,9 +11,9 @@ from peers.shared.network import KnownPeers
 from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable
 from swarm.machine import patience
-from swarm.machine.clock import SystemClock
+from swarm.machine.clock import ManualClock, SystemClock
 from swarm.routing.router import Router
-from swarm.types import PeerRecord, PeerState
+from swarm.types import PeerId, PeerRecord, PeerState
 
 
 class _Directory:
@@ -67,3 +67,26 @@ async def test_the_first_look_is_tried_again_for_a_while(monkeypatch: pytest.Mon
     monkeypatch.setattr(patience, "JOIN_SECONDS", 0.2)
     with pytest.raises(PeerUnavailable, match="no other node"):
         await known.look_first(cast(Directory, _Directory(1000)), [0, 1], clock)
+
+
+def test_whom_a_process_leaves_alone_it_says_in_its_announcement() -> None:
+    clock = ManualClock()
+    known = KnownPeers(Router(clock, random.Random(0)))
+    records = [
+        PeerRecord(
+            peer_id=f"{number:040x}", announced_at=0.0, stage=1, endpoint="192.0.2.1:1", state=PeerState.SERVING
+        )
+        for number in range(8)
+    ]  # fmt: skip
+    known.update(1, records)
+    assert known.bans(1, clock) == ()
+    known.router.busy(PeerId(records[7].peer_id), 100.0, "work waits here already")
+    for record in records[:6]:
+        known.router.failed(PeerId(record.peer_id), reason="no answer")
+        clock.advance(0.5)
+    bans = known.bans(1, clock)
+    assert [ban.peer_id for ban in bans] == [record.peer_id for record in records[5:1:-1]], "those that last longest"
+    assert {ban.reason for ban in bans} == {"no answer"}
+    assert bans[0].until == pytest.approx(clock.time() + 4.5)
+    record = records[0].model_copy(update={"bans": bans})
+    assert PeerRecord.model_validate_json(record.model_dump_json()) == record

@@ -1,8 +1,11 @@
 """What a stage peer's user reads while it serves."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 
-from peers.stage_peer.news import EVERY_SECONDS, QUIET_SECONDS, StageNews
+from peers.stage_peer.news import ACCUSED_SECONDS, EVERY_SECONDS, QUIET_SECONDS, Around, StageNews
 from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import stage_pb2 as pb
 
@@ -49,17 +52,66 @@ def test_of_a_round_that_was_replayed_nothing_is_said_as_if_the_peer_had_been_th
     assert len(caplog.messages) == 1
 
 
+def around(**changes: Any) -> Around:
+    """What a peer sees that has nothing to complain about."""
+    usual = Around(
+        endpoint="192.0.2.1:5001", num_calls=7, num_others=2, has_trainer=True, empty_stages=(), left_alone_by={}
+    )  # fmt: skip
+    return dataclasses.replace(usual, **changes)
+
+
 def test_that_nothing_comes_is_said_once_each_time(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     news = StageNews(clock)
     with caplog.at_level("INFO"):
         for num_tasks in (0, 1):
-            news.look(num_tasks)
+            news.look(num_tasks, around())
             clock.advance(QUIET_SECONDS - 1)
-            news.look(num_tasks)
+            news.look(num_tasks, around())
             assert len(caplog.messages) == num_tasks
             for _ in range(3):
                 clock.advance(1)
-                news.look(num_tasks)
+                news.look(num_tasks, around())
+    assert caplog.messages == ["no microbatch for 30 s: the trainers send none to this peer"] * 2
+
+
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [
+        (around(num_calls=0), "no connection has reached this peer yet, of 2 others that would use it: see that they "),
+        (around(num_calls=0, empty_stages=[1]), "no connection has reached this peer yet"),
+        (around(empty_stages=[1]), "stage 1 without a peer"),
+        (around(empty_stages=[1, 4], has_trainer=False), "stages 1, 4 without a peer"),
+        (around(has_trainer=False), "no trainer is in the run"),
+        (around(num_calls=0, num_others=0, has_trainer=False), "no trainer is in the run"),
+    ],
+)
+def test_others_are_blamed_for_what_is_seen_of_them_alone(
+    seen: Around, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock()
+    news = StageNews(clock)
+    clock.advance(QUIET_SECONDS)
+    with caplog.at_level("INFO"):
+        news.look(0, seen)
+    assert caplog.messages[0].startswith(f"no microbatch for 30 s: {why}")
+
+
+def test_a_peer_that_others_leave_alone_is_told_once_by_whom_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    news = StageNews(clock)
+    one, five = {"gpu-0": "no answer"}, {f"gpu-{number}": "no answer" for number in range(5)}
+    for accusers in ({}, one, one, {}, one):
+        news.look(0, around(left_alone_by=accusers))
+        clock.advance(1.0)
+    (line,) = caplog.messages
+    assert line == (
+        "1 that hand on to this peer leave it alone for a while, as they say: gpu-0 (no answer). If that goes on, see "
+        "that others can reach 192.0.2.1:5001"
+    )
+    clock.advance(ACCUSED_SECONDS)
+    news.look(0, around(left_alone_by=five))
+    news.look(0, around(left_alone_by=five))
     assert len(caplog.messages) == 2
-    assert caplog.messages[0].startswith("no microbatch for 30 s: nobody trains, or another stage has no peer")
+    assert "5 that hand on to this peer leave it alone for a while, as they say: gpu-0 (no answer), " in caplog.text
+    assert "and 2 more. If" in caplog.text

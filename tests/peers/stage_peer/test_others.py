@@ -71,6 +71,7 @@ async def _find(
     rounds: Mapping[int, Sequence[int | None]], *, config: RunConfig = SYNCHRONOUS, stage: int = STAGE,
     patient: bool = False, gives_up: bool = False, silent_looks: Mapping[int, int] | None = None,
     committed: Mapping[int, int] | None = None, num_forwards: int = 0, leaving: Collection[int] = (),
+    needs_holder: bool = False,
 ) -> tuple[Others, int]:  # fmt: skip
     """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time.
 
@@ -100,7 +101,7 @@ async def _find(
             config=config, identity=generate(), directory=cast(Directory, directory), known=known, channels=channels,
             clock=SystemClock(),
         )  # fmt: skip
-        found = await find_others(membership, stage, patient=patient, gives_up=gives_up)
+        found = await find_others(membership, stage, patient=patient, gives_up=gives_up, needs_holder=needs_holder)
         return found, directory.num_looks
 
 
@@ -187,3 +188,35 @@ async def test_a_peer_with_a_checkpoint_waits_until_the_others_have_committed_th
     assert num_looks > 0
     others, num_looks = await _find({0: [8], 2: [7, 8]}, patient=True, config=DILOCO)
     assert (others.rounds, num_looks) == ({0: 8, 2: 7}, 0)
+
+
+async def test_holders_that_fell_silent_are_waited_for_by_who_has_nothing_else_to_begin_with(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(others_module, "RETURN_SECONDS", 0.3)
+    monkeypatch.setattr(others_module, "LOOK_SECONDS", 0.05)
+    others, num_looks = await _find({0: [7], 2: [7]}, silent_looks={STAGE: 2}, needs_holder=True)
+    assert others.rounds == {0: 7, 2: 7}
+    assert others.silent.startswith("ffffffff, silent since ")
+    assert num_looks >= 4 * 3, "while it is announced, and for a while thereafter"
+    (line,) = [message for message in caplog.messages if "was held by" in message]
+    assert line.startswith("stage 1 was held by ffffffff, silent since ")
+    others, _ = await _find({0: [0], 2: [0]}, silent_looks={STAGE: 2}, needs_holder=True)
+    assert others.silent == "", "nothing was learnt yet"
+
+
+async def test_a_holder_that_comes_back_in_time_is_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Frozen(_Directory):
+        """Whose holder's announcement expires, and comes again."""
+
+        num_readings = 0
+
+        async def peers(self, stage: int) -> list[PeerRecord]:
+            found = await super().peers(stage)
+            self.num_readings += stage == STAGE
+            return [] if stage == STAGE and 1 < self.num_readings < 5 else found
+
+    monkeypatch.setitem(globals(), "_Directory", Frozen)
+    monkeypatch.setattr(others_module, "LOOK_SECONDS", 0.05)
+    others, _ = await _find({0: [7], STAGE: [None, 8], 2: [7]}, needs_holder=True)
+    assert others == Others(held_at=8)

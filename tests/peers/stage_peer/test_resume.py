@@ -127,11 +127,20 @@ def test_nobody_starts_anew_beside_checkpoints(config: RunConfig, rounds: dict[i
 @both
 def test_a_lost_stage_does_not_start_over_unasked(config: RunConfig, tmp_path: Path) -> None:
     """A peer that has its checkpoint would find a holder, and take over the initial weights."""
-    expected = r"^nobody holds stage 1 any more: begin with its checkpoint \(--resume DIR\), or with --start-over from "
+    expected = (
+        r"^nobody holds stage 1 any more: if its peers are only frozen or cut off, start this one again when they are "
+        r"back; if they are gone for good, begin with a checkpoint \(--resume DIR\)\. Without one, --start-over "
+    )
     for folder in (None, CheckpointFolder(tmp_path, config)):
         with pytest.raises(Fatal, match=expected):
             _choose(config, Others(rounds={0: 40, 2: 41}), folder)
         assert _choose(config, Others(rounds={0: 0, 2: 0}), folder) is None, "nothing was learnt yet"
+
+
+@both
+def test_nobody_is_advised_to_throw_away_what_peers_hold_that_fell_silent_just_now(config: RunConfig) -> None:
+    with pytest.raises(Fatal, match=r"^stage 1 was held by gpu-1, silent since 12:03:10: .*again when they are back$"):
+        _choose(config, Others(rounds={0: 40, 2: 41}, silent="gpu-1, silent since 12:03:10"), None)
 
 
 @both

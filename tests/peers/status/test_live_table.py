@@ -36,6 +36,28 @@ def test_table_shows_peers_trainers_events_and_the_empty_stage() -> None:
     assert "stage 1 has no peer: start one with swarm-peer --stage 1" in drawn
 
 
+def test_of_a_stage_whose_peers_do_not_answer_nobody_is_told_to_start_one() -> None:
+    silent = replace(PEER, state="unreachable")
+    view = replace(VIEW, stages=(StageRow(stage=0, peers=(silent, replace(silent, name="host-2"))),))
+    (line,) = [line for line in plain_lines(view) if line.startswith("no peer of stage 0")]
+    assert line == "no peer of stage 0 answers (host-1, host-2): just died, frozen, or out of reach from here"
+    assert "start one" not in _draw(view)
+
+
+def test_who_leaves_whom_alone_is_a_line_that_changes_only_with_its_cause() -> None:
+    def view(until: float, reason: str = "no answer") -> SwarmView:
+        banning = replace(PEER, name="host-0", bans=({"peer_id": "ab", "reason": reason, "until": until},))
+        trainer = TrainerRow(name="trainer-1", bans=({"peer_id": "f" * 40, "reason": "too slow", "until": 1e300},))
+        stages = (StageRow(stage=0, peers=(banning,)), StageRow(stage=1, peers=(PEER,)))
+        return replace(VIEW, stages=stages, trainers=(trainer,))
+
+    before, after = plain_lines(view(1.0)), plain_lines(view(3601.0))
+    assert before.keys() == after.keys() != plain_lines(view(1.0, "out of memory")).keys()
+    drawn = _draw(view(1.0))
+    assert "host-0 leaves host-1 alone until " in drawn
+    assert "trainer-1 leaves ffffffff alone until " in drawn
+
+
 def _table(view: SwarmView, number: int) -> list[tuple[str, str]]:
     """Heading and first cell of each column, from left to right, of the first or the second table."""
     drawn = render(view)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from peers.status.answer import LONGEST_REFUSAL, MOST_REFUSALS
 from peers.status.observe import observe, with_moves
-from peers.status.peer_row import LONGEST_REFUSAL, MOST_REFUSALS, PeerRow
+from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -73,8 +74,9 @@ def test_a_newcomer_joins() -> None:
     assert _seen([_claim(1, None, ClaimState.PENDING)], SERVES)[1] == []
 
 
-def test_a_peer_that_left_for_good_or_died_stays_unreachable() -> None:
-    assert _seen([], (OTHER, 0, PeerState.LEAVING, "unreachable"))[0] == [("b", "unreachable", None, None)]
+def test_a_peer_that_left_for_good_is_told_from_one_that_died() -> None:
+    assert _seen([], (OTHER, 0, PeerState.LEAVING, "unreachable"))[0] == [("b", "leaving", None, None)]
+    assert _seen([], (OTHER, 0, PeerState.SERVING, "unreachable"))[0] == [("b", "unreachable", None, None)]
 
 
 def test_a_stage_that_everybody_leaves_is_empty_and_one_that_somebody_goes_to_is_not() -> None:
@@ -103,6 +105,29 @@ async def test_an_answer_that_makes_no_sense_is_none() -> None:
     answers = (("serving", 1.0), ("serving", math.nan), ("\x1b[2J", 1.0))
     shown = await _ask([pb.DescribeReply(state=state, samples_per_second=rate) for state, rate in answers])
     assert [peer["state"] for peer in shown] == ["serving", "unreachable", "unreachable"]
+
+
+async def test_what_a_peer_tells_of_its_waits_and_lines_is_bounded_text_and_figures() -> None:
+    honest = pb.DescribeReply(
+        state="serving", waiting_for="stage 2 (it has no peer) (12 s)",
+        links=[pb.Link(peer_id=OTHER, round_trip_seconds=0.25, bytes_per_second=1e6)],
+    )  # fmt: skip
+    liar = pb.DescribeReply(
+        state="serving", waiting_for="\x1b[2J" * 1000, links=[pb.Link(peer_id="\x1b[2J" * 1000)] * 1000
+    )  # fmt: skip
+    nonsense = pb.DescribeReply(state="serving", links=[pb.Link(round_trip_seconds=math.nan)])
+    first, second, third = await _ask([honest, liar, nonsense])
+    assert first["waiting_for"] == "stage 2 (it has no peer) (12 s)"
+    assert first["links"] == [{"peer_id": OTHER, "round_trip_seconds": 0.25, "bytes_per_second": 1e6}]
+    assert (len(second["waiting_for"]), len(second["links"]), len(second["links"][0]["peer_id"])) == (200, 16, 64)
+    assert "\x1b" not in str(second)
+    assert third["state"] == "unreachable"
+
+
+def test_what_a_joiner_waits_for_is_shown_though_it_cannot_be_asked() -> None:
+    claim = _claim(1, None).model_copy(update={"waiting_for": "the state of stage 1 (7 s)"})
+    (row,) = with_moves([StageRow(stage=1)], {1: []}, [claim])
+    assert [(peer.state, peer.waiting_for) for peer in row.peers] == [("joining", "the state of stage 1 (7 s)")]
 
 
 async def test_a_peer_is_shown_under_the_name_and_id_that_it_announces() -> None:
@@ -134,7 +159,8 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
             attempts=10, aborted={"silent": 11}, downloads=12, refusals=["a line"], exchanged_bytes=17
         ),
         rounds=[pb.RoundReport(num_members=99, round=18, contributed=True), pb.RoundReport(round=19), last],
-        generation=pb.GenerationCounters(sessions=13, tokens=14, rounds=15),
+        generation=pb.GenerationCounters(sessions=13, tokens=14, rounds=15), waiting_for="round 3",
+        links=[pb.Link(peer_id=OTHER, round_trip_seconds=4.5, bytes_per_second=5.5)],
         lines=pb.Lines(is_hidden=True, punched=21, relayed=22, waiting=23, carried=24, carried_bytes=25),
     )  # fmt: skip
     (shown,) = await _ask([reply])
@@ -149,7 +175,8 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
         "exchange_seconds": 1.5, "wait_seconds": 2.5, "contribution_norm": 3.5, "attempts": 10,
         "aborted": {"silent": 11}, "downloads": 12, "inner_steps": 2, "samples_per_inner_step": 17.0,
         "configured_samples_per_inner_step": 16, "staleness": 1.5, "largest_staleness": 3, "loop_lag_seconds": 0.75,
-        "refusals": ["a line"],
+        "refusals": ["a line"], "waiting_for": "round 3", "bans": [],
+        "links": [{"peer_id": OTHER, "round_trip_seconds": 4.5, "bytes_per_second": 5.5}],
     }  # fmt: skip
 
 

@@ -13,7 +13,25 @@ def test_a_stage_is_empty_without_a_peer_that_serves_or_joins() -> None:
     view = SwarmView(
         run="r", stages=(stage(0), stage(1, "joining"), stage(2, "leaving"), stage(3, "leaving", "serving"))
     )
-    assert view.empty_stages == [0, 2]
+    assert (view.empty_stages, view.silent_stages) == ([0, 2], {})
+
+
+def test_a_stage_whose_peers_do_not_answer_is_not_empty() -> None:
+    def stage(number: int, *states: str) -> StageRow:
+        peers = (PeerRow(name=f"p{n}", peer_id="", state=state) for n, state in enumerate(states))
+        return StageRow(stage=number, peers=tuple(peers))
+
+    view = SwarmView(
+        run="r",
+        stages=(
+            stage(0, "unreachable", "serving"), stage(1, "unreachable", "leaving", "unreachable"),
+            stage(2, "unreachable", "moving"), stage(3),
+        ),
+    )  # fmt: skip
+    assert view.silent_stages == {1: ["p0", "p2"]}
+    assert view.empty_stages == [3]
+    document = json.loads(view.to_json())
+    assert (document["empty_stages"], document["silent_stages"]) == ([3], [1])
 
 
 def test_json_has_every_field() -> None:
@@ -23,6 +41,6 @@ def test_json_has_every_field() -> None:
     )
     document = json.loads(view.to_json())
     assert document["stages"][0]["peers"][0]["rerouted_backwards"] == 3
-    assert document["trainers"] == [{"name": "t", "step": 0, "loss": None, "tokens_per_second": 0.0}]
+    assert document["trainers"] == [{"name": "t", "step": 0, "loss": None, "tokens_per_second": 0.0, "bans": []}]
     assert document["events"] == ["x"]
     assert document["empty_stages"] == []

@@ -17,6 +17,7 @@ from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.data import tokenizers
 from swarm.errors import CorpusMismatch
+from swarm.machine.clock import ManualClock
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.training.samples import TOKENS
@@ -95,7 +96,9 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
         (tmp_path / name).mkdir()
     sample = "" if interrupted else "it goes on"
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
-        report = Report(SYNCHRONOUS, steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True))
+        report = Report(
+            SYNCHRONOUS, steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True), clock=ManualClock()
+        )
         wandb_run = cast(WandbRun, _Wandb())
         assert await finish(report, tmp_path, corpus, sample, wandb_run, interrupted=interrupted) == exit_code
     assert caplog.messages == [f"{tmp_path / name} is not written: Is a directory" for name in stuck]

@@ -1,5 +1,6 @@
 """What a trainer tells of its steps."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from peers.trainer.report import Report
+from peers.trainer.report import GAP_SECONDS, Report
 from swarm.config import RunConfig
+from swarm.hop.obstacle import Obstacle
+from swarm.machine.clock import Clock, ManualClock
 from swarm.metrics.log import MetricsLog, StepMetrics
 from swarm.pipeline.round_watcher import StepReport
 from swarm.pipeline.tally import StepTotals
@@ -30,6 +33,13 @@ class Metrics:
         """Nothing is made of it."""
 
 
+def _report(folder: Path, clock: Clock | None = None, *, metrics: Metrics | None = None) -> Report:
+    return Report(
+        RunConfig(), steps=9, output=folder, metrics=cast(MetricsLog, metrics or Metrics()),
+        console=Console(quiet=True), clock=clock or ManualClock(),
+    )  # fmt: skip
+
+
 def _step(
     number: int, run_samples: int, losses: Sequence[float] = (1.0,), inner_steps: tuple[InnerSteps, ...] = ()
 ) -> Step:
@@ -41,7 +51,7 @@ def _step(
 def test_a_speed_is_never_negative(tmp_path: Path) -> None:
     """DiLoCo's rounds are of unequal length, and a stage that came back from a checkpoint has lost some samples."""
     config, metrics = RunConfig(), Metrics()
-    report = Report(config, steps=9, output=tmp_path, metrics=cast(MetricsLog, metrics), console=Console(quiet=True))
+    report = _report(tmp_path, metrics=metrics)
     report.begin(100)
     usual, length = config.rounds.round_samples, config.data.sequence_length
     speeds = []
@@ -56,40 +66,46 @@ def test_a_speed_is_never_negative(tmp_path: Path) -> None:
 def test_losses_that_no_sum_can_hold_have_a_mean(loss: float, tmp_path: Path) -> None:
     """Trainers announce it, and what is not finite cannot be announced."""
     metrics = Metrics()
-    report = Report(
-        RunConfig(), steps=9, output=tmp_path, metrics=cast(MetricsLog, metrics), console=Console(quiet=True)
-    )
+    report = _report(tmp_path, metrics=metrics)
     report.begin(0)
     report.step(_step(1, 8, [loss] * 3), None)
     assert report.figures.loss == metrics.steps[0].loss == loss
 
 
-def test_an_empty_stage_and_one_that_cannot_be_reached_are_told_apart(
+def test_why_a_stage_takes_no_work_is_told_once_a_cause_until_the_next_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    silent = {1: "gpu-box at 192.0.2.1:5001 (no answer)"}
-    report = Report(
-        RunConfig(), steps=9, output=tmp_path, metrics=cast(MetricsLog, Metrics()), console=Console(quiet=True),
-        why_silent=silent.get,
-    )  # fmt: skip
-    for stage in (0, 1, 1):
-        report.waiting(stage)
-    silent.clear()
-    for stage in (0, 1, 1):
-        report.waiting(stage)
-    first, second, third = caplog.messages
-    assert "stage 0 has no peer; start one with swarm-peer --stage 0" in first
-    assert "stage 1 has no peer" in third, "it is announced no longer"
-    assert "stage 1 does not answer: gpu-box at 192.0.2.1:5001 (no answer); if it runs, see that its --port" in second
+    caplog.set_level("INFO")
+    clock = ManualClock()
+    report = _report(tmp_path, clock)
+    silent = Obstacle(num_peers=2, num_silent=2, causes="a at 192.0.2.1:5001, b: no answer", seconds=3.2)
+    busy = Obstacle(num_peers=2, num_busy=2, causes="a, b: work waits here already")
+    for obstacle in (silent, dataclasses.replace(silent, seconds=1.0), Obstacle(num_peers=0), busy, busy):
+        report.waiting(1, obstacle)
+    assert caplog.messages == [
+        "waiting: both peers of stage 1 failed just now (a at 192.0.2.1:5001, b: no answer), tried again in 4 s; if "
+        "they run, see that their --port can be reached, and that their --announce is right",
+        "waiting: both peers of stage 1 take no work now (a, b: work waits here already)",
+    ]
+    caplog.clear()
+    clock.advance(GAP_SECONDS)
+    for obstacle in (silent, Obstacle(num_peers=0), silent, busy):
+        report.waiting(1, obstacle)
+    expected = "waiting: stage 1 has no peer; start one with swarm-peer --stage 1 --initial-peers ..."
+    assert caplog.messages == [expected], "they are announced no longer"
+    report.step(_step(1, 8), None)
+    clock.advance(GAP_SECONDS)
+    report.waiting(1, Obstacle(num_peers=0))
+    assert caplog.messages.count(expected) == 2
+    report.waiting(4000, Obstacle(num_peers=0))
+    assert "4000" not in caplog.text, "a stage that some peer has made up"
 
 
 def test_what_makes_a_stage_learn_badly_is_said_once_and_the_figures_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = Metrics()
-    report = Report(
-        RunConfig(), steps=9, output=tmp_path, metrics=cast(MetricsLog, metrics), console=Console(quiet=True)
-    )
+    report = _report(tmp_path, metrics=metrics)
     good, bad = InnerSteps(configured_samples=16), InnerSteps(configured_samples=16)
     good.add(16, {5: 2}, newest=5)
     bad.add(48, {5: 6}, newest=5)

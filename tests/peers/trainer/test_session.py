@@ -50,7 +50,7 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1)
         peers=lambda stage: [peer.record for peer in chain.at(stage)],
     )  # fmt: skip
     report = Report(
-        config, steps=steps, output=folder, metrics=metrics, console=Console(quiet=True), why_silent=watcher.why_silent
+        config, steps=steps, output=folder, metrics=metrics, console=Console(quiet=True), clock=SystemClock()
     )
     work = LeasedWork(
         config=config, leases=cast(LeaseClient, None), clock=SystemClock(), max_in_flight=1, on_waiting=report.waiting
@@ -87,6 +87,29 @@ async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_
             chain.update(records)
             assert await waiting == expected
             assert caplog.messages == [line]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_of_peers_that_are_there_and_fail_it_is_not_said_that_there_are_none(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.02)
+    caplog.set_level(logging.WARNING)
+    async with running_chain(SYNCHRONOUS, num_peers=[2, 2, 1]) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path)
+            for peer in chain.at(stage):
+                await peer.server.stop(0)
+            waiting = asyncio.ensure_future(session.evaluate())
+            await eventually(lambda: bool(caplog.messages))
+            await asyncio.sleep(0.2)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+    (line,) = caplog.messages
+    assert line.startswith(f"waiting: both peers of stage {stage} failed just now (")
+    assert ", tried again in " in line
+    assert all(peer.record.endpoint in line for peer in chain.at(stage))
+    assert "start one" not in line
 
 
 async def test_who_only_evaluates_writes_down_the_present_round_s_loss_and_feeds_nothing(

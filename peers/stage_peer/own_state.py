@@ -1,0 +1,97 @@
+"""The state with which a stage peer begins to serve: found out about, taken from a checkpoint, or waited for.
+
+Used by server.py, around the start of averaging, which downloads what others hold.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from peers.shared.membership import Membership
+from peers.stage_peer import resume
+from peers.stage_peer.others import RETURN_SECONDS, find_others, named
+from peers.stage_peer.server_options import ServerOptions
+from swarm.checkpoint.folder import CheckpointFolder
+from swarm.errors import NotReady
+from swarm.stage.member import StageMember
+from swarm.stage.stage import Stage
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+
+
+class OwnState:
+    """One stage's, until it is here."""
+
+    def __init__(self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions) -> None:
+        self._membership = membership
+        self._stage = stage
+        self._member = member
+        self._options = options
+        self._held_at = 0
+        """Round of the peers that hold the stage, when this one began."""
+        self._holders: Sequence[PeerRecord] = ()
+        """As they were announced last."""
+
+    async def begin(self) -> None:
+        """Take the state of a checkpoint, if there is one and nobody holds this stage.
+
+        Raises:
+            ValueError, Fatal, PeerUnavailable: as of find_others and resume.choose.
+        """
+        options = self._options.resume
+        folder = options.folder
+        resumes = folder is not None and not CheckpointFolder(folder, self._membership.config).is_empty
+        with self._membership.waits.on(f"word of the other peers, before stage {self._stage.number} begins"):
+            others = await find_others(
+                self._membership, self._stage.number, patient=options.joins and resumes, gives_up=options.moves,
+                needs_holder=not (resumes or options.starts_over or options.moves),
+            )  # fmt: skip
+        self._held_at = others.held_at or 0
+        self._holders = self._membership.known.others(self._stage.number)
+        shapes = {name: master.shape for name, master in self._stage.context.backend.weights.masters.items()}
+        await resume.begin(
+            self._membership.config, self._stage.number, self._member, shapes, others, options,
+            checkpoints=self._options.checkpoints,
+        )  # fmt: skip
+
+    async def arrive(self) -> None:
+        """Wait while others hold what could not be downloaded at once: averaging goes on asking them.
+
+        Those who fall silent may be frozen, or cut off for a moment: they are waited for, for RETURN_SECONDS.
+        """
+        with self._membership.waits.on(f"the state of stage {self._stage.number}"):
+            await self._arrive()
+
+    async def _arrive(self) -> None:
+        clock, silent_since = self._membership.clock, None
+        while self._is_lacking:
+            if others := self._membership.known.others(self._stage.number):
+                self._holders, silent_since = others, None
+            elif not self._holders:
+                return
+            elif silent_since is None:
+                silent_since = clock.monotonic()
+                logger.warning(
+                    "the state of stage %d is with %s: waiting for %.0f s in case they are back", self._stage.number,
+                    named(self._holders), RETURN_SECONDS,
+                )  # fmt: skip
+            elif clock.monotonic() - silent_since >= RETURN_SECONDS:
+                return
+            await clock.sleep(LOOK_SECONDS)
+
+    def require(self) -> None:
+        """Raise NotReady if the state is not here. How far the holders said that they were does not matter."""
+        if not self._is_lacking:
+            return
+        source = f" from {named(self._holders)}" if self._holders else ""
+        raise NotReady(
+            f"the state of stage {self._stage.number} could not be downloaded{source}: start this peer again when it "
+            "is back, or when another peer holds the stage"
+        )
+
+    @property
+    def _is_lacking(self) -> bool:
+        """Whether there is nothing but initial weights, in a run that has gone on."""
+        return self._stage.round == 0 < self._held_at

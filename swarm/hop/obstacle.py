@@ -1,0 +1,134 @@
+"""Why no peer of a stage takes work now, as people are told it.
+
+Made where peers are asked (retries, and in swarm/pipeline), and passed on from hop to hop to the trainer, who shows it.
+What a later stage says of its neighbours is its word: it is shown, and decides nothing.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Self
+
+from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError, in_one_line
+from swarm.routing.peer_queue import LeftAlone
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.types import LONGEST_REASON, PeerRecord
+
+MOST_CAUSES, MOST_NAMES = 3, 3
+"""That are told, and of each cause the peers."""
+LONGEST_CAUSES = 600
+"""Characters; of a peer that says more the rest is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """What keeps a stage from being given work.
+
+    Attributes:
+        num_peers: that are announced at the stage.
+        num_busy: of them, those of which nothing is wrong, but that they take nothing.
+        num_silent: those that do not answer.
+        causes: which peers these are, and what is known of each; empty where there is none.
+        seconds: until one of them is tried again.
+    """
+
+    num_peers: int
+    num_busy: int = 0
+    num_silent: int = 0
+    causes: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, peers: Collection[LeftAlone], now: float) -> Self:
+        """That all peers of the stage are left alone; of none, that it has none."""
+        return cls(
+            num_peers=len(peers),
+            num_busy=sum(each.is_busy for each in peers),
+            num_silent=sum(each.is_silent for each in peers),
+            causes=_causes(peers),
+            seconds=max(0.0, min((each.until for each in peers), default=now) - now),
+        )
+
+    @classmethod
+    def read(cls, message: pb.Obstacle) -> Self:
+        """As another peer tells it."""
+        seconds = message.retry_seconds if math.isfinite(message.retry_seconds) else 0.0
+        return cls(
+            num_peers=message.num_peers, num_busy=message.num_busy, num_silent=message.num_silent,
+            causes=message.causes[:LONGEST_CAUSES], seconds=max(0.0, seconds),
+        )  # fmt: skip
+
+    @property
+    def is_empty_stage(self) -> bool:
+        """Whether no peer is announced at the stage."""
+        return self.num_peers == 0
+
+    @property
+    def is_business(self) -> bool:
+        """Whether no peer has failed."""
+        return 0 < self.num_peers == self.num_busy
+
+    def in_words(self, stage: int) -> str:
+        """One line: what is wrong, and what happens or is to be done next."""
+        if self.is_empty_stage:
+            return f"stage {stage} has no peer; start one with swarm-peer --stage {stage} --initial-peers ..."
+        seconds = math.ceil(self.seconds)
+        again = f"tried again in {seconds} s" if seconds else "tried again at once"
+        who = {1: "the peer", 2: "both peers"}.get(self.num_peers, f"all {self.num_peers} peers")
+        if self.is_business:
+            verb = "takes" if self.num_peers == 1 else "take"
+            return f"{who} of stage {stage} {verb} no work now ({self.causes})"
+        if self.num_busy:
+            return f"no peer of stage {stage} takes work now ({self.causes}), {again}"
+        line = f"{who} of stage {stage} failed just now ({self.causes}), {again}"
+        if self.num_silent < self.num_peers:
+            return line
+        its = ("it runs", "its") if self.num_peers == 1 else ("they run", "their")
+        return f"{line}; if {its[0]}, see that {its[1]} --port can be reached, and that {its[1]} --announce is right"
+
+
+OnWaiting = Callable[[int, Obstacle], None]
+"""Hears of a stage that is waited for, and why."""
+
+
+def pack_obstacle(obstacle: Obstacle | None) -> pb.Obstacle | None:
+    """To the wire."""
+    if obstacle is None:
+        return None
+    return pb.Obstacle(
+        num_peers=obstacle.num_peers, num_busy=obstacle.num_busy, num_silent=obstacle.num_silent,
+        causes=obstacle.causes, retry_seconds=obstacle.seconds,
+    )  # fmt: skip
+
+
+def left_alone(record: PeerRecord, error: SwarmError, until: float) -> LeftAlone:
+    """What is known of a peer that has just failed, or had no room."""
+    is_silent = isinstance(error, PeerUnavailable) and error.is_unreachable
+    return LeftAlone(record, reason_of(error), until, isinstance(error, Overloaded), is_silent)
+
+
+def reason_of(error: SwarmError) -> str:
+    """Why a peer failed, in a few words that stay the same while the fault does."""
+    if isinstance(error, PeerUnavailable) and error.is_gone:
+        return "nothing listens there"
+    if isinstance(error, PeerUnavailable) and error.is_unreachable:
+        return "no answer"
+    if isinstance(error, DeadlineExceeded):
+        return "too slow"
+    line = in_one_line(error)[:LONGEST_REASON]
+    return "".join(character if character.isprintable() else " " for character in line)
+
+
+def _causes(peers: Collection[LeftAlone]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for each in sorted(peers, key=lambda each: (each.record.name, each.record.peer_id)):
+        name = each.record.name or each.record.peer_id[:8]
+        place = f"{name} at {each.record.endpoint}" if each.is_silent else name
+        by_reason.setdefault(each.reason or "it failed", []).append(place)
+    told = [f"{_some(names, MOST_NAMES, ', ')}: {reason}" for reason, names in by_reason.items()]
+    return _some(told, MOST_CAUSES, "; ")
+
+
+def _some(texts: list[str], most: int, separator: str) -> str:
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,40 @@
+"""Lets a line be said once in a while and not at every event: a fault of one peer is one of each microbatch.
+
+Used where logs would repeat themselves. Writes nothing itself.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from swarm.machine.clock import Clock
+
+MOST_KEPT = 256
+"""Kinds of event that are remembered; of more, the oldest are taken for new."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    said_at: float
+    num_since: int = 0
+
+
+class Repeats:
+    """What was said lately."""
+
+    def __init__(self, clock: Clock, every_seconds: float = 60.0) -> None:
+        self._clock = clock
+        self._every_seconds = every_seconds
+        self._kinds: dict[Hashable, _Kind] = {}
+
+    def count(self, kind: Hashable) -> int:
+        """Note an event; how many of its kind there were since the last line, if there is to be one now, else 0."""
+        now = self._clock.monotonic()
+        known = self._kinds.get(kind)
+        if known is not None and now - known.said_at < self._every_seconds:
+            known.num_since += 1
+            return 0
+        self._kinds.pop(kind, None)
+        self._kinds[kind] = _Kind(now)
+        if len(self._kinds) > MOST_KEPT:
+            del self._kinds[next(iter(self._kinds))]
+        return 1 if known is None else known.num_since + 1

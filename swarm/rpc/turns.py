@@ -1,0 +1,98 @@
+"""Whose turn it is to download from this peer: one at a time, and with less than all of the line while it trains.
+
+Used by averaging/catching_up/donor and by content/servicer, for pieces of some megabytes. Downloads that share a line
+all take as long as all of them together, so one after the other is sooner for each but the last; and whoever has its
+state is a donor for the others. Training and heartbeats share the line with one download at most. Never sees what is
+downloaded.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from swarm.errors import Overloaded
+from swarm.machine.clock import Clock
+
+SHARE = 0.5
+"""Of the time, in which a download may have the line while this peer trains."""
+LONGEST_PAUSE_SECONDS = 5.0
+"""Between two pieces: a peer that downloads takes a donor for dead that says nothing for 15 s."""
+HOLD_SECONDS = 3.0
+"""How long a turn goes on without a call: a piece is checked before the next one is asked for."""
+TURN_SECONDS = 600.0
+"""The longest turn, if others wait: one that downloads slowly, or pretends to, must not keep them from it for ever."""
+RETRY_SECONDS = 1.0
+"""After which one that waits asks again."""
+KEPT_SECONDS = 5.0
+"""How long it keeps its place without asking."""
+MOST_WAITING = 64
+
+
+class Turns:
+    """One peer's."""
+
+    def __init__(self, clock: Clock, *, is_training: Callable[[], bool]) -> None:
+        """
+        Args:
+            is_training: whether this peer has work under way, which needs the line first.
+        """
+        self._clock = clock
+        self._is_training = is_training
+        self._holder = ""
+        self._since = 0.0
+        """When its turn began."""
+        self._num_calls = 0
+        """Of the holder, under way."""
+        self._used_at = -HOLD_SECONDS
+        self._piece_began_at: float | None = None
+        self._waiting: dict[str, float] = {}
+        """Those that wait, the first one first, and when each last asked."""
+
+    @asynccontextmanager
+    async def turn(self, who: str) -> AsyncIterator[None]:
+        """Give one piece inside the block, after a pause if this peer trains.
+
+        Raises:
+            Overloaded: it is another one's turn; the message tells how many come first.
+        """
+        now = self._clock.monotonic()
+        if who != self._holder or self._is_over(now):
+            self._take(who, now)
+        self._num_calls += 1
+        try:
+            await self._pause(now)
+            self._piece_began_at = self._clock.monotonic()
+            yield
+        finally:
+            if who == self._holder:
+                self._num_calls = max(0, self._num_calls - 1)
+                self._used_at = self._clock.monotonic()
+
+    def _take(self, who: str, now: float) -> None:
+        """Begin a turn, or raise Overloaded and keep a place."""
+        self._waiting = {other: at for other, at in self._waiting.items() if now - at < KEPT_SECONDS}
+        is_held = who != self._holder and not self._is_over(now)
+        place = list(self._waiting).index(who) if who in self._waiting else len(self._waiting)
+        if not is_held and place == 0:
+            self._waiting.pop(who, None)
+            if who != self._holder:
+                self._holder, self._num_calls, self._piece_began_at = who, 0, None
+            self._since = now
+            return
+        if place < MOST_WAITING:
+            self._waiting[who] = now
+        first = place + is_held
+        raise Overloaded(
+            f"{first} other{'' if first == 1 else 's'} download{'s' if first == 1 else ''} first",
+            retry_after_seconds=RETRY_SECONDS,
+        )
+
+    def _is_over(self, now: float) -> bool:
+        """Whether the holder has stopped, or has had its time."""
+        has_stopped = not self._num_calls and now - self._used_at >= HOLD_SECONDS
+        return has_stopped or now - self._since >= TURN_SECONDS
+
+    async def _pause(self, now: float) -> None:
+        """Leave the line to training for a while that is in proportion to what the piece before took."""
+        if self._piece_began_at is not None and self._is_training():
+            seconds = (now - self._piece_began_at) * (1.0 - SHARE) / SHARE
+            await self._clock.sleep(min(seconds, LONGEST_PAUSE_SECONDS))

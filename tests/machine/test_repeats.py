@@ -1,0 +1,22 @@
+"""Which lines are said again."""
+
+from swarm.machine.clock import ManualClock
+from swarm.machine.repeats import MOST_KEPT, Repeats
+
+
+def test_an_event_is_counted_until_its_line_is_due_again() -> None:
+    clock = ManualClock()
+    repeats = Repeats(clock, every_seconds=10.0)
+    assert [repeats.count("a") for _ in range(3)] == [1, 0, 0]
+    assert repeats.count("b") == 1
+    clock.advance(10.0)
+    assert [repeats.count("a"), repeats.count("a")] == [3, 0]
+    clock.advance(10.0)
+    assert [repeats.count("a"), repeats.count("b")] == [2, 1]
+
+
+def test_any_number_of_kinds_takes_bounded_memory() -> None:
+    repeats = Repeats(ManualClock())
+    assert all(repeats.count(number) == 1 for number in range(2 * MOST_KEPT))
+    assert repeats.count(0) == 1, "it was forgotten"
+    assert repeats.count(2 * MOST_KEPT - 1) == 0

@@ -1,0 +1,145 @@
+"""Whose turn it is to download, and how much of the line a download leaves to training."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from swarm.errors import Overloaded
+from swarm.rpc.turns import (
+    HOLD_SECONDS,
+    KEPT_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    MOST_WAITING,
+    RETRY_SECONDS,
+    TURN_SECONDS,
+    Turns,
+)
+from tests.support.virtual_time import LoopClock, in_virtual_time
+
+PIECE_SECONDS = 1.5
+"""What a piece takes where one has the line alone."""
+
+
+class _Line:
+    """A line that all who use it share alike, and what is downloaded over it."""
+
+    def __init__(self, *, is_training: bool = False) -> None:
+        self.clock = LoopClock()
+        self.turns = Turns(self.clock, is_training=lambda: is_training)
+        self.num_users = self.most_users = 0
+        self.used_seconds = 0.0
+
+    @asynccontextmanager
+    async def _used(self) -> AsyncIterator[None]:
+        self.num_users += 1
+        self.most_users = max(self.most_users, self.num_users)
+        try:
+            yield
+        finally:
+            self.num_users -= 1
+
+    async def piece(self, who: str) -> None:
+        async with self.turns.turn(who), self._used():
+            await self.clock.sleep(PIECE_SECONDS)
+            self.used_seconds += PIECE_SECONDS
+
+    async def download(self, who: str, num_pieces: int) -> float:
+        """All pieces, as a peer fetches them; gives when they were there."""
+        for _ in range(num_pieces):
+            while True:
+                try:
+                    await self.piece(who)
+                    break
+                except Overloaded as error:
+                    await self.clock.sleep(error.retry_after_seconds)
+        return self.clock.monotonic()
+
+
+@in_virtual_time
+async def test_four_joiners_download_one_after_the_other_and_all_finish() -> None:
+    line = _Line()
+    ended_at = await asyncio.gather(*(line.download(name, 10) for name in "abcd"))
+    assert line.most_users == 1
+    assert list(ended_at) == sorted(ended_at)
+    alone = 10 * PIECE_SECONDS
+    for number, seconds in enumerate(ended_at):
+        usual = (number + 1) * alone
+        assert usual <= seconds <= usual + number * (HOLD_SECONDS + RETRY_SECONDS) + 0.1
+
+
+@in_virtual_time
+async def test_a_download_leaves_half_of_the_time_to_training() -> None:
+    idle, busy = _Line(), _Line(is_training=True)
+    began_at = idle.clock.monotonic()
+    assert await idle.download("a", 20) - began_at == pytest.approx(20 * PIECE_SECONDS)
+    began_at = busy.clock.monotonic()
+    seconds = await busy.download("a", 20) - began_at
+    assert busy.used_seconds / seconds == pytest.approx(0.5, abs=0.03)
+
+
+@in_virtual_time
+async def test_a_pause_is_no_longer_than_one_that_downloads_waits() -> None:
+    line = _Line(is_training=True)
+    await line.piece("a")
+    await line.clock.sleep(100.0)
+    began_at = line.clock.monotonic()
+    await line.piece("a")
+    assert line.clock.monotonic() - began_at == pytest.approx(LONGEST_PAUSE_SECONDS + PIECE_SECONDS)
+
+
+async def _place(line: _Line, who: str) -> str:
+    with pytest.raises(Overloaded) as refused:
+        await line.piece(who)
+    return str(refused.value)
+
+
+@in_virtual_time
+async def test_who_waits_is_told_its_place_and_keeps_it_while_it_asks() -> None:
+    line = _Line()
+    await line.piece("a")
+    assert await _place(line, "b") == "1 other downloads first"
+    assert await _place(line, "c") == "2 others download first"
+    assert await _place(line, "b") == "1 other downloads first"
+    await line.clock.sleep(HOLD_SECONDS)
+    assert await _place(line, "c") == "1 other downloads first", "b comes first, though it has not come yet"
+    await line.clock.sleep(KEPT_SECONDS)
+    await line.piece("c")
+    assert await _place(line, "b") == "1 other downloads first", "it did not ask for too long"
+
+
+@in_virtual_time
+async def test_nobody_keeps_the_others_from_it_for_ever() -> None:
+    """One that takes each piece slowly, and one that never ends its call."""
+    line, began_at = _Line(), LoopClock().monotonic()
+    slow = asyncio.create_task(line.download("slow", 10_000))
+    await asyncio.sleep(0.1)
+    ended_at = await line.download("b", 3)
+    assert TURN_SECONDS <= ended_at - began_at <= TURN_SECONDS + 4 * PIECE_SECONDS + RETRY_SECONDS
+    slow.cancel()
+    await asyncio.wait([slow])
+    await line.clock.sleep(KEPT_SECONDS)
+    async with line.turns.turn("hanging"):
+        began_at = line.clock.monotonic()
+        ended_at = await line.download("b", 3)
+        assert ended_at - began_at <= TURN_SECONDS + 4 * PIECE_SECONDS + RETRY_SECONDS
+
+
+@in_virtual_time
+async def test_a_call_that_ends_early_leaves_the_turn_to_others() -> None:
+    line = _Line()
+    broken_off = asyncio.create_task(line.piece("a"))
+    await asyncio.sleep(0.1)
+    broken_off.cancel()
+    await asyncio.wait([broken_off])
+    await line.clock.sleep(HOLD_SECONDS)
+    await line.piece("b")
+
+
+@in_virtual_time
+async def test_any_number_that_ask_take_bounded_memory_and_one_by_one_they_come() -> None:
+    line = _Line()
+    await line.piece("a")
+    places = [await _place(line, str(number)) for number in range(3 * MOST_WAITING)]
+    assert places[-1] == f"{MOST_WAITING + 1} others download first"
