@@ -57,6 +57,11 @@ def doctor() -> None:
     _run("swarm-doctor", "peers.doctor.program", ("peers.doctor.options", "DoctorOptions"))
 
 
+def dashboard() -> None:
+    """Run `swarm-dashboard`."""
+    _run("swarm-dashboard", "peers.dashboard.program")
+
+
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
     """How another process runs one of the programs above; cli.arguments makes the arguments of its options.
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from peers.dashboard.options import DashboardOptions
 from peers.generate.options import GenerateOptions
 from peers.keys import IssueOptions
 from peers.local.options import LocalOptions
@@ -38,6 +39,7 @@ OPTIONS: dict[str, type] = {
     "swarm-peer": PeerOptions,
     "swarm-trainer": TrainerOptions,
     "swarm-status": StatusOptions,
+    "swarm-dashboard": DashboardOptions,
     "swarm-keys issue": IssueOptions,
     "swarm-generate": GenerateOptions,
     "swarm-model import": ImportModelOptions,

@@ -24,25 +24,15 @@ from rich.console import Console
 from peers.shared import cli, process
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.invite_option import InviteOption, joins
-from peers.shared.network import agree_on_config
-from peers.shared.token_option import admitted
 from peers.status import audit_report
 from peers.status.live_table import LiveTable, render
-from peers.status.observe import observe
+from peers.status.lookout import lookout_at, node_for
 from peers.status.view import SwarmView
 from swarm.audit.audit import audit
-from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
-from swarm.credentials.identity import Identity, generate
-from swarm.dht import node as dht_node
-from swarm.dht.directory import Directory
-from swarm.dht.discovery import discover_config
-from swarm.dht.lookup import PeerStore
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock
-from swarm.rpc.channels import ChannelPool
-from swarm.types import PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +84,8 @@ def main(argv: Sequence[str]) -> int:
     if options.audit:
         return audit_files(options)
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=SystemClock(), peers=options.peer)
-    identity = admitted(generate(), entrance.token)
-    if entrance.entries:
-        asyncio.run(look_through_peers(options, entrance, identity))
-        return 0
-    node = dht_node.start(clock=SystemClock(), initial_peers=entrance.addresses, client_mode=True)
-    try:
-        asyncio.run(look_through_dht(options, node, entrance.addresses, identity))
-    finally:
-        node.shutdown()
+    with node_for(entrance) as node:
+        asyncio.run(look_from(options, entrance, node))
     return 0
 
 
@@ -116,55 +99,18 @@ def audit_files(options: StatusOptions) -> int:
     return 0 if report.proven else process.EXIT_FAILURE
 
 
-async def look_through_peers(options: StatusOptions, entrance: Entrance, identity: Identity) -> None:
-    """Look, with the directory as a peer shows it. Raises what PeerStore.get and discover_config raise."""
-    clock = SystemClock()
-    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
-    store = PeerStore(entrance.entries, channels, identity, insecure=options.insecure)
-    try:
-        address = str(entrance.entries[0])
-        config = await discover_config(store, clock, address=address, authority=identity.authority, run=entrance.run)
-        await look(options, config, Directory(store, identity, config.run_id, clock), channels, store.learn)
-    finally:
-        await store.close()
-        await channels.close()
+async def look_from(options: StatusOptions, entrance: Entrance, node: DhtNode | None) -> None:
+    """Look at the run to which the entrance leads. Raises what lookout_at and Lookout.view raise."""
+    async with lookout_at(entrance, node) as lookout:
+        await look(options, lookout.view)
 
 
-async def look_through_dht(
-    options: StatusOptions, node: DhtNode, addresses: Sequence[str], identity: Identity
-) -> None:  # fmt: skip
-    """Look, with the directory as the DHT has it. Raises what agree_on_config raises."""
-    clock = SystemClock()
-    config = await agree_on_config(node, None, addresses, clock, identity.authority)
-    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
-    try:
-        await look(options, config, Directory(node, identity, config.run_id, clock), channels)
-    finally:
-        await channels.close()
-
-
-async def look(
-    options: StatusOptions, config: RunConfig, directory: Directory, channels: ChannelPool,
-    on_peers: Callable[[Sequence[PeerRecord]], None] = lambda records: None,
-) -> None:  # fmt: skip
+async def look(options: StatusOptions, view: Callable[[], Awaitable[SwarmView]]) -> None:
     """Look once, or again and again until told to stop.
-
-    Args:
-        on_peers: told of the peers that serve, after each reading of the directory.
 
     Raises:
         PeerUnavailable: the directory cannot be read, at the first look.
     """
-
-    async def view() -> SwarmView:
-        numbers = range(config.stages.num_stages)
-        rows, trainers, claims = await asyncio.gather(
-            asyncio.gather(*map(directory.peers, numbers)), directory.trainers(), directory.claims()
-        )
-        stages = dict(zip(numbers, rows, strict=True))
-        on_peers([record for row in rows for record in row if record.state is PeerState.SERVING])
-        return await observe(config.run_id, stages, trainers, channels, claims=claims)
-
     with LiveTable() as table:
 
         def show(seen: SwarmView) -> None:

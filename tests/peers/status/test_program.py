@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -23,7 +23,7 @@ from swarm.dht.lookup import DirectoryServicer
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.entry import Entry
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState, TrainerRecord
@@ -92,32 +92,18 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], co
         StatusOptions(**options)
 
 
-class _Silent:
-    """A directory that is read for ever."""
-
-    def __init__(self) -> None:
-        self.is_asked = asyncio.Event()
-
-    async def peers(self, stage: int) -> list[PeerRecord]:
-        self.is_asked.set()
-        await asyncio.Event().wait()
-        return []
-
-    async def trainers(self) -> list[TrainerRecord]:
-        return []
-
-    claims = trainers
-
-
 @pytest.mark.parametrize("watch", [True, False])
 async def test_a_look_that_takes_long_can_be_ended(watch: bool) -> None:
     """With --watch in order; without, nothing stands between the signals and Python's own answer to them."""
-    silent = _Silent()
-    options = StatusOptions(peer=("x",), watch=watch)
-    looking = asyncio.create_task(
-        status.look(options, CONFIG, cast(Directory, silent), cast(ChannelPool, None))
-    )  # fmt: skip
-    await silent.is_asked.wait()
+    is_asked = asyncio.Event()
+
+    async def silent() -> SwarmView:
+        is_asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody answers")
+
+    looking = asyncio.create_task(status.look(StatusOptions(peer=("x",), watch=watch), silent))
+    await is_asked.wait()
     loop = asyncio.get_running_loop()
     try:
         if watch:

@@ -1,0 +1,104 @@
+"""A dashboard's page, which is files, and its WebSocket, over which everything comes that is shown.
+
+Read-only: what a viewer sends is its token, once, and nothing else. Used by program.py.
+"""
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import Collection
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from peers.dashboard.door import Door
+from peers.dashboard.hub import Hub
+
+MOST_VIEWERS = 100
+_TOKEN_SECONDS = 10.0
+"""For a viewer to say its token."""
+_SEND_SECONDS = 20.0
+"""For a viewer to read on."""
+CLOSE_REFUSED, CLOSE_FULL, CLOSE_UNASKED = 4401, 1013, 1008
+"""Codes with which viewers are sent away: the token is wrong, there is no room, or they said what nobody asked."""
+_STATIC = Path(__file__).parent / "static"
+
+
+def page_of(hub: Hub, *, token: str | None, names: Collection[str]) -> ASGIApp:
+    """The whole application.
+
+    Args:
+        token: that a viewer must have; None lets everybody see.
+        names: of this host, besides its IP addresses.
+    """
+    viewers = Viewers(hub, token)
+
+    async def index(request: Request) -> FileResponse:
+        return FileResponse(_STATIC / "index.html")
+
+    routes = [
+        Route("/", index),
+        WebSocketRoute("/live", viewers.serve),
+        Mount("/static", StaticFiles(directory=_STATIC)),
+    ]
+    return Door(Starlette(routes=routes), names=names)
+
+
+class Viewers:
+    """Those who look at the page now."""
+
+    def __init__(self, hub: Hub, token: str | None) -> None:
+        self._hub = hub
+        self._token = token
+        self._room = MOST_VIEWERS
+
+    async def serve(self, socket: WebSocket) -> None:
+        """Tell one viewer everything until it goes."""
+        await socket.accept()
+        if self._room == 0:
+            await socket.close(CLOSE_FULL)
+            return
+        self._room -= 1
+        try:
+            if not await self._is_admitted(socket):
+                await socket.close(CLOSE_REFUSED)
+                return
+            async with asyncio.TaskGroup() as tasks:
+                telling = tasks.create_task(self._tell(socket))
+                listening = tasks.create_task(_until_heard(socket))
+                await asyncio.wait([telling, listening], return_when=asyncio.FIRST_COMPLETED)
+                telling.cancel()
+                listening.cancel()
+        except (WebSocketDisconnect, TimeoutError):
+            # It has gone before it said anything.
+            pass
+        finally:
+            self._room += 1
+
+    async def _is_admitted(self, socket: WebSocket) -> bool:
+        """Raises WebSocketDisconnect or TimeoutError where the viewer says nothing."""
+        async with asyncio.timeout(_TOKEN_SECONDS):
+            message = await socket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect
+        said = message.get("text") or ""
+        return self._token is None or hmac.compare_digest(said.encode(), self._token.encode())
+
+    async def _tell(self, socket: WebSocket) -> None:
+        # What is sent to a viewer that has gone raises one of these; one that does not read is given up.
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
+            async for text in self._hub.follow():
+                async with asyncio.timeout(_SEND_SECONDS):
+                    await socket.send_text(text)
+
+
+async def _until_heard(socket: WebSocket) -> None:
+    """Return once the viewer has gone; one that speaks is sent away."""
+    if (await socket.receive())["type"] != "websocket.disconnect":
+        await socket.close(CLOSE_UNASKED)

@@ -1,0 +1,74 @@
+"""Who may ask a dashboard, and what its answers say to a browser about scripts.
+
+Before every request of app.py. A page elsewhere may have its own name stand for this machine (DNS rebinding): so the
+Host must be an IP address, or a name that was given.
+"""
+
+import ipaddress
+import re
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Door:
+    """Refuses what was meant for another host, and WebSockets that another site's page opens."""
+
+    def __init__(self, app: ASGIApp, *, names: Collection[str]) -> None:
+        """
+        Args:
+            names: of this host, besides its IP addresses, in lower case.
+        """
+        self._app = app
+        self._names = frozenset(names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        # Other programs than browsers need not say where they come from.
+        origin = headers.get("origin") if scope["type"] == "websocket" else None
+        if not self._is_own(host) or (origin is not None and urlsplit(origin).netloc.lower() != host.lower()):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await PlainTextResponse("this page has another name", status_code=421)(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+    def _is_own(self, host: str) -> bool:
+        match = _HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = (match["name"] or match["ipv6"]).lower().rstrip(".")
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True

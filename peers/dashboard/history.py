@@ -1,0 +1,143 @@
+"""What a dashboard remembers of a run, bounded in every direction, and its file, from which it comes back.
+
+Used by watcher.py, which adds every look at the run, and by program.py, which opens the file.
+"""
+
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from peers.dashboard.contributions import Contributions
+from peers.dashboard.news import Kind, Line, news
+from peers.dashboard.rounds import Rounds
+from peers.dashboard.series import Series
+from peers.status.view import SwarmView
+
+logger = logging.getLogger(__name__)
+
+MOST_EVENTS = 200
+LONGEST_GAP_SECONDS = 60.0
+"""A look that comes later after the one before it does not tell what was in between."""
+
+
+@dataclass
+class Event:
+    """Something that happened; `at` is when it was seen, in seconds since the epoch."""
+
+    at: float
+    kind: Kind
+    text: str
+
+
+def _all_series() -> dict[str, Series]:
+    return {
+        "hour": Series(span_seconds=5.0, max_spans=720),
+        "day": Series(span_seconds=60.0, max_spans=1440),
+        "all": Series(span_seconds=600.0, max_spans=1440, coarsens=True),
+    }
+
+
+@dataclass
+class History:
+    """Of one run.
+
+    Attributes:
+        series: figures over time, by how far they go back.
+        last_look: when the run was looked at last, in seconds since the epoch.
+    """
+
+    run: str
+    series: dict[str, Series] = field(default_factory=_all_series)
+    rounds: Rounds = field(default_factory=Rounds)
+    contributions: Contributions = field(default_factory=Contributions)
+    events: list[Event] = field(default_factory=list)
+    last_look: float = 0.0
+
+    def add(self, before: SwarmView | None, view: SwarmView, at: float) -> dict[str, float | None]:
+        """Count a look.
+
+        Args:
+            before: the look before it; None for the first that this process had.
+            at: seconds since the epoch.
+
+        Returns:
+            The figures that are followed over time.
+        """
+        passed = at - self.last_look
+        figures = figures_over_time(view)
+        for series in self.series.values():
+            series.add(at, figures)
+        self.rounds.add(view, at)
+        self.contributions.add(view, at, seconds=passed if 0 <= passed <= LONGEST_GAP_SECONDS else 0.0)
+        for line in news(before, view):
+            self.happened(line, at)
+        self.last_look = at
+        return figures
+
+    def happened(self, line: Line, at: float) -> None:
+        """Note an event."""
+        self.events.append(Event(at=at, kind=line.kind, text=line.text))
+        del self.events[:-MOST_EVENTS]
+
+
+def figures_over_time(view: SwarmView) -> dict[str, float | None]:
+    """The whole run in a few numbers: those of the trainer that is farthest, and sums over the peers."""
+    farthest = max(view.trainers, key=lambda row: (row.step, row.name), default=None)
+    peers = [peer for row in view.stages for peer in row.peers]
+    rates = [sum(peer.samples_per_second for peer in row.peers) for row in view.stages]
+    return {
+        "loss": None if farthest is None or not farthest.step else farthest.loss,
+        "tokens_per_second": None if farthest is None or not farthest.step else farthest.tokens_per_second,
+        "step": None if farthest is None else farthest.step,
+        "peers": sum(peer.state == "serving" for peer in peers),
+        "samples_per_second": min(rates, default=0.0),
+    }
+
+
+class HistoryFile:
+    """Where a run's history is kept between two starts of a dashboard."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._type: TypeAdapter[History] = TypeAdapter(History)
+        self._is_failing = False
+
+    def read(self, run: str) -> History:
+        """What was written last, or nothing. What cannot be read is set aside. Raises OSError."""
+        try:
+            found = self._type.validate_json(self._path.read_bytes())
+        except FileNotFoundError:
+            return History(run=run)
+        except ValidationError as error:
+            aside = self._path.with_suffix(".unreadable")
+            self._path.replace(aside)
+            logger.warning(
+                "%s is no history (%d faults): begins anew, and it is %s now", self._path, error.error_count(), aside
+            )
+            return History(run=run)
+        return found if found.run == run else History(run=run)
+
+    def write(self, history: History) -> None:
+        """Replace the file. A full disk costs what is not written, is one line in the log, and stops nobody."""
+        temporary = self._path.with_suffix(".tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(self._type.dump_json(history))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+        except OSError as error:
+            if not self._is_failing:
+                logger.error("the history is not written to %s: %s", self._path, error.strerror or error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+
+def to_json(history: History) -> dict[str, Any]:
+    """What the page is told once; afterwards it follows the figures itself."""
+    return {name: series.to_json() for name, series in history.series.items()}

@@ -1,0 +1,62 @@
+"""What all viewers see: one state, its changes as they come, and each text made once however many they are.
+
+Filled by watcher.py, followed by app.py. A viewer that is slow is not waited for: it misses changes, and gets the whole
+state instead.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from peers.dashboard.merge import merge_patch
+
+State = Mapping[str, Any]
+
+
+class Hub:
+    """The state of a dashboard."""
+
+    def __init__(self, history: Callable[[], State]) -> None:
+        """
+        Args:
+            history: gives what only a viewer that comes is told, since it grows at its end alone.
+        """
+        self._history = history
+        self._state: State = {}
+        self._number = 0
+        self._patch = ""
+        self._whole = ""
+        self._news = asyncio.Event()
+
+    def publish(self, state: State) -> None:
+        """Replace the state. It must not change any more."""
+        self._number += 1
+        self._patch = _text({"number": self._number, "patch": merge_patch(self._state, state)})
+        self._whole = ""
+        self._state = state
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def follow(self) -> AsyncIterator[str]:
+        """The whole state, as soon as there is one, and then what changes."""
+        seen = -1
+        while True:
+            news = self._news
+            if self._number in (0, seen):
+                await news.wait()
+                continue
+            if seen == self._number - 1:
+                text = self._patch
+            else:
+                # Once for all that come before the next look.
+                self._whole = self._whole or _text(
+                    {"number": self._number, "whole": self._state, "history": self._history()}
+                )
+                text = self._whole
+            seen = self._number
+            yield text
+
+
+def _text(message: State) -> str:
+    return json.dumps(message, allow_nan=False, separators=(",", ":"))

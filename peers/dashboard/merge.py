@@ -1,0 +1,20 @@
+"""What has changed in a JSON object, as a JSON Merge Patch (RFC 7386): the page applies the same.
+
+Used by hub.py. A value that is null counts as one that is not there.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes `after` of `before`. Objects are compared inside; lists are given whole."""
+    patch: dict[str, Any] = {name: None for name in before if after.get(name) is None and before[name] is not None}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            if inner := merge_patch(old, value):
+                patch[name] = inner
+        elif value is not None and value != old:
+            patch[name] = value
+    return patch

@@ -1,0 +1,86 @@
+"""The newest rounds of a run, and which peers took part in each stage's average.
+
+Kept by history.py. A peer took part if it says so, and was missing if it was there while the round ran and never says
+so.
+"""
+
+import statistics
+from dataclasses import dataclass, field
+
+from peers.status.peer_row import PeerRow
+from peers.status.view import StageRow, SwarmView
+
+MOST_ROUNDS = 48
+MOST_FOLLOWED = 256
+"""Peers that are followed, over all stages: those of a stage with the lowest ids."""
+FARTHEST = 64
+"""Rounds that a peer may be away from most others. What it says of others is not believed."""
+
+
+@dataclass
+class Part:
+    """Who took part at one stage, and who was there, by peer id."""
+
+    took_part: list[str] = field(default_factory=list)
+    was_there: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Round:
+    """One round; `at` is when it was first seen to be over, in seconds since the epoch."""
+
+    at: float
+    stages: dict[int, Part] = field(default_factory=dict)
+
+
+@dataclass
+class Rounds:
+    """By number, in the order of the numbers."""
+
+    rounds: dict[int, Round] = field(default_factory=dict)
+    serving: dict[int, list[str]] = field(default_factory=dict)
+    """Who served each stage when it was looked last."""
+
+    def add(self, view: SwarmView, at: float) -> None:
+        """Take over what peers say of their last rounds."""
+        followed = {row.stage: _followed(row, len(view.stages)) for row in view.stages}
+        everybody = [peer for peers in followed.values() for peer in peers]
+        if everybody:
+            middle = statistics.median_low(peer.round for peer in everybody)
+            for stage, peers in followed.items():
+                for peer in peers:
+                    self._add(stage, peer, at, middle)
+        self.serving = {stage: [peer.peer_id for peer in peers] for stage, peers in followed.items()}
+        newest = sorted(self.rounds)[-MOST_ROUNDS:]
+        self.rounds = {number: self.rounds[number] for number in newest}
+
+    def _add(self, stage: int, peer: PeerRow, at: float, middle: int) -> None:
+        for number in peer.recent_rounds:
+            if abs(number - middle) > FARTHEST:
+                continue
+            found = self.rounds.setdefault(number, Round(at=at))
+            if stage not in found.stages:
+                found.stages[stage] = Part(was_there=list(self.serving.get(stage, ())))
+            if peer.peer_id not in found.stages[stage].took_part:
+                found.stages[stage].took_part.append(peer.peer_id)
+
+    def to_json(self) -> dict[str, object]:
+        """What the page shows, by number."""
+        return {
+            str(number): {
+                "at": found.at,
+                "stages": {
+                    str(stage): {
+                        "took_part": list(part.took_part),
+                        "missing": [peer_id for peer_id in part.was_there if peer_id not in part.took_part],
+                    }
+                    for stage, part in found.stages.items()
+                },
+            }
+            for number, found in self.rounds.items()
+        }
+
+
+def _followed(row: StageRow, num_stages: int) -> list[PeerRow]:
+    serving = sorted((peer for peer in row.peers if peer.state == "serving"), key=lambda peer: peer.peer_id)
+    return serving[: max(1, MOST_FOLLOWED // num_stages)]

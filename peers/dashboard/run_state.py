@@ -1,0 +1,68 @@
+"""One run as the page is told of it: a JSON object made of the view that swarm-status has, and of the history.
+
+Used by watcher.py. It names no figure: what peers/status defines is there, with its help and its unit, and so is what
+will be added there.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from peers.dashboard.history import History
+from peers.status.figure import Column, figures, needed_columns
+from peers.status.peer_row import PeerRow
+from peers.status.view import SwarmView, TrainerRow
+from swarm.config import RunConfig
+
+
+def about(config: RunConfig) -> dict[str, Any]:
+    """What stays the same as long as the run does."""
+    model, rounds = config.model, config.rounds
+    return {
+        "name": config.run,
+        "run": config.run_id,
+        "facts": {
+            "Setting": "synchronous" if rounds.synchronous else "DiLoCo",
+            "Model": f"{model.num_layers} layers of {model.d_model} in {config.stages.num_stages} stages",
+            "Round": f"rounds of {rounds.round_samples:,} samples of {config.data.sequence_length:,} tokens",
+            "Access": "locked" if config.owner else "open to all",
+        },
+        "samples_per_microbatch": config.data.microbatch_size,
+        "round_samples": rounds.round_samples,
+        "figures": {"peer": _explained(PeerRow), "trainer": _explained(TrainerRow)},
+    }
+
+
+def present(view: SwarmView, history: History) -> dict[str, Any]:
+    """What a look has shown, and what is known of the past but for the series."""
+    rows = [(row.stage, peer) for row in view.stages for peer in row.peers]
+    columns = needed_columns(PeerRow, [peer for _, peer in rows])
+    trainer_columns = needed_columns(TrainerRow, view.trainers)
+    return {
+        "stages": [row.stage for row in view.stages],
+        "empty_stages": view.empty_stages,
+        "columns": {"peer": list(columns), "trainer": list(trainer_columns)},
+        # One that moves is listed at two stages.
+        "peers": {f"{stage}/{peer.peer_id}": {"stage": stage} | _row(peer, columns) for stage, peer in rows},
+        "trainers": [_row(trainer, trainer_columns) for trainer in view.trainers],
+        "rounds": history.rounds.to_json(),
+        "contributions": history.contributions.to_json(),
+        "events": [dataclasses.asdict(event) for event in history.events],
+    }
+
+
+def _row(row: PeerRow | TrainerRow, columns: Mapping[str, Column]) -> dict[str, Any]:
+    """All figures of a row, and what the table has of it."""
+    return dataclasses.asdict(row) | {"cells": {name: column.text(row) for name, column in columns.items()}}
+
+
+def _explained(record: type) -> Mapping[str, Mapping[str, Any]]:
+    return {
+        name: {
+            "help": figure.help,
+            "unit": figure.unit,
+            "heading": "" if figure.column is None else figure.column.heading,
+            "is_text": figure.column is not None and figure.column.is_text,
+        }
+        for name, figure in figures(record).items()
+    }

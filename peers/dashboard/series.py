@@ -1,0 +1,72 @@
+"""Figures over time, as means over spans of equal length: a bounded number of them, however long a run lasts.
+
+Kept by history.py, at three lengths. Computes nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Series:
+    """The newest spans; or, where it `coarsens`, all of them, which become longer as they become many.
+
+    Attributes:
+        span_seconds: length of a span.
+        at: when each span began, in seconds since the epoch.
+        columns: by figure, its mean over each span; None where it was not known.
+        counts: by figure, how many values are in the last span's mean.
+    """
+
+    span_seconds: float
+    max_spans: int
+    coarsens: bool = False
+    at: list[float] = field(default_factory=list)
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.span_seconds <= 0 or self.max_spans < 2 or any(len(c) != len(self.at) for c in self.columns.values()):
+            raise ValueError("a series has as many values of each figure as spans, two at least, of some length")
+
+    def add(self, at: float, values: Mapping[str, float | None]) -> None:
+        """Count values of a moment. One that is not after the last span, by a clock that was set, counts to that."""
+        began = at - at % self.span_seconds
+        if not self.at or began > self.at[-1]:
+            self.at.append(began)
+            self.counts = {}
+            for column in self.columns.values():
+                column.append(None)
+        for name, value in values.items():
+            column = self.columns.setdefault(name, [None] * len(self.at))
+            if value is not None:
+                count = self.counts[name] = self.counts.get(name, 0) + 1
+                before = column[-1]
+                column[-1] = value if before is None else before + (value - before) / count
+        while len(self.at) > self.max_spans:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        if not self.coarsens:
+            del self.at[0]
+            for column in self.columns.values():
+                del column[0]
+            return
+        self.span_seconds *= 2
+        groups: dict[float, list[int]] = {}
+        for index, began in enumerate(self.at):
+            groups.setdefault(began - began % self.span_seconds, []).append(index)
+        self.at = list(groups)
+        self.columns = {
+            name: [_mean([column[index] for index in group]) for group in groups.values()]
+            for name, column in self.columns.items()
+        }
+
+    def to_json(self) -> dict[str, object]:
+        """What the page draws."""
+        return {"span_seconds": self.span_seconds, "at": self.at, "columns": self.columns}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

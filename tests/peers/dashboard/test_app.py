@@ -1,0 +1,156 @@
+"""The page over HTTP: to whom it is shown, what a browser is told about scripts, and how many may look."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from peers.dashboard import app as app_module
+from peers.dashboard.app import CLOSE_FULL, CLOSE_REFUSED, CLOSE_UNASKED, page_of
+from peers.dashboard.hub import Hub
+from peers.shared.web import Listener
+
+STATIC = Path(app_module.__file__).parent / "static"
+
+
+@asynccontextmanager
+async def _page(token: str | None = None) -> AsyncIterator[tuple[str, Hub]]:
+    hub = Hub(dict)
+    hub.publish({"runs": {}})
+    listener, stop = Listener("127.0.0.1", 0, option="--port"), asyncio.Event()
+    page = page_of(hub, token=token, names=["localhost", "swarm.example"])
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(listener.serve(page, stop, with_websockets=True))
+            try:
+                yield listener.url, hub
+            finally:
+                stop.set()
+    finally:
+        listener.close()
+
+
+async def _said(url: str, token: str = "", **options: Any) -> Any:
+    """The first thing that a viewer is told, or the code with which it is sent away."""
+    async with connect(f"{url.replace('http', 'ws')}/live", **options) as socket:
+        try:
+            await socket.send(token)
+            return json.loads(await asyncio.wait_for(socket.recv(), 5.0))
+        except ConnectionClosed:
+            return socket.close_code
+
+
+async def test_the_page_and_all_that_it_names_are_here() -> None:
+    async with _page() as (url, _), httpx2.AsyncClient(base_url=url) as client:
+        index = await client.get("/")
+        assert index.headers["content-type"].startswith("text/html")
+        names = re.findall(r'(?:src|href)="(static/[^"]+)"', index.text)
+        modules = {path.name for path in STATIC.glob("*.js")}
+        imported = {name for path in STATIC.glob("*.js") for name in re.findall(r'from "\./(.+?)"', path.read_text())}
+        assert imported | {Path(name).name for name in names} >= modules
+        for name in [*names, *(f"static/{module}" for module in imported)]:
+            assert (await client.get(name)).status_code == 200, name
+        for hostile in ("/static/../app.py", "/static/%2e%2e/app.py", "/app.py", "/static/"):
+            assert (await client.get(hostile)).status_code == 404
+
+
+def test_the_page_names_no_other_place_and_makes_no_markup_of_text() -> None:
+    own = [path for path in STATIC.iterdir() if path.suffix in (".js", ".html", ".css")]
+    assert len(own) > 8
+    for path in own:
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "://" not in text, path
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|Function\(|\bstyle=", text
+        ), path
+    assert "MIT" in (STATIC / "uplot" / "LICENSE").read_text()
+
+
+async def test_a_browser_runs_nothing_but_the_page_s_own_files() -> None:
+    async with _page() as (url, _), httpx2.AsyncClient(base_url=url) as client:
+        for path in ("/", "/static/main.js", "/nothing"):
+            headers = (await client.get(path)).headers
+            policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+            assert policy["default-src"] == "'none'"
+            assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+            assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+            assert headers["x-content-type-options"] == "nosniff"
+            assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    ("host", "is_answered"),
+    [
+        ("127.0.0.1:8080", True), ("[::1]:8080", True), ("localhost", True), ("LocalHost:1", True),
+        ("localhost.", True), ("192.0.2.1", True), ("swarm.example", True), ("evil.example", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False), ("", False), ("[::1", False), ("evil.example@localhost", False),
+        ("localhost/evil.example", False),
+    ],
+)  # fmt: skip
+async def test_a_name_that_is_not_the_page_s_own_is_refused(host: str, is_answered: bool) -> None:
+    async with _page() as (url, _), httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.get("/", headers={"Host": host})
+        assert (answer.status_code == 200) == is_answered
+        assert is_answered or "swarm" not in answer.text
+
+
+async def test_another_site_s_page_opens_no_websocket() -> None:
+    async with _page() as (url, _):
+        assert await _said(url) == {"number": 1, "whole": {"runs": {}}, "history": {}}
+        assert (await _said(url, origin=url))["number"] == 1
+        for origin in ("http://evil.example", "null", "http://127.0.0.1:1", f"{url}.evil.example"):
+            with pytest.raises(InvalidStatus):
+                await _said(url, origin=origin)
+        with pytest.raises(InvalidStatus):
+            await _said(url, additional_headers={"Host": "evil.example"}, origin="http://evil.example")
+
+
+async def test_a_locked_page_tells_nothing_without_its_token() -> None:
+    async with _page(token="s3cret") as (url, _):
+        for token in ("", "wrong", "s3cret ", "é"):
+            assert await _said(url, token) == CLOSE_REFUSED
+        assert (await _said(url, "s3cret"))["number"] == 1
+
+
+async def test_a_viewer_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "_TOKEN_SECONDS", 0.1)
+    async with _page(token="s3cret") as (url, _), connect(f"{url.replace('http', 'ws')}/live") as socket:
+        with pytest.raises(ConnectionClosed):
+            await asyncio.wait_for(socket.recv(), 5.0)
+
+
+@pytest.mark.parametrize("message", ["again", b"bytes", "x" * 5000])
+async def test_a_viewer_that_speaks_is_sent_away(message: str | bytes) -> None:
+    async with _page() as (url, _), connect(f"{url.replace('http', 'ws')}/live") as socket:
+        await socket.send("")
+        await socket.recv()
+        await socket.send(message)
+        with pytest.raises(ConnectionClosed):
+            await asyncio.wait_for(socket.recv(), 5.0)
+        assert socket.close_code in (CLOSE_UNASKED, 1009)
+
+
+async def test_there_is_room_for_so_many_viewers_and_again_once_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "MOST_VIEWERS", 2)
+    async with _page() as (url, hub):
+        address = f"{url.replace('http', 'ws')}/live"
+        async with connect(address) as first:
+            async with connect(address) as second:
+                for socket in (first, second):
+                    await socket.send("")
+                    await socket.recv()
+                assert await _said(url) == CLOSE_FULL
+                hub.publish({"runs": {"a": {}}})
+                assert json.loads(await second.recv()) == json.loads(await first.recv())
+            async with asyncio.timeout(5.0):
+                while await _said(url) == CLOSE_FULL:  # noqa: ASYNC110 - the server notices when it does
+                    await asyncio.sleep(0.01)

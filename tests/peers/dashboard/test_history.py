@@ -1,0 +1,148 @@
+"""What a dashboard remembers: who took part, who has given what, what happened; and that it comes back."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peers.dashboard.contributions import MOST_PEERS
+from peers.dashboard.history import MOST_EVENTS, History, HistoryFile
+from peers.dashboard.news import MOST_AT_ONCE, Line, news
+from peers.dashboard.rounds import FARTHEST, MOST_ROUNDS
+from peers.status.peer_row import PeerRow
+from peers.status.view import SwarmView
+from tests.support.views import peer, peer_id, view
+
+A, B = peer_id("ann"), peer_id("bob")
+
+
+def _silent(row: PeerRow) -> PeerRow:
+    return replace(row, state="unreachable")
+
+
+def _started(row: PeerRow, at: float) -> PeerRow:
+    return replace(row, started_at=at)
+
+
+def _after(*views: SwarmView, every: float = 2.0) -> History:
+    history, before = History(run="run"), None
+    for number, seen in enumerate(views, start=1):
+        history.add(before, seen, number * every)
+        before = seen
+    return history
+
+
+def test_who_took_part_and_who_was_there_and_did_not() -> None:
+    early = view([peer("ann", round=1, recent_rounds=(0,)), peer("bob", round=1, recent_rounds=(0,))])
+    later = view([peer("ann", round=2, recent_rounds=(0, 1)), peer("bob", round=2, recent_rounds=(0,))])
+    history = _after(early, later)
+    rounds = {number: found.stages[0] for number, found in history.rounds.rounds.items()}
+    assert rounds[0].took_part == [*rounds[1].took_part, B] == [A, B]
+    assert history.rounds.to_json()["1"] == {"at": 4.0, "stages": {"0": {"took_part": [A], "missing": [B]}}}
+    # One that comes a moment later has taken part all the same.
+    history.add(later, view([peer("bob", round=2, recent_rounds=(0, 1))]), 6.0)
+    assert history.rounds.to_json()["1"] == {"at": 4.0, "stages": {"0": {"took_part": [A, B], "missing": []}}}
+
+
+def test_who_was_not_there_misses_no_round() -> None:
+    first = view([peer("ann", round=5, recent_rounds=(3, 4)), peer("bob", round=5)])
+    history = _after(first)
+    assert history.rounds.to_json()["4"] == {"at": 2.0, "stages": {"0": {"took_part": [A], "missing": []}}}
+
+
+def test_a_boast_about_rounds_replaces_none() -> None:
+    honest = [peer(name, round=10, recent_rounds=(8, 9)) for name in ("ann", "bob")]
+    liar = peer("liar", round=10**12, recent_rounds=tuple(range(10**12, 10**12 + 16)))
+    assert sorted(_after(view([*honest, liar])).rounds.rounds) == [8, 9]
+    looks = [view([peer("ann", round=n + 1, recent_rounds=(n,))]) for n in range(MOST_ROUNDS + 30)]
+    assert FARTHEST >= MOST_ROUNDS
+    assert sorted(_after(*looks).rounds.rounds) == list(range(30, MOST_ROUNDS + 30))
+
+
+def test_contributions_add_up_over_restarts_and_moves() -> None:
+    def told(start: float, committed: int, stage: int = 0) -> SwarmView:
+        row = peer("ann", started_at=start, committed=committed, exchanged_bytes=10 * committed)
+        return view([row] if stage == 0 else [], [row] if stage == 1 else [])
+
+    history = _after(told(10, 5), told(10, 7), told(20, 2), told(20, 4), told(20, 9, stage=1), told(20, 10, stage=1))
+    given = history.contributions.peers[A]
+    assert given.microbatches == 5 + 2 + 2 + 2 + 9 + 1
+    assert given.exchanged_bytes == 10 * given.microbatches
+    assert (given.serving_seconds, given.first_seen, given.last_seen, given.stage) == (10.0, 2.0, 12.0, 1)
+
+
+def test_time_in_which_nobody_watched_is_nobodys() -> None:
+    history = _after(view([peer("ann")]), view([peer("ann")]), every=3600.0)
+    assert history.contributions.peers[A].serving_seconds == 0.0
+
+
+def test_those_seen_last_are_kept_of_too_many_peers() -> None:
+    crowd = view([peer(f"peer {number}") for number in range(MOST_PEERS + 5)])
+    history = _after(view([peer("ann")]), crowd)
+    assert len(history.contributions.peers) == MOST_PEERS
+    assert A not in history.contributions.peers
+
+
+ANN, BOB = peer("ann"), peer("bob")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lines"),
+    [
+        (view([], []), view([ANN], []), ["stage 0 has a peer again", "ann serves stage 0"]),
+        (view([ANN]), view([_silent(ANN)]), ["stage 0 has no peer", "ann of stage 0 does not answer"]),
+        (view([_silent(ANN), BOB]), view([ANN, BOB]), ["ann answers again"]),
+        (view([ANN, BOB]), view([BOB]), ["ann of stage 0 has gone"]),
+        (view([replace(ANN, state="leaving"), BOB]), view([BOB]), []),
+        (view([ANN, BOB]), view([replace(ANN, state="leaving"), BOB]), ["ann leaves stage 0"]),
+        (view([BOB]), view([BOB, replace(ANN, state="joining")]), ["ann is on its way to stage 0"]),
+        (view([_started(ANN, 1.0)]), view([_started(ANN, 9.0)]), ["ann of stage 0 was started again"]),
+        (view([ANN, BOB], [peer("cid")]), view([BOB], [peer("cid"), ANN]), ["ann has moved from stage 0 to stage 1"]),
+        (view([ANN], step=None), view([ANN]), ["trainer feeder is there"]),
+        (view([ANN]), view([ANN], step=None), ["trainer feeder has gone"]),
+        (view([ANN]), view([replace(ANN, refusals=("1a2b is elsewhere",))]), ["ann: 1a2b is elsewhere"]),
+        (view([ANN]), view([replace(ANN, round=9, samples=3)], step=2), []),
+    ],
+)
+def test_what_happened_between_two_looks(before: SwarmView, now: SwarmView, lines: list[str]) -> None:
+    assert [line.text for line in news(before, now)] == lines
+
+
+def test_a_crowd_makes_no_flood_of_events() -> None:
+    history = _after(view([]), view([peer(f"peer {number}") for number in range(500)]))
+    assert len(history.events) == MOST_AT_ONCE + 2
+    assert history.events[-1].text.endswith("more changes")
+    for number in range(MOST_EVENTS):
+        history.happened(Line("plain", str(number)), 9.0)
+    assert [event.text for event in history.events] == [str(number) for number in range(MOST_EVENTS)]
+
+
+def test_history_comes_back(tmp_path: Path) -> None:
+    seen = view([peer("ann", committed=3, round=2, recent_rounds=(0, 1))], [peer("bob")], loss=1.5)
+    history = _after(seen, replace(seen, trainers=()))
+    file = HistoryFile(tmp_path / "run.json")
+    assert file.read("run") == History(run="run")
+    file.write(history)
+    assert file.read("run") == history
+    assert file.read("another run") == History(run="another run")
+    # And it goes on from there.
+    again = file.read("run")
+    again.add(None, seen, 100.0)
+    assert again.contributions.peers[A].microbatches == 3
+    assert len(again.events) == len(history.events) + 1
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"run": "run", "series": {"hour": 5}}', "[]"])
+def test_a_file_that_is_no_history_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    assert HistoryFile(path).read("run") == History(run="run")
+    assert (tmp_path / "run.unreadable").read_text() == content
+    assert "is no history" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_costs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = HistoryFile(tmp_path / "gone" / "run.json")
+    file.write(History(run="run"))
+    file.write(History(run="run"))
+    assert caplog.text.count("the history is not written") == 1

@@ -1,0 +1,218 @@
+"""The page in a real Chromium: what it shows of made-up swarms, to whom it can be read, and what it makes of names."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from peers.dashboard.app import page_of
+from peers.dashboard.history import History
+from peers.dashboard.hub import Hub
+from peers.dashboard.watcher import Watcher
+from peers.shared.web import Listener
+from peers.status.peer_row import PeerRow
+from peers.status.view import SwarmView
+from swarm import config as configs
+from swarm.machine.clock import SystemClock
+from swarm.types import PeerRecord
+from tests.support.browser import chromium, page_at
+from tests.support.views import peer, view
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+CONFIG = configs.load_preset("tiny")
+HOSTILE = '<img src=x onerror="document.title=`owned`"><script>document.title="owned"</script>'
+TABLE = """() => [...document.querySelectorAll("#peers tbody tr")].map(
+  (row) => [...row.children].map((cell) => cell.textContent))"""
+
+
+class _Shown:
+    """A lookout that sees what it is told, and the dashboard that looks from there."""
+
+    def __init__(self) -> None:
+        self.config = CONFIG
+        self.records: dict[int, list[PeerRecord]] = {}
+        self.seen = view()
+        self.watcher = Watcher(
+            self, History(run=CONFIG.run_id), clock=SystemClock(), interval_seconds=2.0,
+            how_to_join=lambda config, records: {"Give a machine to the run": "swarm-peer swarm://1abc"},
+        )  # fmt: skip
+        self.is_over = asyncio.Event()
+        self.serving: asyncio.Task[None] | None = None
+        self.hub = Hub(lambda: {CONFIG.run_id: self.watcher.series})
+
+    async def view(self) -> SwarmView:
+        return self.seen
+
+    async def show(self, seen: SwarmView) -> None:
+        """Have all viewers see this."""
+        self.seen = seen
+        await self.watcher.look()
+        self.hub.publish({"runs": {CONFIG.run_id: self.watcher.state}})
+
+    async def stop(self) -> None:
+        """As if the dashboard had ended."""
+        assert self.serving is not None
+        self.is_over.set()
+        await self.serving
+
+
+@asynccontextmanager
+async def _dashboard(*, token: str | None = None, port: int = 0) -> AsyncIterator[tuple[str, _Shown]]:
+    listener = Listener("127.0.0.1", port, option="--port")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            shown = _Shown()
+            page = page_of(shown.hub, token=token, names=["localhost"])
+            shown.serving = tasks.create_task(listener.serve(page, shown.is_over, with_websockets=True))
+            try:
+                yield listener.url, shown
+            finally:
+                shown.is_over.set()
+    finally:
+        listener.close()
+
+
+def _swarm(round_number: int = 7) -> SwarmView:
+    """Three stages, one peer of which is silent, and one on its way."""
+
+    def row(name: str, **figures: Any) -> PeerRow:
+        rounds = tuple(range(max(0, round_number - 8), round_number))
+        return peer(
+            name, round=round_number, recent_rounds=rounds, samples=64, **{"samples_per_second": 9.5, **figures}
+        )
+
+    return view(
+        [row("ann", committed=50, started_at=1.5e9), row("bob", samples_per_second=3.25)],
+        [row("cid", state="unreachable"), row("dan", loop_lag_seconds=1.5)],
+        [row("eve"), peer("fay", state="joining")],
+        step=round_number,
+    )
+
+
+async def test_it_shows_what_status_has_and_follows_it() -> None:
+    async with chromium() as browser, _dashboard() as (url, shown):
+        await shown.show(_swarm())
+        async with page_at(browser, url) as page:
+            await page.wait_for_selector("#peers tbody tr")
+            cells = [row["cells"] for row in shown.watcher.state["peers"].values()]
+            rows = await page.evaluate(TABLE)
+            columns = shown.watcher.state["columns"]["peer"]
+            assert sorted(row[1 : 1 + len(columns)] for row in rows) == sorted([c[n] for n in columns] for c in cells)
+            assert [row[0] for row in rows] == ["0", "0", "1", "1", "2", "2"]
+            assert await page.inner_text("#state") == "Training"
+            assert await page.locator(".chip[data-state=unreachable]").count() == 1
+            assert await page.locator(".links path").count() > 0
+            assert await page.inner_text("#join code") == "swarm-peer swarm://1abc"
+            assert await page.locator(".rounds .cell.in").count() > 20
+
+            # One dies: the page hears of it.
+            gone = _swarm(8)
+            await shown.show(
+                replace(gone, stages=(replace(gone.stages[0], peers=gone.stages[0].peers[:1]), *gone.stages[1:]))
+            )
+            await page.wait_for_function("() => document.querySelectorAll('#peers tbody tr').length === 5")
+            assert "bob of stage 0 has gone" in await page.inner_text("#events")
+            assert [row[0] for row in await page.evaluate(TABLE)] == ["0", "1", "1", "2", "2"]
+
+            await page.fill("#find", "DAN")
+            assert [row[1] for row in await page.evaluate(TABLE)] == ["dan"]
+            await page.get_by_role("button", name="dan", exact=True).click()
+            assert await page.inner_text("#details-name") == "dan, stage 1"
+            assert "loop lag seconds\n1.5 s" in await page.inner_text("#details-figures")
+
+
+async def test_names_that_peers_choose_stay_text() -> None:
+    names = [HOSTILE[:64], "'\"`${alert(1)}", "javascript:alert(1)", "\u202egnp.exe", "a" * 64]
+    async with chromium() as browser, _dashboard() as (url, shown):
+        refused = peer("r", refusals=(HOSTILE,))
+        await shown.show(view([*map(peer, names), refused], name=HOSTILE[:64]))
+        async with page_at(browser, url) as page:
+            await page.wait_for_selector("#peers tbody tr")
+            await shown.show(view([*map(peer, names[1:]), refused], name=HOSTILE[:64]))
+            await page.wait_for_function("() => document.querySelectorAll('#peers tbody tr').length === 5")
+            assert {row[1] for row in await page.evaluate(TABLE)} == {*names[1:], "r"}
+            await page.locator(".chip").nth(1).click()
+            assert await page.locator("main img, main script, dialog img, dialog script").count() == 0
+            assert "owned" not in await page.title()
+
+
+async def test_a_locked_page_asks_for_its_token() -> None:
+    async with chromium() as browser, _dashboard(token="s3cret") as (url, shown):
+        await shown.show(_swarm())
+        async with page_at(browser, url) as page:
+            await page.fill("#token", "wrong")
+            await page.keyboard.press("Enter")
+            await page.wait_for_selector("text=That is not the token.")
+            assert await page.locator("#peers tbody tr").count() == 0
+            await page.fill("#token", "s3cret")
+            await page.keyboard.press("Enter")
+            await page.wait_for_selector("#peers tbody tr")
+        async with page_at(browser, f"{url}/#s3cret") as page:
+            await page.wait_for_selector("#peers tbody tr")
+            assert "s3cret" not in page.url
+
+
+async def test_it_comes_back_when_the_dashboard_does() -> None:
+    async with chromium() as browser, _dashboard() as (url, shown):
+        await shown.show(_swarm())
+        async with page_at(browser, url, expected="WebSocket connection") as page:
+            await page.wait_for_selector("#peers tbody tr")
+            await shown.stop()
+            await page.wait_for_selector("text=Not connected")
+            async with _dashboard(port=int(url.rpartition(":")[2])) as (_, again):
+                await again.show(_swarm(9))
+                await page.wait_for_function("() => document.querySelector('#now').textContent.includes('round 9')")
+                assert await page.inner_text("#state") == "Training"
+
+
+@pytest.mark.parametrize("width", [390, 768, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_everybody_can_read_it(width: int, scheme: str) -> None:
+    """axe-core finds nothing, nothing is wider than the screen, and all can be reached by keyboard."""
+    axe = pytest.importorskip("axe_playwright_python.async_playwright", reason="the extra browser is not installed")
+    async with chromium() as browser, _dashboard() as (url, shown):
+        await shown.show(_swarm())
+        async with page_at(browser, url, width=width, color_scheme=scheme, reduced_motion="reduce") as page:
+            await page.wait_for_selector("#peers tbody tr")
+            assert await page.evaluate("document.documentElement.dataset.theme") == scheme
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
+            # Its own script is put into the page by the browser's debugger, which the page's policy does not concern.
+            results = await axe.Axe().run(page)
+            assert results.violations_count == 0, results.generate_report()
+            reached = set()
+            for _ in range(60):
+                await page.keyboard.press("Tab")
+                reached.add(await page.evaluate("document.activeElement.id || document.activeElement.className"))
+            assert {"theme", "chip", "find", "events"} <= {name.split(" ")[0] for name in reached}
+            await page.locator(".chip").nth(1).focus()
+            await page.keyboard.press("Enter")
+            assert await page.locator("#details[open]").count() == 1
+            results = await axe.Axe().run(page)
+            assert results.violations_count == 0, results.generate_report()
+            await page.keyboard.press("Escape")
+            assert await page.locator("#details[open]").count() == 0
+
+
+async def test_a_thousand_peers_are_drawn_within_a_second() -> None:
+    crowd = [[peer(f"peer-{stage}-{n}", samples_per_second=n / 10) for n in range(125)] for stage in range(8)]
+    async with chromium() as browser, _dashboard() as (url, shown):
+        await shown.show(view(*crowd))
+        async with page_at(browser, url) as page:
+            # Since the page was asked for, in milliseconds.
+            drawn = await page.wait_for_function(
+                "() => document.querySelectorAll('#pipeline button').length === 1000 && performance.now()"
+            )
+            assert await drawn.json_value() < 1000.0
+            assert await page.locator("#peers tbody tr").count() == 100
+            await page.get_by_role("button", name="Show all 1,000 peers").click()
+            assert await page.locator("#peers tbody tr").count() == 1000
+            moved = [[replace(row, samples_per_second=row.samples_per_second + 1) for row in stage] for stage in crowd]
+            began = time.monotonic()
+            await shown.show(view(*moved, step=2))
+            await page.wait_for_function("() => document.querySelector('#now').textContent.includes('2peers')")
+            assert time.monotonic() - began < 2.0

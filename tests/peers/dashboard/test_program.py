@@ -1,0 +1,116 @@
+"""swarm-dashboard as a user starts it: what it refuses, and that it watches, tells, and remembers."""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import connect
+
+from peers.commands import command_line
+from peers.dashboard import program
+from peers.dashboard.options import DashboardOptions
+from peers.shared import process
+from swarm import config as configs
+from swarm.credentials.identity import generate
+from swarm.rpc.invite import Invite
+from tests.support.shown_run import shown_run
+
+CONFIG = configs.load_preset("tiny")
+INVITE = "swarm://1abc"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "which run?"),
+        ({"invite": INVITE, "peer": ("x",)}, "leave all but one out"),
+        ({"invite": INVITE, "initial_peers": ("y",)}, "leave one out"),
+        ({"invite": INVITE, "interval": 0.0}, "--interval must be positive"),
+        ({"invite": INVITE, "port": 65536}, "--port must be between 0 and 65535"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        DashboardOptions(**options)
+
+
+def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = ["--peer", f"{'ab' * 20}@127.0.0.1:1", "--port", port]
+        assert process.run_program(program.PROG, lambda: program.main(arguments)) == 2
+    assert capsys.readouterr().err == (
+        f"swarm-dashboard: error: --port 127.0.0.1:{port}: Address already in use; choose another address or port\n"
+    )
+
+
+def test_a_locked_run_is_not_shown_to_everybody(capsys: pytest.CaptureFixture[str]) -> None:
+    options = DashboardOptions(invite=INVITE, host="0.0.0.0", port=0)
+    with pytest.raises(ValueError, match="would show a locked run to everybody: add --view-token"):
+        program.take_address(options, is_locked=True)
+    listener, token = program.take_address(options, is_locked=False)
+    listener.close()
+    assert token is None
+    assert "everybody who reaches http://0.0.0.0" in capsys.readouterr().err
+    locked = DashboardOptions(invite=INVITE, host="0.0.0.0", port=0, view_token="s3cret")
+    listener, token = program.take_address(locked, is_locked=True)
+    listener.close()
+    assert token == "s3cret"
+
+
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn", "websockets"])
+def test_without_its_libraries_it_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "peers.shared.web", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=r"needs starlette, uvicorn and websockets: .*\[serve\]"):
+        program.take_address(DashboardOptions(invite=INVITE, port=0), is_locked=False)
+
+
+async def _told(arguments: list[str]) -> dict[str, Any]:
+    """What a dashboard tells its first viewer; Ctrl-C then ends it in order."""
+    dashboard = await asyncio.create_subprocess_exec(
+        *command_line("dashboard", arguments), stderr=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    assert dashboard.stderr is not None
+    try:
+        async with asyncio.timeout(60.0):
+            said = ""
+            while (found := re.search(r"at (http://127\.0\.0\.1:\d+)\n", said)) is None:
+                line = await dashboard.stderr.readline()
+                assert line, said
+                said += line.decode()
+            async with connect(f"{found[1].replace('http', 'ws')}/live", max_size=None) as socket:
+                await socket.send("")
+                message: dict[str, Any] = json.loads(await socket.recv())
+                dashboard.send_signal(signal.SIGINT)
+                assert await dashboard.wait() == 0, (await dashboard.stderr.read()).decode()
+                return message
+    finally:
+        if dashboard.returncode is None:
+            dashboard.kill()
+            await dashboard.wait()
+
+
+async def test_it_watches_and_remembers(tmp_path: Path) -> None:
+    async with shown_run(CONFIG, generate(), "/ip4/127.0.0.1/tcp/1/p2p/x") as run:
+        invite = str(Invite.fitting(run.config.run_id, [run.entry], is_locked=False))
+        arguments = [invite, "--port", "0", "--history", str(tmp_path)]
+        first, second = await _told(arguments), await _told(arguments)
+    for message, num_events in ((first, 1), (second, 2)):
+        shown = message["whole"]["runs"][run.config.run_id]
+        ((key, peer),) = shown["peers"].items()
+        assert (key, peer["name"], peer["state"]) == (f"0/{run.entry.peer_id}", "first", "unreachable")
+        assert shown["join"]["Give a machine to the run"] == f"swarm-peer {invite}"
+        assert [event["text"] for event in shown["events"]][-num_events:] == [
+            "this page begins to watch: peers 0, trainers 0"
+        ] * num_events
+        assert message["history"][run.config.run_id]["hour"]["columns"]["peers"][-1] == 0.0
+    assert json.loads((tmp_path / f"{run.config.run_id}.json").read_text())["run"] == run.config.run_id
