@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Never, Self
 
 import grpc
@@ -274,11 +275,12 @@ class Reach:
                 await self._membership.clock.sleep(0.01)
 
     def _points(self) -> Sequence[Entry]:
-        """Peers that may be meeting points, in an order of this peer's own."""
-        others = sorted(self._membership.known.everyone(), key=lambda record: record.peer_id)
-        found = [Entry(PeerId(record.peer_id), ends[0]) for record in others if (ends := direct(record.endpoints))]
-        self._rng.shuffle(found)
-        return found
+        """Peers that may be meeting points, with all of their endpoints, in an order of this peer's own."""
+        own_id = self._membership.peer_id
+        others = sorted(
+            self._membership.known.everyone(), key=lambda record: sha256(f"{own_id} {record.peer_id}".encode()).digest()
+        )
+        return [Entry(PeerId(record.peer_id), end) for record in others for end in direct(record.endpoints)]
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

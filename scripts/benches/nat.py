@@ -79,6 +79,7 @@ class _World:
         self._public, self._other_public = internet.public_host(), internet.public_host()
         self._peer, self._caller = internet.host(peer_kind), internet.host(caller_kind)
         self._is_direct = peer_kind == "none"
+        self._has_ipv4 = "ipv6" not in (peer_kind, caller_kind)
 
     def serves_seconds(self) -> float:
         """From the start of the peer until it serves."""
@@ -93,8 +94,9 @@ class _World:
         """By which way pieces go there, and how fast, compared with a public peer."""
         for host in (self._public, self._other_public, self._peer, self._caller):
             self._internet.limit(host, options.mbit)
-        entry = self._first_line(self._public, "meet", [self._public.address])
-        direct = self._first_line(self._other_public, "serve", [self._other_public.address])
+        points = [host.address if self._has_ipv4 else host.address6 for host in (self._public, self._other_public)]
+        entry = self._first_line(self._public, "meet", [points[0]])
+        direct = self._first_line(self._other_public, "serve", [points[1]])
         where = [] if self._is_direct else [entry]
         record = self._first_line(self._peer, "serve", [self._peer.address, *where])
         there, baseline = (self._call(to, options.seconds) for to in (record, direct))
@@ -113,7 +115,7 @@ class _World:
         return child, time.monotonic() - began_at
 
     def _first_line(self, host: Host, role: str, arguments: Sequence[str]) -> str:
-        name = f"{role}-{host.address}"
+        name = f"{role}-{host.namespace}"
         child = self._children.start(name, host.command([sys.executable, SIDE, role, *arguments]))
         self._await(child, lambda: "\n" in child.log.read_text())
         return child.log.read_text().splitlines()[0]

@@ -64,6 +64,7 @@ class Host:
 
     namespace: str
     address: str
+    address6: str = ""
 
     def command(self, command: Sequence[object]) -> list[str]:
         """What runs a command there."""
@@ -84,6 +85,7 @@ class Internet:
         self._prefix = f"swarm{os.getpid()}-"
         self._names: list[str] = []
         self._num_public = self._num_routers = 0
+        self._routers6: list[str] = []
 
     def __enter__(self) -> Self:
         self._add("net")
@@ -109,7 +111,8 @@ class Internet:
         self._link(name, "eth0", "net", "br0")
         self._in(name, f"ip addr add {_SHARED}.{number}/26 dev eth0")
         self._in(name, f"ip addr add {_SHARED6}::{number}/64 dev eth0 nodad")
-        return Host(self._prefix + name, f"{_SHARED}.{number}")
+        self._route6()
+        return Host(self._prefix + name, f"{_SHARED}.{number}", f"{_SHARED6}::{number}")
 
     def host(self, kind: str) -> Host:
         """Another host that is connected in one of the KINDS of ways, with a router of its own."""
@@ -158,14 +161,19 @@ class Internet:
             number = inside.split(".")[1]
             self._in(name, f"ip addr add {_SHARED6}::{number}/64 dev wan nodad")
             self._in(name, f"ip addr add 2001:db8:{number}::1/64 dev lan nodad")
-            for public in self._names:
-                if "pub" in public:
-                    _run(f"ip -n {public} route replace 2001:db8:{number}::/64 via {_SHARED6}::{number}")
+            self._routers6.append(number)
+            self._route6()
         forward = f'iifname "wan" dnat to {inside.rpartition(".")[0]}.11' if kind == "full-cone" else ""
         udp = "meta l4proto udp drop" if kind == "udp-blocked" else ""
         rules = _RULES.format(forward=forward, masquerade=_MASQUERADE.get(kind, "masquerade"), udp=udp)
         _run(f"ip netns exec {self._prefix}{name} nft -f -", rules)
         return name, "lan"
+
+    def _route6(self) -> None:
+        """Have all public hosts know the ways to the networks behind routers of IPv6, which translate no addresses."""
+        for public in (name for name in self._names if "pub" in name):
+            for number in self._routers6:
+                _run(f"ip -n {public} route replace 2001:db8:{number}::/64 via {_SHARED6}::{number}")
 
     def _add(self, name: str) -> None:
         _run(f"ip netns add {self._prefix}{name}")

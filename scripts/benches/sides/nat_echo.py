@@ -17,7 +17,7 @@ from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
-from swarm.rpc.entry import Entry
+from swarm.rpc.entry import Entry, endpoint_of
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.rpc.meeting.carrying import Kind
 from swarm.rpc.meeting.dialler import Dialler
@@ -56,7 +56,7 @@ async def serve(host: str, entry: str = "") -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
     handlers: Any = {"Take": grpc.unary_unary_rpc_method_handler(take)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("nat", handlers),))
-    port = bind_server(server, "0.0.0.0" if entry else host, 0, tls.server_credentials(own))
+    port = bind_server(server, "" if entry else host, 0, tls.server_credentials(own))
     await server.start()
     waiting = Waiting(
         own, Points(own, insecure=False), dialler, CLOCK, server=("127.0.0.1", port), candidates=lambda: points
@@ -65,7 +65,7 @@ async def serve(host: str, entry: str = "") -> None:
         tasks.create_task(waiting.run())
         while points and not waiting.endpoints:
             await CLOCK.sleep(0.05)
-        endpoints = waiting.endpoints or (f"{host}:{port}",)
+        endpoints = waiting.endpoints or (endpoint_of(host, port),)
         record = PeerRecord(
             peer_id=own.peer_id, announced_at=CLOCK.time(), stage=0, endpoint=endpoints[0],
             certificate_pem=own.certificate_pem, state=PeerState.SERVING,

@@ -54,7 +54,7 @@ class Waiting:
         """
         Args:
             server: host and port of this peer's own gRPC server.
-            candidates: gives peers that may be meeting points.
+            candidates: gives peers that may be meeting points, each with all of its endpoints.
         """
         self._own = own
         self._points = points
@@ -71,8 +71,13 @@ class Waiting:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """How it is reached through the meeting points that have accepted it."""
-        return tuple(map(tunnel_through, self._kept))
+        """How it is reached through the meeting points that have accepted it, at each of their endpoints.
+
+        Those at which it waits come first. A caller may have another version of IP than this peer.
+        """
+        kept = {point.peer_id for point in self._kept}
+        others = (point for point in self._candidates() if point.peer_id in kept)
+        return tuple(map(tunnel_through, dict.fromkeys([*self._kept, *others])))
 
     def num_lines(self, kind: Kind) -> int:
         """Connections from callers that are open now and go like this."""
@@ -90,8 +95,11 @@ class Waiting:
     def _wanted(self) -> list[Entry]:
         now = self._clock.monotonic()
         self._avoided_until = {point: until for point, until in self._avoided_until.items() if until > now}
-        free = [p for p in self._candidates() if p not in self._trying and p not in self._avoided_until]
-        return free[: NUM_POINTS - len(self._trying)]
+        taken = {point.peer_id for point in self._trying}
+        free = [p for p in self._candidates() if p.peer_id not in taken and p not in self._avoided_until]
+        # Of each peer the first endpoint that has not failed.
+        wanted = {point.peer_id: point for point in reversed(free)}
+        return list(wanted.values())[: NUM_POINTS - len(self._trying)]
 
     async def _stay(self, point: Entry, tasks: asyncio.TaskGroup) -> None:
         """Wait at one meeting point for as long as that is possible."""

@@ -10,6 +10,7 @@ import pytest
 from swarm.credentials.identity import Identity, generate
 from swarm.errors import NotAllowed, NotReady, Overloaded, SwarmError
 from swarm.rpc.channels import ChannelPool, translate
+from swarm.rpc.entry import Entry
 from swarm.rpc.meeting import ways
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.rpc.meeting.carrying import Kind
@@ -89,6 +90,14 @@ async def test_another_meeting_point_takes_over_from_one_that_dies() -> None:
         await eventually(lambda: len(hidden.waiting.endpoints) == 1)
         assert str(dying.entry) not in hidden.waiting.endpoints[0]
         await pool.close()
+
+
+async def test_a_meeting_point_is_waited_at_where_it_answers_and_announced_at_all_its_endpoints() -> None:
+    async with meeting_point() as host:
+        dead = Entry(host.entry.peer_id, "127.0.0.1:1")
+        async with hidden_peer([dead, host.entry]) as hidden:
+            assert hidden.waiting.endpoints == (f"tunnel:{host.entry}", f"tunnel:{dead}")
+            assert host.point.num_waiting == 1
 
 
 @pytest.mark.usefixtures("no_punching")
