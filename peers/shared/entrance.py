@@ -4,9 +4,11 @@ Used by every program that joins a run. An invite names peers by their gRPC endp
 addresses the DHT can be entered; so an address that has changed since does no harm while one of them is there.
 """
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from peers.shared.invite_option import EntranceOptions
 from peers.shared.network import KnownPeers
@@ -101,9 +103,10 @@ def find_entrance(
         peers: PEER_ID@HOST:PORT of peers that are to be asked, where the options name neither an invite nor addresses.
 
     Raises:
-        ValueError, OSError: as of find_token; an invite or a peer is none, or the run is locked and there is no token.
+        ValueError, OSError: as of find_token; an invite or a peer is none, its file cannot be read, or the run is
+            locked and there is no token.
     """
-    given = peers or options.initial_peers if options.invite is None else (options.invite,)
+    given = peers or options.initial_peers if options.invite is None else (_invite(options.invite),)
     addresses, token = find_token(
         options.token, given, environment, role=role, insecure=options.insecure, clock=clock
     )  # fmt: skip
@@ -116,3 +119,16 @@ def find_entrance(
     if invite.is_locked and token is None:
         raise ValueError("the run is locked: ask its owner for a token, and say INVITE#TOKEN")
     return Entrance(entries=invite.entries, run=invite.run, token=token, insecure=options.insecure)
+
+
+def _invite(text: str) -> str:
+    """The invite of an argument: itself, or in the file that it names, alone or as a peer's --ready-file has it."""
+    if not text.startswith("@"):
+        return text
+    content = Path(text[1:]).read_text(encoding="utf-8").strip()
+    if not content.startswith("{"):
+        return content
+    try:
+        return str(json.loads(content)["invite"])
+    except (ValueError, KeyError):
+        raise ValueError(f"{text[1:]} holds no invite: name a file that a peer wrote for --ready-file") from None

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 import tyro
 
 InviteOption = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="INVITE")]]
-"""swarm://..., perhaps with #TOKEN behind it; None if it is left out."""
+"""swarm://..., perhaps with #TOKEN behind it, or @FILE, a file that holds it; None if it is left out."""
 
 
 class EntranceOptions(Protocol):

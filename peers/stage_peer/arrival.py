@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from peers.shared.membership import Membership
@@ -64,12 +65,19 @@ class Arrival:
                 raise
             logger.warning("%s still names the former stage: %s", self._options.ready_file, error.strerror)
 
-    def _say_how_to_join(self, stage: int, announced: Announced) -> None:
-        """Print the lines with which others come, for an invite that names several peers where there are several."""
-        config, known = self._membership.config, self._membership.known
+    def _entries(self, announced: Announced) -> list[Entry]:
+        """Several peers where there are several."""
         own_id = PeerId(self._membership.peer_id)
-        entries = [*(Entry(own_id, endpoint) for endpoint in direct(announced.endpoints)[:2]), *known.entries(4)]
-        invite = Invite.fitting(config.run_id, entries, is_locked=self._token is not None)
+        own = [Entry(own_id, endpoint) for endpoint in direct(announced.endpoints)[:2]]
+        return [*own, *self._membership.known.entries(4)]
+
+    def _invite(self, entries: Sequence[Entry]) -> Invite:
+        return Invite.fitting(self._membership.config.run_id, entries, is_locked=self._token is not None)
+
+    def _say_how_to_join(self, stage: int, announced: Announced) -> None:
+        """Print the lines with which others come."""
+        config, known, entries = self._membership.config, self._membership.known, self._entries(announced)
+        invite = self._invite(entries)
         word = f"{invite}#TOKEN" if self._token else str(invite)
         insecure = " --insecure" if self._options.insecure else ""
         own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
@@ -90,6 +98,7 @@ class Arrival:
             "peer_id": identity.peer_id,
             "stage": stage,
             "endpoint": announced.endpoints[0],
+            "invite": str(self._invite(self._entries(announced))),
             "other_endpoints": announced.endpoints[1:],
             "dht_addresses": announced.dht_addresses,
             "device": self._device,

@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import json
 import logging
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +49,23 @@ async def test_an_invite_leads_to_the_addresses_that_its_peer_knows() -> None:
         assert entrance.run == CONFIG.digest[:16]
         assert await entrance.dht_addresses(SystemClock()) == (NODE,)
         assert await _find(_options(), str(run.entry)).dht_addresses(SystemClock()) == (NODE,)
+
+
+@pytest.mark.parametrize("content", [f"{_invite()}\n", json.dumps({"stage": 0, "invite": _invite()})])
+def test_an_invite_may_be_in_a_file(content: str, tmp_path: Path) -> None:
+    """Alone, or as a peer's --ready-file has it."""
+    path = tmp_path / "ready.json"
+    path.write_text(content)
+    assert _find(_options(f"@{path}")).entries == (ENTRY,)
+
+
+def test_a_file_without_an_invite_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    path.write_text('{"stage": 0}')
+    with pytest.raises(ValueError, match=r"ready\.json holds no invite: name a file that a peer wrote"):
+        _find(_options(f"@{path}"))
+    with pytest.raises(FileNotFoundError):
+        _find(_options(f"@{tmp_path / 'other'}"))
 
 
 async def test_addresses_are_taken_as_they_are() -> None:
