@@ -34,7 +34,7 @@ from swarm.simulation.study import StudyOptions
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "AGENTS.md", ROOT / "SKILL.md", *sorted((ROOT / "docs").glob("*.md"))]
 OPTIONS: dict[str, type] = {
     "swarm-peer": PeerOptions,
     "swarm-trainer": TrainerOptions,

@@ -1,4 +1,4 @@
-"""docs/models.md is a story that can be told: its commands are run as they stand there, one after the other.
+"""docs/models.md and SKILL.md are stories that can be told: their commands are run as they stand, one after the other.
 
 A block of code runs if the line before it is `<!-- run -->`. Of bash, each command is a process: a swarm-peer goes on
 until the end, any other command has to succeed. ADDRESS is the first peer's. The model is a small one that the test
@@ -22,7 +22,7 @@ from peers.local.supervisor import Child, Supervisor
 from tests.support.swarm import wait_until, write_text
 from tests.support.tokenizers import write_chat_tokenizer
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^<!-- run -->\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _INVITE = re.compile(r"join:   swarm-peer (swarm://\S+)")
 
@@ -93,10 +93,10 @@ def story(tmp_path: Path) -> Iterator[Story]:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(500)
-@pytest.mark.slow
-def test_the_page_can_be_followed(story: Story) -> None:
-    blocks = _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert len(blocks) >= 6
+@pytest.mark.parametrize("page", ["docs/models.md", pytest.param("SKILL.md", marks=pytest.mark.slow)])
+def test_the_page_can_be_followed(page: str, story: Story) -> None:
+    blocks = _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    assert len(blocks) >= 4
     for language, block in blocks:
         if language == "python":
             story.run([sys.executable, "-c", block])
