@@ -35,12 +35,22 @@ function peersNote(run, numOthers) {
   return numOthers ? `serving ${stages}, ${numOthers} more not` : `serving ${stages}`;
 }
 
+/** Stages whose peers are all silent. */
+function silentStages(run) {
+  const peersOf = (stage) => Object.values(run.peers).filter((peer) => peer.stage === stage);
+  return run.stages.filter((stage) => {
+    const peers = peersOf(stage);
+    return peers.length > 0 && peers.every(({ state }) => state === "unreachable");
+  });
+}
+
 /** What is wrong, or waited for, now. */
 export function showNotes(list, run) {
   const names = Object.fromEntries(Object.values(run.peers).map(({ peer_id, name }) => [peer_id, name]));
   const all = [...Object.values(run.peers), ...run.trainers];
   const lines = [
     ...run.empty_stages.map((stage) => ({ kind: "bad", text: `Stage ${stage} has no peer: training waits for one.` })),
+    ...silentStages(run).map((stage) => ({ kind: "bad", text: `No peer of stage ${stage} answers: training waits for one.` })),
     ...all.flatMap(({ name, refusals }) => (refusals ?? []).map((text) => ({ kind: "bad", text: `${name}: ${text}` }))),
     ...all.flatMap(({ name, bans }) => (bans ?? []).map(({ peer_id, reason, until }) => ({
       kind: "bad",

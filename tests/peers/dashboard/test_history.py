@@ -90,7 +90,7 @@ ANN, BOB = peer("ann"), peer("bob")
     ("before", "now", "lines"),
     [
         (view([], []), view([ANN], []), ["stage 0 has a peer again", "ann serves stage 0"]),
-        (view([ANN]), view([_silent(ANN)]), ["stage 0 has no peer", "ann of stage 0 does not answer"]),
+        (view([ANN]), view([_silent(ANN)]), ["no peer of stage 0 answers", "ann of stage 0 does not answer"]),
         (view([_silent(ANN), BOB]), view([ANN, BOB]), ["ann answers again"]),
         (view([ANN, BOB]), view([BOB]), ["ann of stage 0 has gone"]),
         (view([replace(ANN, state="leaving"), BOB]), view([BOB]), []),
