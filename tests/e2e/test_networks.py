@@ -20,7 +20,7 @@ from tests.support.swarm import CONFIG, wait_until, write_text
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("nft")),
         reason="lays networks: needs root, iproute2 and nftables",
@@ -96,7 +96,7 @@ class Lab:
             "--ready-file", str(ready),
         ]  # fmt: skip
         child = self.start(machine, name, "peer", *words, *own)
-        wait_until(ready.exists, 60.0, f"{name} to serve; see {child.log}")
+        wait_until(ready.exists, 150.0, f"{name} to serve; see {child.log}")
         printed = wait_until(lambda: _INVITE.search(child.log.read_text()), 10.0, "the invite")
         return json.loads(ready.read_text()), printed[1]
 
@@ -112,7 +112,7 @@ class Lab:
         """Train a round from there."""
         words = ["--steps", "1", "--evaluate-every", "0", "--output", str(self._folder / "trainer")]
         trainer = self.start(machine, "trainer", "trainer", invite, *words)
-        wait_until(lambda: (self._folder / "trainer" / "summary.json").exists(), 90.0, f"a step; see {trainer.log}")
+        wait_until(lambda: (self._folder / "trainer" / "summary.json").exists(), 150.0, f"a step; see {trainer.log}")
 
 
 @pytest.fixture
@@ -157,7 +157,8 @@ def test_of_several_interfaces_the_one_on_the_way_to_the_others_is_announced(lab
     _, invite = lab.first(first)
     several = lab.machine("several")
     several.sh("ip link add docker0 type bridge && ip addr add 172.17.0.1/16 dev docker0 && ip link set docker0 up")
-    several.sh("ip link add tun0 type dummy && ip addr add 10.8.0.2/24 dev tun0 && ip link set tun0 up")
+    several.sh("ip link add tun0 type veth peer name far && ip addr add 10.8.0.2/24 dev tun0")
+    several.sh("ip link set far up && ip link set tun0 up")
     several.sh("ip route add default via 10.8.0.1")
     lab.join(several, "eth0", "net", "br0", "192.168.1.7/24")
     ready, own_invite = lab.peer(several, "second", invite)
