@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from peers.doctor import line, machine, ports
+from peers.doctor import line, machine
 from peers.doctor.finding import Finding, State, fine, not_checked, wrong
 from peers.doctor.needs import Needs
+from peers.doctor.ports import Ports, from_outside, unasked
 from peers.shared.cache import cache_folder
 from peers.shared.devices import Device
 from peers.shared.network import KnownPeers
 from swarm import __version__
 from swarm.config import RunConfig
+from swarm.credentials.identity import Identity
 from swarm.machine.clock import Clock
 from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerRecord
@@ -35,16 +37,14 @@ class Plan:
         device: as --device names it.
         checkpoint: folder for checkpoints, if they are written.
         keep_checkpoints: how many of them.
-        host, port, dht_port: where it is to listen.
+        ports: where it is to listen.
     """
 
     stage: int | Literal["auto"]
     device: str
     checkpoint: Path | None
     keep_checkpoints: int
-    host: str
-    port: int
-    dht_port: int
+    ports: Ports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,9 @@ class Run:
     config: RunConfig
     known: KnownPeers
     channels: ChannelPool
+    identity: Identity
+    """With which this process calls them."""
+    insecure: bool
 
     @property
     def peers(self) -> Sequence[PeerRecord]:
@@ -68,14 +71,14 @@ async def thoroughly(plan: Plan, run: Run | str, clock: Clock) -> list[Finding]:
         run: or why nothing is known of it: nobody was asked, or what went wrong.
     """
     on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device))
-    on_line = [] if isinstance(run, str) else await _on_line(run, clock)
+    on_line = [] if isinstance(run, str) else await _on_line(plan, run, clock)
     device_finding, device = await on_device
     findings = [device_finding]
     if isinstance(run, str):
-        findings += [machine.files(0), *ports.own(plan.host, plan.port, plan.dht_port)]
+        findings += [machine.files(0), *unasked(plan.ports)]
         return [*findings, not_checked("the rest", run)]
     findings += await asyncio.to_thread(_for_run, plan, run, device)
-    return [*findings, *ports.own(plan.host, plan.port, plan.dht_port), versions(run.peers), *on_line]
+    return [*findings, versions(run.peers), *on_line]
 
 
 async def in_passing(plan: Plan, run: Run, device: Device, clock: Clock) -> list[Finding]:
@@ -85,11 +88,12 @@ async def in_passing(plan: Plan, run: Run, device: Device, clock: Clock) -> list
     return [finding for finding in (*_for_run(plan, run, device), *on_line) if finding.state is State.WRONG]
 
 
-async def _on_line(run: Run, clock: Clock) -> list[Finding]:
+async def _on_line(plan: Plan, run: Run, clock: Clock) -> list[Finding]:
     found = await line.distances(run.peers, run.channels, clock)
     # Not at the same time, since what goes there and back to measure a rate would be in the way.
     rates = await line.rates([peer for peer in run.peers if peer.endpoint in found], run.channels, clock)
     return [
+        *await from_outside(plan.ports, run.peers, run.channels, run.identity, insecure=run.insecure),
         line.judge_peers(found), line.judge_clock(found), line.judge_round_trip(found),
         line.judge_rates(rates, run.config),
     ]  # fmt: skip

@@ -4,8 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
+from peers.doctor.ports import Ports
 from peers.shared import cli, process
 from peers.shared.invite_option import InviteOption
+from peers.stage_peer.listen import Outside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,10 @@ class DoctorOptions:
     """TCP port for tensors (gRPC)."""
     dht_port: int = 0
     """TCP port for the DHT."""
+    announce: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """HOST[:PORT] at which others are to reach --port, once for each such address."""
+    announce_dht: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """HOST[:PORT] at which others are to reach --dht-port, likewise."""
     checkpoint: Path | None = None
     """Folder for checkpoints."""
     keep_checkpoints: int = 3
@@ -44,6 +52,15 @@ class DoctorOptions:
                 raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
+
+    @property
+    def ports(self) -> Ports:
+        """Where it is to listen, and where others are to reach that."""
+        outside = tuple(Outside.parse(text, option="--announce") for text in self.announce)
+        outside_dht = tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
+        return Ports(
+            host=self.host, port=self.port, dht_port=self.dht_port, outside=outside, outside_dht=outside_dht
+        )  # fmt: skip
 
     @property
     def initial_peers(self) -> tuple[str, ...]:

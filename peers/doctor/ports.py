@@ -1,23 +1,145 @@
-"""What is found of this machine's two ports.
+"""What is found of this machine's two ports: whether they are free, and whether others reach them from outside.
 
-Used by examination.py. That others reach them from outside only others can say.
+Used by examination.py. While it asks, something answers at both ports as a peer would: a gRPC server that shows this
+process's certificate, and a node of the DHT that says no more than its first word. Other peers dial that back.
 """
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
 from peers.doctor.finding import Finding, fine, not_checked, wrong
+from peers.stage_peer.listen import Outside
+from swarm.credentials.identity import Identity
 from swarm.dht import addresses
+from swarm.errors import SwarmError
+from swarm.rpc import tls
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.entry import endpoint_of
+from swarm.rpc.meeting.check import ANSWER_SECONDS, MAX_ENDPOINTS, MULTISTREAM, check
+from swarm.rpc.meeting.endpoints import direct
+from swarm.rpc.v1 import meeting_pb2 as pb
+from swarm.types import PeerRecord
+
+GRPC, DHT = "gRPC port", "DHT port"
+NUM_ASKED = 2
+"""Peers that dial back."""
 
 
-def own(host: str, port: int, dht_port: int) -> list[Finding]:
-    """Whether each port is free here, where it was chosen."""
-    return [_own("gRPC port", "--port", host, port), _own("DHT port", "--dht-port", host, dht_port)]
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """Where a peer is to listen, and where others are told that they reach that."""
+
+    host: str
+    port: int
+    dht_port: int
+    outside: tuple[Outside, ...] = ()
+    outside_dht: tuple[Outside, ...] = ()
+
+    @property
+    def taken(self) -> list[Finding]:
+        """A finding for each port that was chosen and cannot be had."""
+        found = []
+        for what, option, port in ((GRPC, "--port", self.port), (DHT, "--dht-port", self.dht_port)):
+            try:
+                self._free(port)
+            except ValueError as error:
+                found.append(wrong(what, f"{option} {port} cannot be had: {error}; choose another port"))
+        return found
+
+    def free(self) -> tuple[int, int]:
+        """Both ports; one that was left open is a free one now. Raises ValueError if one cannot be had."""
+        return self._free(self.port), self._free(self.dht_port)
+
+    def _free(self, port: int) -> int:
+        for host in [self.host] if self.host else addresses.everywhere():
+            port = addresses.free_port(host, port)
+        return port
 
 
-def _own(what: str, option: str, host: str, port: int) -> Finding:
-    if not port:
-        return not_checked(what, f"a free one is taken, another one each time: {option} fixes it")
+def unasked(ports: Ports) -> list[Finding]:
+    """What is known of both without others."""
+    taken = ports.taken
+    known = {finding.what for finding in taken}
+    why = "whether others reach it is for the peers of a run to say"
+    return [*taken, *(not_checked(what, why) for what in (GRPC, DHT) if what not in known)]
+
+
+async def from_outside(
+    ports: Ports, peers: Sequence[PeerRecord], channels: ChannelPool, own: Identity, *, insecure: bool
+) -> list[Finding]:
+    """Have peers dial both ports back. Cancellation ends that, and nothing listens any more."""
+    if ports.taken or not peers:
+        return unasked(ports)
+    port, dht_port = ports.free()
+    request = pb.CheckRequest(
+        peer_id=own.peer_id,
+        endpoints=_named(ports.outside, port),
+        dht_endpoints=_named(ports.outside_dht, dht_port),
+    )
+    replies, fault = list[pb.CheckReply](), "no peer that is reached directly is there to dial it back"
+    async with _answering(ports.host, port, dht_port, own, insecure=insecure):
+        for peer in [peer for peer in peers if direct(peer.endpoints)][:NUM_ASKED]:
+            try:
+                replies.append(await check(channels.channel(peer), request, seconds=ANSWER_SECONDS))
+            except SwarmError as error:
+                fault = str(error)
+    replies = [reply for reply in replies if reply.observed_host]
+    if not replies:
+        return [not_checked(what, fault) for what in (GRPC, DHT)]
+    reached = [end for reply in replies for end in reply.endpoints]
+    reached_dht = [end for reply in replies for end in reply.dht_endpoints]
+    return judge(port, dht_port, reached, reached_dht, len(replies))
+
+
+def judge(
+    port: int, dht_port: int, reached: Sequence[str], reached_dht: Sequence[str], num_asked: int
+) -> list[Finding]:
+    """By which way others will reach this machine.
+
+    Args:
+        reached: endpoints of gRPC that those that dialled back got an answer at; likewise of the DHT.
+        num_asked: how many dialled back.
+    """
+    asked = "1 peer" if num_asked == 1 else f"{num_asked} peers"
+    opened = "--port and --dht-port fix both, and a firewall or router has to let them in"
+    of_grpc = (
+        f"{reached[0]} is reached from outside, by {asked}"
+        if reached
+        else f"{asked} got no answer at {port}: others will reach it by way of further peers. To be reached directly: "
+        f"{opened}"
+    )
+    of_dht = (
+        f"{reached_dht[0]} is reached from outside"
+        if reached_dht
+        else f"no answer at {dht_port}: this machine will ask the DHT, and not be asked"
+    )
+    return [fine(GRPC, of_grpc), fine(DHT, of_dht)]
+
+
+def _named(outside: Sequence[Outside], port: int) -> list[str]:
+    """What is to be dialled: what was announced, and that port of the address that the question comes from."""
+    named = [endpoint_of(one.host, one.port or port) for one in outside]
+    return [*named, f":{port}"][:MAX_ENDPOINTS]
+
+
+@asynccontextmanager
+async def _answering(host: str, port: int, dht_port: int, own: Identity, *, insecure: bool) -> AsyncIterator[None]:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(MULTISTREAM)
+            await writer.drain()
+            writer.close()
+
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    bind_server(server, host, port, None if insecure else tls.server_credentials(own))
+    await server.start()
     try:
-        for one in [host] if host else addresses.everywhere():
-            addresses.free_port(one, port)
-    except ValueError as error:
-        return wrong(what, f"{option} {port} cannot be had: {error}; choose another port")
-    return fine(what, f"{port} is free here; whether others reach it is not checked")
+        async with await asyncio.start_server(greet, host or None, dht_port):
+            yield
+    finally:
+        await server.stop(None)

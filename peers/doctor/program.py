@@ -50,7 +50,7 @@ async def examine(options: DoctorOptions, entrance: Entrance) -> list[Finding]:
     clock = SystemClock()
     plan = Plan(
         stage=options.stage, device=options.device, checkpoint=options.checkpoint,
-        keep_checkpoints=options.keep_checkpoints, host=options.host, port=options.port, dht_port=options.dht_port,
+        keep_checkpoints=options.keep_checkpoints, ports=options.ports,
     )  # fmt: skip
     if not entrance.entries:
         return await thoroughly(plan, "it takes an INVITE, and so a run", clock)
@@ -65,6 +65,7 @@ async def examine(options: DoctorOptions, entrance: Entrance) -> list[Finding]:
     identity = admitted(generate(), entrance.token)
     channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
     try:
-        return await thoroughly(plan, Run(config=config, known=known, channels=channels), clock)
+        run = Run(config=config, known=known, channels=channels, identity=identity, insecure=options.insecure)
+        return await thoroughly(plan, run, clock)
     finally:
         await channels.close()

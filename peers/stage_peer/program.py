@@ -21,10 +21,9 @@ from pathlib import Path
 
 import torch
 
-from peers.doctor.examination import Plan, Run, in_passing
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
-from peers.shared.devices import device_of, here
+from peers.shared.devices import device_of
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.membership import Membership
@@ -33,6 +32,7 @@ from peers.shared.own_figures import OwnFigures, exporting
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.arrival import Arrival, require_ready_file
+from peers.stage_peer.checkup import say_what_is_wrong
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.contents import Contents
 from peers.stage_peer.identity_file import claim_identity
@@ -250,7 +250,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         publishing = tasks.create_task(republish(member.directory, config))
         waiting = tasks.create_task(member.waits.run(clock))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
-        await say_what_is_wrong(start, member)
+        await say_what_is_wrong(options, member, start.device)
         # Before anything is announced, which would take the place of what the other one has announced.
         await rivals.require_alone()
         watching = tasks.create_task(member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS))
@@ -280,18 +280,6 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         for task in background:
             task.cancel()
     await member.channels.close()
-
-
-async def say_what_is_wrong(start: Start, member: Membership) -> None:
-    """A line in the log for each thing that stands in this peer's way, before anything is prepared or downloaded."""
-    options, run = start.options, Run(config=member.config, known=member.known, channels=member.channels)
-    plan = Plan(
-        stage=options.first_stage, device=str(start.device), checkpoint=options.checkpoint,
-        keep_checkpoints=options.keep_checkpoints or 3, host=options.host, port=options.port,
-        dht_port=options.dht_port,
-    )  # fmt: skip
-    for finding in await in_passing(plan, run, here(start.device), member.clock):
-        logger.warning("%s: %s", finding.what, finding.text)
 
 
 def meeting_limits(megabits_per_second: int) -> MeetingLimits:

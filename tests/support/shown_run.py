@@ -1,4 +1,4 @@
-"""A run of one peer that shows its announcement over gRPC, answers probes, and serves nothing else."""
+"""A run of one peer that shows its announcement over gRPC, answers probes, dials back, and serves nothing else."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +16,11 @@ from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.entry import Entry
+from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
+from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.support.memory_store import MemoryStore
@@ -44,6 +47,10 @@ async def shown_run(
     run_keys = keys.of_run(config.run_id, config.stages.num_stages)
     add_DirectoryServiceServicer_to_server(DirectoryServicer(store=dht, keys=run_keys, clock=clock), server)
     add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=shown_clock), server)
+    dialling_back = MeetingPoint(
+        PeerId(own.peer_id), MeetingLimits(), clock, insecure=False, is_exchanging=lambda: False
+    )  # fmt: skip
+    add_MeetingServiceServicer_to_server(dialling_back, server)
     endpoint = f"127.0.0.1:{bind_server(server, '127.0.0.1', port, tls.server_credentials(own))}"
     await server.start()
     directory = Directory(dht, own, config.run_id, clock)

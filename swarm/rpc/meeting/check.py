@@ -36,7 +36,7 @@ GAP_SECONDS = 1.0
 """A caller's next question is answered no sooner than this after its last one."""
 MAX_ENDPOINTS = 4
 """Of each kind, in one question."""
-_MULTISTREAM = b"\x13/multistream/1.0.0\n"
+MULTISTREAM = b"\x13/multistream/1.0.0\n"
 """With this both sides of a libp2p connection begin (github.com/multiformats/multistream-select)."""
 
 
@@ -161,8 +161,8 @@ async def _is_node(host: str, port: int) -> bool:
     """Whether libp2p answers."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        writer.write(_MULTISTREAM)
-        return await reader.readexactly(len(_MULTISTREAM)) == _MULTISTREAM
+        writer.write(MULTISTREAM)
+        return await reader.readexactly(len(MULTISTREAM)) == MULTISTREAM
     except asyncio.IncompleteReadError:
         return False
     finally:

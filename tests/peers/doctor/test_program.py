@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import socket
 import time
 from typing import Any
@@ -54,10 +55,12 @@ async def test_a_machine_that_can_serve_is_told_so_with_figures() -> None:
         found = await _examine(_options(run.entry))
         assert time.monotonic() - began_at < 20.0
     assert list(found) == [
-        "device", "files", "memory", "disk", "gRPC port", "DHT port", "version", "peers", "clock", "round trip",
+        "device", "files", "memory", "disk", "version", "gRPC port", "DHT port", "peers", "clock", "round trip",
         "bandwidth",
     ]  # fmt: skip
-    assert {found[what].state for what in found if not what.endswith("port")} == {State.FINE}
+    assert {finding.state for finding in found.values()} == {State.FINE}
+    for what in ("gRPC port", "DHT port"):
+        assert re.match(r"127\.0\.0\.1:\d+ is reached from outside", found[what].text), found[what]
     assert "Mbit/s up" in found["bandwidth"].text
     assert "ms to 1 peer" in found["round trip"].text
     assert found["version"].text == f"{__version__}, as the run's peers have"
@@ -112,11 +115,12 @@ async def _in_passing(run: ShownRun) -> list[Finding]:
     options = _options(run.entry)
     config, known = await find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock()).look(SystemClock())
     plan = Plan(
-        stage="auto", device="cpu", checkpoint=None, keep_checkpoints=3, host="", port=0, dht_port=0
+        stage="auto", device="cpu", checkpoint=None, keep_checkpoints=3, ports=options.ports
     )  # fmt: skip
-    channels = ChannelPool(identity=generate())
+    identity = generate()
+    channels = ChannelPool(identity=identity)
     try:
-        about = Run(config=config, known=known, channels=channels)
+        about = Run(config=config, known=known, channels=channels, identity=identity, insecure=False)
         return await in_passing(plan, about, Device(name="cpu", free_bytes=8 << 30), SystemClock())
     finally:
         await channels.close()

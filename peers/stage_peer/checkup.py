@@ -1,0 +1,33 @@
+"""What stands in a peer's way, said before it prepares or downloads anything: a part of what swarm-doctor looks at.
+
+Used by program.py once the run and its peers are known. The peer goes on whatever is found.
+"""
+
+import logging
+
+import torch
+
+from peers.doctor.examination import Plan, Run, in_passing
+from peers.doctor.ports import Ports
+from peers.shared.devices import here
+from peers.shared.membership import Membership
+from peers.stage_peer.options import PeerOptions
+
+logger = logging.getLogger(__name__)
+
+
+async def say_what_is_wrong(options: PeerOptions, member: Membership, device: torch.device) -> None:
+    """A line in the log for each thing that is wrong. Takes a few seconds at most, where others are silent."""
+    run = Run(
+        config=member.config, known=member.known, channels=member.channels, identity=member.identity,
+        insecure=options.insecure,
+    )  # fmt: skip
+    plan = Plan(
+        stage=options.first_stage,
+        device=str(device),
+        checkpoint=options.checkpoint,
+        keep_checkpoints=options.keep_checkpoints or 3,
+        ports=Ports(host=options.host, port=options.port, dht_port=options.dht_port),
+    )
+    for finding in await in_passing(plan, run, here(device), member.clock):
+        logger.warning("%s: %s", finding.what, finding.text)
