@@ -184,7 +184,7 @@ class PeerRow:
         column=Column(heading="tokens", cell="{row.generated_tokens}", is_shown=lambda row: row.generated_tokens > 0),
     )
     held_rounds: int = figure(
-        "Rounds whose weights it holds for such texts.",
+        "Rounds whose weights it holds for such texts, and for evaluations.",
         default=0,
         unit="rounds",
         answered=lambda said: said.reply.generation.rounds,

@@ -5,9 +5,7 @@ Used by program.py. Between steps, and at the end, the swarm is asked for the lo
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from peers.shared import process
 from peers.trainer.options import TrainerOptions
@@ -15,10 +13,13 @@ from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.data import tokenizers
 from swarm.data.microbatches import Microbatches
-from swarm.errors import Fatal
+from swarm.errors import Fatal, SwarmError
+from swarm.generation.engine import collect
+from swarm.generation.sampling import Sampling
 from swarm.hop.hop import Hop
-from swarm.pipeline.evaluate import HeldOutLoss, generate, held_out_loss
+from swarm.pipeline.evaluate import HeldOutLoss, held_out_loss
 from swarm.pipeline.round_watcher import RoundWatcher
+from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.training.samples import TOKENS
 
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 5
 """Times that an evaluation is tried while other trainers move the swarm on."""
 
-Result = TypeVar("Result")
+TEMPERATURE = 0.7
+"""Of a sample."""
 
 
 @dataclass
@@ -87,50 +89,55 @@ class Session:
         self.report.step(step, loss)
 
     async def evaluate(self) -> HeldOutLoss | None:
-        """Losses on held-out text; None, with a warning, if the swarm could not compute it."""
-        return await self.at_rest(
-            lambda round_number: held_out_loss(
-                self.hop,
-                self.data,
-                round_number=round_number,
-                num_samples=self.options.evaluation_samples,
-                listener=self.loop,
-            )
-        )
+        """Losses on held-out text, of the newest round; None, with a warning, if the swarm could not compute them.
 
-    async def write_sample(self) -> str:
-        """Text that the trained swarm writes, after a held-out prompt."""
-        tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
-        prompt = self.data.held_out(1)[0][TOKENS][0, :-1].tolist()
-        tokens = await self.at_rest(
-            lambda round_number: generate(
-                self.hop,
-                self.config,
-                prompt,
-                round_number=round_number,
-                num_tokens=self.options.sample_tokens,
-                temperature=0.7,
-                seed=self.config.data.seed,
-                listener=self.loop,
-            )
-        )
-        if tokens is None:
-            return ""
-        # What goes on comes from strangers.
-        written = [process.printable(tokenizer.decode(part), keep="\n\t") for part in (prompt, tokens)]
-        return f"--- held-out text ---\n{written[0]}\n--- the swarm goes on ---\n{written[1]}\n---"
-
-    async def at_rest(self, work: Callable[[int], Coroutine[Any, Any, Result]]) -> Result | None:
-        """Do `work` on the newest round's anchor while this trainer feeds nothing; again if the swarm moved on."""
+        This trainer feeds nothing meanwhile. If the swarm has moved on before peers held the round, it tries again.
+        """
         cause: Fatal | None = None
         with self.loop.paused():
             for _ in range(ATTEMPTS):
                 await self.watcher.poll()
+                work = held_out_loss(
+                    self.hop,
+                    self.data,
+                    round_number=self.watcher.latest_round,
+                    num_samples=self.options.evaluation_samples,
+                    listener=self.loop,
+                )
                 try:
                     # A task of its own: in older Pythons a failed task group leaves its task half cancelled.
-                    return await asyncio.create_task(work(self.watcher.latest_round))
+                    return await asyncio.create_task(work)
                 except Fatal as error:
                     logger.info("evaluating again: %s", error)
                     cause = error
         logger.warning("no evaluation, after %d attempts: %s", ATTEMPTS, cause)
         return None
+
+    async def write_sample(self) -> str:
+        """Text that the trained swarm writes, after a held-out prompt; empty, with a warning, if it could not."""
+        tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
+        sampling = Sampling(temperature=TEMPERATURE, seed=self.config.data.seed)
+        try:
+            engine = SwarmEngine(self.hop, self.config)
+            prompt = self.data.held_out(1)[0][TOKENS][0, :-1].tolist()[-_half(engine) :]
+            tokens = await _continued(engine, prompt, sampling, self.options.sample_tokens)
+        except (ValueError, SwarmError) as error:
+            logger.warning("no sample of text: %s", error)
+            return ""
+        # What goes on comes from strangers.
+        written = [process.printable(tokenizer.decode(part), keep="\n\t") for part in (prompt, tokens)]
+        return f"--- held-out text ---\n{written[0]}\n--- the swarm goes on ---\n{written[1]}\n---"
+
+
+async def _continued(engine: SwarmEngine, prompt: list[int], sampling: Sampling, num_tokens: int) -> list[int]:
+    """So many tokens after a prompt. Where a sequence ends, another one begins with its latter half."""
+    tokens = list(prompt)
+    while (num_left := len(prompt) + num_tokens - len(tokens)) > 0:
+        context = tokens[-_half(engine) :]
+        tokens += await collect(engine, context, sampling, max(1, min(num_left, engine.longest - len(context))))
+    return tokens[len(prompt) :]
+
+
+def _half(engine: SwarmEngine) -> int:
+    """Tokens in half of the model's longest sequence."""
+    return max(1, engine.longest // 2)

@@ -1,12 +1,13 @@
-"""What a hop tells its caller: while a microbatch is under way, and in the end."""
+"""What a hop tells its caller: while a microbatch is under way, and in the end; and what it takes for an answer."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from swarm.errors import PeerUnavailable
+from swarm.errors import MalformedMessage, PeerUnavailable
 from swarm.hop.obstacle import Obstacle
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -54,3 +55,12 @@ class HopReply:
     def close(self) -> None:
         """Give the answer up: the peer will roll back what it accumulated."""
         self._call.cancel()
+
+
+@contextmanager
+def well_formed() -> Iterator[None]:
+    """Around looking at a reply. What is wrong with it is its sender's fault: another peer may answer well."""
+    try:
+        yield
+    except MalformedMessage as error:
+        raise PeerUnavailable(f"a malformed reply: {error}") from None

@@ -3,15 +3,13 @@
 Used by the hop, which chooses the peer and asks another one if this comes to nothing. Every wait has a deadline.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from swarm.errors import MalformedMessage, Overloaded, PeerUnavailable
-from swarm.hop.answers import HopListener, HopReply, Tensors
-from swarm.hop.obstacle import Obstacle
+from swarm.errors import Overloaded, PeerUnavailable
+from swarm.hop.answers import HopListener, HopReply, Tensors, well_formed
+from swarm.hop.holds import HeldAt, pack_held
+from swarm.hop.obstacle import obstacle_of
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.clock import Clock
@@ -172,7 +170,7 @@ class TrainCalls:
             if reply.HasField("done"):
                 _require_complete(reader)
                 done: pb.Done = reply.done
-                with _well_formed():
+                with well_formed():
                     require_bounds(done, finite=True)
                 return done
             if reply.HasField("progress"):
@@ -182,7 +180,7 @@ class TrainCalls:
                 else:
                     waited_seconds = self._clock.monotonic() - stalled_since
                     retries.require_no_stall(peer_id, microbatch.num_samples, waited_seconds)
-                listener.progress(progress.stage, obstacle=_obstacle(progress))
+                listener.progress(progress.stage, obstacle=obstacle_of(progress))
                 if retries.progressed(peer_id, progress.stage, unpack_route(progress.route)):
                     listener.routed(retries.route)
             elif not reply.chunks:
@@ -207,7 +205,7 @@ class TrainCalls:
 
 
 class EvaluateCalls:
-    """Asks peers of one stage for the loss, or the logits, of what comes out in the end."""
+    """Asks peers of one stage for the loss that comes out in the end."""
 
     def __init__(self, *, address: pb.Address, stub: OpenStub, limits: HopLimits, line: Line) -> None:
         self._address = address
@@ -216,28 +214,24 @@ class EvaluateCalls:
         self._line = line
 
     async def evaluate(
-        self, record: PeerRecord, tensors: Tensors, round_number: int, logits: TensorSpec | None, listener: HopListener
-    ) -> float | torch.Tensor:
+        self, record: PeerRecord, tensors: Tensors, held: Sequence[HeldAt], listener: HopListener
+    ) -> float:
         """Forward only; see Hop.evaluate. Raises any SwarmError that `translate` gives."""
         num_samples, num_tokens = tensors["tokens"].shape
+        own, *later = held
         request = pb.EvaluateOpen(
-            address=self._address, round=round_number, want_logits=logits is not None, num_samples=num_samples,
-            sequence_length=num_tokens - 1,
+            address=self._address, round=own.round, num_samples=num_samples, sequence_length=num_tokens - 1,
+            later=pack_held(later),
         )  # fmt: skip
-        reader = TensorReader({} if logits is None else {"logits": logits})
         async with Stream(self._stub(record).Evaluate()) as call:
             await self._line.send(call, pb.EvaluateRequest(open=request), tensors)
             await call.done_writing()
-            while True:
-                reply = await call.read(self._limits.silence_seconds)
-                _feed(reader, reply.chunks)
+            while not (reply := await call.read(self._limits.silence_seconds)).HasField("evaluated"):
                 if reply.HasField("progress"):
-                    listener.progress(reply.progress.stage, obstacle=_obstacle(reply.progress))
-                if reply.HasField("evaluated"):
-                    call.cancel()
-                    _require_complete(reader)
-                    _require_targets(reply.evaluated.num_targets, tensors)
-                    return float(reply.evaluated.loss) if logits is None else reader.tensors["logits"]
+                    listener.progress(reply.progress.stage, obstacle=obstacle_of(reply.progress))
+            call.cancel()
+            _require_targets(reply.evaluated.num_targets, tensors)
+            return float(reply.evaluated.loss)
 
 
 def _admitted(reply: pb.TrainReply) -> pb.Accepted:
@@ -248,10 +242,6 @@ def _admitted(reply: pb.TrainReply) -> pb.Accepted:
     return reply.accepted
 
 
-def _obstacle(progress: pb.Progress) -> Obstacle | None:
-    return Obstacle.read(progress.obstacle) if progress.HasField("obstacle") else None
-
-
 def _require_targets(num_targets: int, tensors: Tensors) -> None:
     """A loss is a mean over targets, which both ends know."""
     if num_targets != (expected := samples.amount(tensors).targets):
@@ -259,7 +249,7 @@ def _require_targets(num_targets: int, tensors: Tensors) -> None:
 
 
 def _feed(reader: TensorReader, chunks: Iterable[Any]) -> None:
-    with _well_formed():
+    with well_formed():
         for chunk in chunks:
             reader.feed(chunk)
 
@@ -267,15 +257,6 @@ def _feed(reader: TensorReader, chunks: Iterable[Any]) -> None:
 def _require_complete(reader: TensorReader) -> None:
     if not reader.complete:
         raise PeerUnavailable("the reply ended before its tensors")
-    with _well_formed():
+    with well_formed():
         for name, tensor in reader.tensors.items():
             require_in_range(name, tensor)
-
-
-@contextmanager
-def _well_formed() -> Iterator[None]:
-    """Around looking at a reply. What is wrong with it is its sender's fault: another peer may answer well."""
-    try:
-        yield
-    except MalformedMessage as error:
-        raise PeerUnavailable(f"a malformed reply: {error}") from None

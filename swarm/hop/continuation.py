@@ -15,7 +15,6 @@ from swarm.errors import (
     MalformedMessage,
     NotReady,
     PeerUnavailable,
-    RoundGone,
     RoundMismatch,
     SwarmError,
     TryAnotherPeer,
@@ -37,9 +36,6 @@ STANDBY_SECONDS = 0.5
 """Between two looks whether a second peer holds the round."""
 BEAT_SECONDS = 10.0
 """Between two signs of life to peers that wait for positions."""
-ENOUGH_PEERS = 4
-"""So many that have the round's weights no more, and no further one is asked."""
-
 OnToken = Callable[[Token], Awaitable[None]]
 
 
@@ -142,7 +138,12 @@ class Continuation:
 
     async def _next_token(self) -> Token:
         retries = Retries(
-            stage=self._stage, router=self._router, clock=self._clock, limits=self._limits, repeats=self._repeats
+            stage=self._stage,
+            router=self._router,
+            clock=self._clock,
+            limits=self._limits,
+            repeats=self._repeats,
+            without=self._without,
         )
         since = self._clock.monotonic()
         why: SwarmError = NotReady(f"stage {self._stage} has no peer that can be asked")
@@ -157,7 +158,6 @@ class Continuation:
                 if self._call is not None:
                     since = self._clock.monotonic()
                 self._drop()
-                self._require_round(PeerId(record.peer_id), error)
                 retries.note(record, error)
                 why = error
 
@@ -187,13 +187,6 @@ class Continuation:
         self._call, self._num_sent = None, 0
         if self._standby is not None and self._standby.is_open:
             self._call, self._standby = self._standby, None
-
-    def _require_round(self, peer_id: PeerId, error: SwarmError) -> None:
-        if not isinstance(error, RoundMismatch):
-            return
-        self._without.add(peer_id)
-        if len(self._without) >= min(ENOUGH_PEERS, self._router.num_peers(self._stage)):
-            raise RoundGone(f"no peer of stage {self._stage} has the weights of the text's round any more")
 
     def _checked(self, token: Token) -> Token:
         expected = self._num_positions if self._awaits_token else None

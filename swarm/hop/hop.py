@@ -9,17 +9,17 @@ on it before are asked first. Never looks into the tensors.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
-
-from swarm.errors import MalformedMessage, RoundMismatch, StaleMicrobatch, TryAnotherPeer, TryLater
+from swarm.errors import MalformedMessage, TryAnotherPeer, TryLater
 from swarm.events.kinds import Events, NoEvents
 from swarm.events.kinds import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.calls import EvaluateCalls, Line, TrainCalls
 from swarm.hop.continuation import Continuation
+from swarm.hop.holds import HeldAt, Hold, HoldCalls
 from swarm.hop.obstacle import Obstacle
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.session import Order
@@ -34,6 +34,9 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.wire import TensorSpec
 from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+
+HOLD_SECONDS = 2.0
+"""For how long peers are asked again that hold too many rounds."""
 
 _Answer = TypeVar("_Answer")
 
@@ -62,6 +65,7 @@ class Hop:
             address=address, reply_specs=reply_specs, stub=stub, router=router, clock=clock, limits=self._limits,
             line=self._line,
         )  # fmt: skip
+        self._hold_calls = HoldCalls(address=address, stub=stub, limits=self._limits)
         self._evaluate_calls = EvaluateCalls(address=address, stub=stub, limits=self._limits, line=self._line)
         self._session_calls = SessionCalls(
             address=address,
@@ -104,31 +108,46 @@ class Hop:
 
         return await self._until_answered(once, microbatch.num_samples, listener, retries)
 
-    async def evaluate(
-        self, tensors: Tensors, *, round_number: int, logits: TensorSpec | None = None,
-        listener: HopListener | None = None,
-    ) -> float | torch.Tensor:  # fmt: skip
-        """Forward only, on the anchor of a round: the mean loss, or the last position's logits if asked for.
+    async def hold(self, newest_round: int, listener: HopListener | None = None) -> Hold:
+        """Have a peer of the stage, and one of each later stage, keep a round's weights until the hold is closed.
+
+        Args:
+            newest_round: the round; with DiLoCo, the newest up to it.
+
+        Raises:
+            RoundGone: the swarm has moved on, and no peer of a stage has that round's weights any more.
+            Overloaded: peers hold as many other rounds as they can.
+            Fatal: a peer refused the request itself, or too many peers failed.
+        Cancellation ends it at all of them.
+        """
+        heard_by = listener or HopListener()
+        return await self._until_answered(
+            lambda record: self._hold_calls.open(record, newest_round, heard_by),
+            1,
+            heard_by,
+            self._retries(),
+            busy_seconds=HOLD_SECONDS,
+        )
+
+    async def evaluate(self, tensors: Tensors, held: Sequence[HeldAt], listener: HopListener | None = None) -> float:
+        """Forward only, on the anchors of rounds: the mean loss in nats per target.
 
         Args:
             tensors: `tokens` (B, T + 1), the last column being only a target, and what else the stage takes.
+            held: the rounds of this and all later stages, and peers that hold them (`hold`), which are asked first.
 
         Raises:
-            StaleMicrobatch: the swarm has moved on, and keeps that round's anchor no more.
+            RoundGone: no peer of a stage has its round's weights any more.
             Fatal: a peer refused the request itself, or too many peers failed.
         Cancellation closes the stream.
         """
-        heard_by = listener or HopListener()
-
-        async def once(record: PeerRecord) -> float | torch.Tensor:
-            try:
-                return await self._evaluate_calls.evaluate(record, tensors, round_number, logits, heard_by)
-            except RoundMismatch as error:
-                if error.peer_round > round_number:
-                    raise StaleMicrobatch(f"round {round_number} is not kept any more: {error}") from None
-                raise
-
-        return await self._until_answered(once, tensors["tokens"].shape[0], heard_by, self._retries())
+        heard_by, retries = listener or HopListener(), self._retries({self.stage: held[0].peer_id})
+        return await self._until_answered(
+            lambda record: self._evaluate_calls.evaluate(record, tensors, held, heard_by),
+            tensors["tokens"].shape[0],
+            heard_by,
+            retries,
+        )
 
     def continuation(
         self, order: Order, *, rounds: tuple[int, ...] = (), newest_round: int | None = None
@@ -156,8 +175,13 @@ class Hop:
         num_samples: int,
         listener: HopListener,
         retries: Retries,
+        busy_seconds: float = math.inf,
     ) -> _Answer:
-        num_cancels = _num_cancels()
+        """
+        Args:
+            busy_seconds: after so long a peer's word that it has no room is raised.
+        """
+        num_cancels, since = _num_cancels(), self._clock.monotonic()
         self._under_way.add(retries)
         try:
             while True:
@@ -172,6 +196,8 @@ class Hop:
                 try:
                     return await once(record)
                 except (TryAnotherPeer, TryLater, MalformedMessage) as error:
+                    if isinstance(error, TryLater) and self._clock.monotonic() > since + busy_seconds:
+                        raise
                     retries.note(record, error)
         finally:
             self._under_way.remove(retries)

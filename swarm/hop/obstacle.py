@@ -132,3 +132,8 @@ def _causes(peers: Collection[LeftAlone]) -> str:
 def _some(texts: list[str], most: int, separator: str) -> str:
     more = len(texts) - most
     return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def obstacle_of(progress: pb.Progress) -> Obstacle | None:
+    """What a peer tells of it with its progress."""
+    return Obstacle.read(progress.obstacle) if progress.HasField("obstacle") else None

@@ -1,7 +1,7 @@
 """Whom a hop asks with one microbatch: the peer that comes next, what follows from a failure, and when to give up.
 
-Made by the hop for each microbatch and each evaluation. It asks the router and tells it how peers fared; it opens no
-connection and never waits.
+Made by the hop for each microbatch, each evaluation and each text. It asks the router and tells it how peers fared; it
+opens no connection and never waits.
 """
 
 import logging
@@ -17,6 +17,8 @@ from swarm.errors import (
     Overloaded,
     PeerUnavailable,
     RetriesExhausted,
+    RoundGone,
+    RoundMismatch,
     SwarmError,
     WrongRun,
     WrongStage,
@@ -45,6 +47,8 @@ PAUSE_SECONDS = 1.0
 MOST_SENT_ON = 4
 """Peers that may leave a microbatch to others, since something waits there already; the next one takes it, if it has a
 slot. Each is a round trip; after four of them most of what there is to gain is gained (docs/simulation.md)."""
+ENOUGH_PEERS = 4
+"""So many that have a round's weights no more, and no further one is asked."""
 PEERS_TO_SEND_ON = 4
 """One for so many peers of the stage: of a few every sender hears often enough to know better."""
 
@@ -81,12 +85,13 @@ class Retries:
 
     def __init__(
         self, *, stage: int, router: Router, clock: Clock, limits: HopLimits, repeats: Repeats,
-        hints: Mapping[int, PeerId] | None = None,
+        hints: Mapping[int, PeerId] | None = None, without: set[PeerId] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             repeats: which failures the log has lately told, of any microbatch.
             hints: peers that worked on it before, by stage.
+            without: peers that have said that they lack the weights of its round; more of them are added.
         """
         self._stage = stage
         self._router = router
@@ -94,6 +99,7 @@ class Retries:
         self._limits = limits
         self._repeats = repeats
         self.route = dict(hints or {})
+        self._without = set() if without is None else without
         self.forward_passed = False
         self.has_others = False
         self.is_refused = False
@@ -204,9 +210,14 @@ class Retries:
 
         Raises:
             MalformedMessage: a second peer says so as well, or there is no other to ask.
+            RoundGone: peer after peer lacks the round's weights.
             RetriesExhausted: too many peers have failed.
         """
         peer_id = PeerId(record.peer_id)
+        if isinstance(error, RoundMismatch):
+            self._without.add(peer_id)
+            if len(self._without) >= min(ENOUGH_PEERS, self._router.num_peers(self._stage)):
+                raise RoundGone(f"no peer of stage {self._stage} has that round's weights any more: {error}")
         if isinstance(error, Overloaded):
             self._busy(record, error)
             return

@@ -1,25 +1,23 @@
-"""Evaluation and text from the trained swarm: the chain forward, on the anchor weights of one round.
+"""Losses of the trained swarm on held-out text: the chain forward, on the anchor weights of one round.
 
 Called by trainers between steps and at the end. Never trains.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from swarm.config import RunConfig
-from swarm.data.microbatches import Microbatches
-from swarm.errors import Fatal
+from swarm.data.microbatches import HeldOut, Microbatches
+from swarm.errors import Fatal, Overloaded
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
-from swarm.rpc.wire import TensorSpec
 from swarm.training import samples
-from swarm.training.samples import Samples
 
 _CONCURRENCY = 4
+"""Chains of peers that hold the round and compute at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,55 +43,42 @@ async def held_out_loss(
 ) -> HeldOutLoss:
     """Losses over about `num_samples` held-out samples, as many of each dataset.
 
+    Peers hold the round's weights meanwhile, so that it may take longer than rounds do.
+
     Args:
         listener: hears which stage is waited for; that may last until a peer serves it.
 
     Raises:
-        Fatal: no chain of peers holds that round's anchor (any more).
+        Fatal: no chain of peers can hold that round (any more).
     """
     sources = data.held_out_by_source(num_samples)
-    room = asyncio.Semaphore(_CONCURRENCY)
+    batches = [batch for source in sources for batch in source.batches]
+    waiting = iter(enumerate(batches))
+    losses = [0.0] * len(batches)
 
-    async def one(batch: Samples) -> float:
-        async with room:
-            loss = await hop.evaluate(batch, round_number=round_number, listener=listener)
-            assert isinstance(loss, float)
-            return loss
+    async def work() -> None:
+        with closing(await hop.hold(round_number, listener)) as hold:
+            for number, batch in waiting:
+                losses[number] = await hop.evaluate(batch, hold.held, listener)
 
-    tasks: list[list[asyncio.Task[float]]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [[group.create_task(one(batch)) for batch in source.batches] for source in sources]
-    except* Fatal as failures:
+            for _ in range(min(_CONCURRENCY, len(batches))):
+                group.create_task(work())
+    except* (Fatal, Overloaded) as failures:
         raise Fatal(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
-    losses = [[task.result() for task in own] for own in tasks]
-    targets = [[samples.amount(batch).targets for batch in source.batches] for source in sources]
-    means = [float(np.average(own, weights=weights)) for own, weights in zip(losses, targets, strict=True)]
-    shares = [source.share * sum(weights) for source, weights in zip(sources, targets, strict=True)]
-    return HeldOutLoss(
-        mean=float(np.average(means, weights=shares)),
-        by_source={source.name: mean for source, mean in zip(sources, means, strict=True)},
-    )
+    return _averaged(sources, losses)
 
 
-async def generate(
-    hop: Hop, config: RunConfig, prompt: Sequence[int], *, round_number: int, num_tokens: int, temperature: float,
-    seed: int, listener: HopListener | None = None,
-) -> list[int]:  # fmt: skip
-    """Continue a prompt, one token after another, each through the whole chain; gives the new tokens.
-
-    Tells `listener`, and raises Fatal, as `held_out_loss` does. Without a cache: meant for a sample at the end of a
-    run, not for serving.
+def _averaged(sources: Sequence[HeldOut], losses: Sequence[float]) -> HeldOutLoss:
     """
-    generator = torch.Generator().manual_seed(seed)
-    logits_spec = TensorSpec(shape=(1, config.model.vocab_size), encoding="fp32")
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        # The chain answers for the last position; the column after it is a target that is not used.
-        context = torch.tensor([[*tokens[-config.data.sequence_length :], 0]], dtype=torch.int32)
-        batch = samples.plain(context, config.data)
-        logits = await hop.evaluate(batch, round_number=round_number, logits=logits_spec, listener=listener)
-        assert isinstance(logits, torch.Tensor)
-        weights = torch.softmax(logits[0] / temperature, dim=-1)
-        tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
-    return tokens[len(prompt) :]
+    Args:
+        losses: of the batches, of one source after another.
+    """
+    remaining = iter(losses)
+    by_source, weights = dict[str, float](), list[float]()
+    for source in sources:
+        targets = [samples.amount(batch).targets for batch in source.batches]
+        by_source[source.name] = float(np.average([next(remaining) for _ in targets], weights=targets))
+        weights.append(source.share * sum(targets))
+    return HeldOutLoss(mean=float(np.average(list(by_source.values()), weights=weights)), by_source=by_source)

@@ -41,6 +41,7 @@ FOR_TRAINERS_AT_STAGE_0 = frozenset(
     {
         "/swarm.rpc.v1.StageService/Train",
         "/swarm.rpc.v1.StageService/Evaluate",
+        "/swarm.rpc.v1.StageService/Hold",
         "/swarm.rpc.v1.GenerationService/Generate",
     }
 )

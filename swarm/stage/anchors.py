@@ -25,12 +25,9 @@ class Anchors:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._by_round: dict[int, Tensors] = {}
-        self._copied: tuple[Tensors, Tensors] | None = None
-        """The anchor that was last wanted on another device, and its copy there."""
 
     def begin(self, round_number: int, weights: Tensors) -> None:
         """A round begins with these weights."""
-        self._copied = None
         self._by_round[round_number] = moved(weights, self._device)
         for number in sorted(self._by_round)[:-KEPT_ANCHORS]:
             del self._by_round[number]
@@ -42,20 +39,6 @@ class Anchors:
     def clear(self) -> None:
         """Forget all of them: another state takes their place."""
         self._by_round.clear()
-
-    def on(self, device: torch.device, anchor: Tensors) -> Tensors:
-        """An anchor on a device.
-
-        If it is elsewhere, a copy is kept for the evaluation's next microbatches, one at most: until another anchor is
-        asked for, or a round begins.
-        """
-        if all(value.device == device for value in anchor.values()):
-            return anchor
-        if self._copied is None or self._copied[0] is not anchor:
-            # First, memory for what follows.
-            self._copied = None
-            self._copied = anchor, moved(anchor, device)
-        return self._copied[1]
 
 
 def moved(tensors: Tensors, device: torch.device) -> Tensors:

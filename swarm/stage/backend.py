@@ -12,7 +12,6 @@ Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that 
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +19,8 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
-from swarm.model.attention import KeyValueCache
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import StageModule, stage_loss, with_shared_casts
+from swarm.model.stages import stage_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.buckets import GradientBucket, Source, Version
@@ -238,27 +236,19 @@ class StageBackend:
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluate(
-        self, wire_inputs: WireInputs, parameters: dict[str, torch.Tensor], *, want_logits: bool
-    ) -> torch.Tensor:
+    def evaluate(self, wire_inputs: WireInputs, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Forward without dropout on given weights, an anchor's as a rule.
+
+        Args:
+            parameters: on the stage's device.
 
         Returns:
             The hidden state for the next stage as it travels; at the last stage the mean loss over the targets
-            (shape (); 0 without any), or the float32 logits of the last position (B, V).
+            (shape (); 0 without any).
         """
         self._inputs.check(wire_inputs)
-        # With DiLoCo they are kept on the CPU.
-        parameters = self.weights.on_device(parameters)
         inputs = self._inputs.hidden_or_tokens(wire_inputs)
         with torch.no_grad():
-            if self._is_last and want_logits:
-                options: dict[str, Any] = {"dropout_key": None, **self._inputs.context(wire_inputs)}
-                if isinstance(self.module, StageModule):
-                    # With it the last position's logits are all that is made.
-                    options["cache"] = KeyValueCache(inputs.shape[1])
-                logits_BTV: torch.Tensor = torch.func.functional_call(self.module, parameters, (inputs,), options)
-                return logits_BTV[:, -1].float().cpu()
             outputs = self._call(parameters, inputs, wire_inputs, None)
             if not self._is_last:
                 return self._boundary.encode(outputs, self.staging).wait()

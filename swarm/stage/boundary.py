@@ -21,7 +21,6 @@ from swarm.training import samples
 TOKENS = samples.TOKENS
 HIDDEN = "hidden"
 GRADIENT = "hidden_gradient"
-LOGITS = "logits"
 
 _FP16 = ScaledHalf()
 
@@ -82,11 +81,6 @@ def request_specs(
     if stage > 0:
         specs[HIDDEN] = boundary_of(config).spec(size, length)
     return specs
-
-
-def logits_spec(config: RunConfig, num_samples: int) -> TensorSpec:
-    """What an evaluation answers when asked for logits: those of the last position (B, V)."""
-    return TensorSpec(shape=(num_samples, config.model.vocab_size), encoding="fp32")
 
 
 def reply_specs(config: RunConfig, stage: int) -> dict[str, TensorSpec]:

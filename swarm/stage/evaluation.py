@@ -1,23 +1,28 @@
 """Evaluation of held-out text at one stage: a forward without dropout on a round's weights, and on to the next stage.
 
-Used by stage/servicer. Nothing of it counts, and nothing is kept.
+Used by stage/servicer. Nothing of it counts, and nothing is kept but a round's weights, for as long as a caller holds
+them.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from swarm.errors import MalformedMessage, RoundMismatch
+from swarm.errors import MalformedMessage, NotReady
 from swarm.hop.answers import HopListener
+from swarm.hop.holds import pack_held, unpack_held
+from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle, pack_obstacle
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller
 from swarm.rpc.channels import send
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.stage.boundary import HIDDEN, LOGITS, logits_spec, request_specs
+from swarm.stage.boundary import HIDDEN, request_specs
+from swarm.stage.held_rounds import ROUND_SECONDS
 from swarm.stage.incoming import Context, Incoming
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
@@ -25,24 +30,61 @@ from swarm.training import samples
 
 PROGRESS_SECONDS = 1.0
 """Time between two signs of life to the caller."""
+LONGEST_HOLD_SECONDS = 1800.0
+"""For so long a caller may have a round held."""
+
+_Message = pb.EvaluateReply | pb.HoldReply
 
 
 class Evaluation:
     """One stage's evaluations."""
 
     def __init__(self, stage: Stage) -> None:
+        self._stage = stage
         self._config = stage.context.config
         self._backend = stage.context.backend
+        self._device = next(iter(stage.context.backend.weights.masters.values())).device
         self._runtime = stage.context.runtime
         self._hop = stage.context.hop
-        self._setting = stage.setting
-        self._present_round = stage.present_round
+        self._rounds = stage.held_rounds
         self._evaluating = asyncio.Lock()
         """One evaluation is at the compute thread, so that they take no place there from training."""
         self._turns: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
         """One of each caller waits for that, so that the many of one keep no other waiting."""
 
-    async def answer(self, context: Context, incoming: Incoming) -> tuple[dict[str, torch.Tensor], pb.Evaluated]:
+    # -- a round's weights ---------------------------------------------------------------------------------------------
+
+    async def hold(self, context: Context, request: pb.HoldRequest) -> None:
+        """Hold a round, here and at the next stages, until this is cancelled.
+
+        Raises:
+            RoundMismatch, Overloaded: it cannot be held here.
+            NotReady: it has not begun here, or was held for as long as it may be.
+            SwarmError: what the next stages raise.
+        """
+        check_address(request.address, run_id=self._config.run_id, stage=self._backend.stage)
+        if not self._stage.admission.is_open:
+            raise NotReady("this peer is joining or leaving")
+        number = request.newest_round
+        if not self._config.rounds.synchronous:
+            number = min(number, self._stage.round)
+        await self._stage.present_round.wait_for(number, ROUND_SECONDS, None)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._rounds.held(number, linger_seconds=0.0))
+            held = pb.Held(round=number)
+            if self._hop is not None:
+                awaited = _Awaited(self._hop.stage)
+                opening = asyncio.ensure_future(self._hop.hold(request.newest_round, awaited))
+                later = await _with_progress(context, opening, awaited, pb.HoldReply)
+                stack.callback(later.close)
+                held.later.extend(pack_held(later.held))
+            await send(context, pb.HoldReply(held=held))
+            await asyncio.sleep(LONGEST_HOLD_SECONDS)
+        raise NotReady(f"a round is held for {LONGEST_HOLD_SECONDS:.0f} s, and not longer")
+
+    # -- microbatches --------------------------------------------------------------------------------------------------
+
+    async def answer(self, context: Context, incoming: Incoming) -> pb.Evaluated:
         """Read a request and compute, here and at the next stages; gives the answer. Cancellation stops all of them.
 
         Raises:
@@ -52,26 +94,30 @@ class Evaluation:
         if opening is None:
             raise MalformedMessage("an evaluation begins with its open message")
         check_address(opening.address, run_id=self._config.run_id, stage=self._backend.stage)
-        self._check_size(opening)
+        self._check(opening)
         specs = request_specs(self._config, self._backend.stage, opening.num_samples, opening.sequence_length)
         incoming.expect(specs, training=False)
-        self._anchor(opening.round)
+        self._rounds.find(opening.round)
         tensors = await incoming.tensors()
         computed = asyncio.ensure_future(self._compute(incoming.caller, opening, tensors))
-        output = await _with_progress(context, computed, _Awaited(self._backend.stage))
-        if self._hop is not None:
-            awaited = _Awaited(self._hop.stage)
-            logits = logits_spec(self._config, opening.num_samples) if opening.want_logits else None
-            inputs = {**samples.of(tensors), HIDDEN: output}
-            downstream = asyncio.ensure_future(
-                self._hop.evaluate(inputs, round_number=opening.round, logits=logits, listener=awaited)
-            )
-            output = await _with_progress(context, downstream, awaited)
-        loss = 0.0 if opening.want_logits else float(output)
-        evaluated = pb.Evaluated(loss=loss, num_targets=samples.amount(tensors).targets)
-        return {LOGITS: output} if opening.want_logits else {}, evaluated
+        output = await _with_progress(context, computed, _Awaited(self._backend.stage), pb.EvaluateReply)
+        loss = output if self._hop is None else await self._at_next(self._hop, context, opening, tensors, output)
+        return pb.Evaluated(loss=float(loss), num_targets=samples.amount(tensors).targets)
 
-    def _check_size(self, opening: pb.EvaluateOpen) -> None:
+    async def _at_next(
+        self,
+        hop: Hop,
+        context: Context,
+        opening: pb.EvaluateOpen,
+        tensors: Mapping[str, torch.Tensor],
+        hidden: torch.Tensor,
+    ) -> float:
+        awaited, inputs = _Awaited(hop.stage), {**samples.of(tensors), HIDDEN: hidden}
+        downstream = asyncio.ensure_future(hop.evaluate(inputs, unpack_held(opening.later), awaited))
+        loss: float = await _with_progress(context, downstream, awaited, pb.EvaluateReply)
+        return loss
+
+    def _check(self, opening: pb.EvaluateOpen) -> None:
         data = self._config.data
         if not (
             0 < opening.num_samples <= data.microbatch_size and 0 < opening.sequence_length <= data.sequence_length
@@ -80,23 +126,17 @@ class Evaluation:
                 f"an evaluation has at most {data.microbatch_size} samples of {data.sequence_length} tokens, not "
                 f"{opening.num_samples} of {opening.sequence_length}"
             )
-
-    def _anchor(self, round_number: int) -> Mapping[str, torch.Tensor]:
-        parameters = self._setting.anchor(round_number)
-        if parameters is None:
-            number = self._present_round.number
-            raise RoundMismatch(f"round {round_number} is not kept, this peer is at {number}", peer_round=number)
-        return parameters
+        num_later = self._config.stages.num_stages - self._backend.stage - 1
+        if len(opening.later) != num_later:
+            raise MalformedMessage(f"an evaluation here names the rounds of {num_later} later stages")
 
     async def _compute(
         self, caller: Caller, opening: pb.EvaluateOpen, tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         async with self._turns.setdefault(caller, asyncio.Lock()), self._evaluating:
             output, _ = await self._runtime.run(
-                # The anchor not before: what waits must not keep a round's weights.
-                lambda: self._backend.evaluate(
-                    tensors, dict(self._anchor(opening.round)), want_logits=opening.want_logits
-                ),
+                # The weights not before: what waits must not keep a round's.
+                lambda: self._backend.evaluate(tensors, self._rounds.find(opening.round).on(self._device)),
                 # A forward among the others: behind all of them it would never have its turn at a bottleneck.
                 priority=Priority.FORWARD,
                 age=self._runtime.next_age(),
@@ -115,11 +155,13 @@ class _Awaited(HopListener):
         self.stage, self.obstacle = stage, obstacle
 
 
-async def _with_progress(context: Context, work: "asyncio.Future[Any]", awaited: _Awaited) -> Any:
+async def _with_progress(
+    context: Context, work: "asyncio.Future[Any]", awaited: _Awaited, reply: type[_Message]
+) -> Any:
     try:
         while not (await asyncio.wait([work], timeout=PROGRESS_SECONDS))[0]:
             progress = pb.Progress(stage=awaited.stage, obstacle=pack_obstacle(awaited.obstacle))
-            await send(context, pb.EvaluateReply(progress=progress))
+            await send(context, reply(progress=progress))
     finally:
         work.cancel()
     return work.result()

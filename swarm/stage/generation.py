@@ -18,7 +18,7 @@ from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer
 from swarm.stage.boundary import boundary_of
 from swarm.stage.decoder import Computed, Decoder, session_bytes
-from swarm.stage.held_rounds import HeldRounds
+from swarm.stage.held_rounds import ROUND_SECONDS
 from swarm.stage.incoming import FIRST_SECONDS, Context
 from swarm.stage.places import Places, SessionLimits
 from swarm.stage.refusal import refuse
@@ -26,9 +26,6 @@ from swarm.stage.session import Session, SessionCaller
 from swarm.stage.stage import Stage
 
 logger = logging.getLogger(__name__)
-
-ROUND_SECONDS = 5.0
-"""Longest wait for a round that the stage before has begun and this one has not."""
 
 
 class GenerationServicer(GenerationServiceServicer):
@@ -42,7 +39,7 @@ class GenerationServicer(GenerationServiceServicer):
         self._boundary = boundary_of(self._config)
         self._limits = limits
         self._places = Places(limits)
-        self._rounds = HeldRounds(stage.setting.anchor, lambda: stage.round)
+        self._rounds = stage.held_rounds
         self._num_tokens = 0
 
     def counters(self) -> stage_pb2.GenerationCounters:

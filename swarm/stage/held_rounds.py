@@ -1,8 +1,8 @@
-"""Rounds whose weights are held for sessions, while training goes on to later ones.
+"""Rounds whose weights are held for texts and evaluations, while training goes on to later ones.
 
-Used by stage/generation on the event loop. Anchors are never written to, so to hold one is to keep it: it takes memory
-once the stage itself has let go of it. A round is held for a while after its last session, since a text whose path
-broke elsewhere comes back.
+Used by stage/generation and stage/evaluation on the event loop. Anchors are never written to, so to hold one is to keep
+it: it takes memory once the stage itself has let go of it. A text's round is held for a while after its last session,
+since a text whose path broke elsewhere comes back.
 """
 
 import asyncio
@@ -19,6 +19,8 @@ MAX_ROUNDS = 3
 """Rounds held at once. Each is another copy of the stage's weights, unless it is the present one or the one before."""
 LINGER_SECONDS = 60.0
 """For how long a round is held after its last session."""
+ROUND_SECONDS = 5.0
+"""Longest wait for a round that the stage before has begun and this one has not."""
 
 
 class HeldRound:
@@ -27,7 +29,8 @@ class HeldRound:
     Attributes:
         anchor: the weights as the stage had them.
         casts: with autocast, what products of matrices take instead of some weights.
-        num_users: sessions that compute with it, or may have to.
+        num_users: sessions and evaluations that compute with it, or may have to.
+        wanted_until: it is held so long although nobody uses it, by the loop's clock.
     """
 
     def __init__(self, number: int, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -35,6 +38,7 @@ class HeldRound:
         self.casts: Tensors = {}
         self.num_users = 0
         self.unused_since = 0.0
+        self.wanted_until = 0.0
         self.anchor = parameters
         self._parameters = dict(parameters)
 
@@ -71,19 +75,29 @@ class HeldRounds:
             return max(used)
         return newest
 
+    def find(self, number: int) -> HeldRound:
+        """A round's weights, held or not. Raises RoundMismatch if they are not here. From any thread."""
+        anchor, held = self._anchor(number), self._held.get(number)
+        if held is not None and (anchor is None or anchor is held.anchor):
+            return held
+        if anchor is None:
+            present = self._present()
+            raise RoundMismatch(f"round {number} is not kept, this peer is at {present}", peer_round=present)
+        # The stage may have become another state, with another round of this number.
+        return HeldRound(number, anchor)
+
     @contextmanager
-    def held(self, number: int) -> Iterator[HeldRound]:
+    def held(self, number: int, *, linger_seconds: float = LINGER_SECONDS) -> Iterator[HeldRound]:
         """A round's weights, held inside the block and for a while after it.
 
         Raises:
             RoundMismatch: they are not here.
             Overloaded: too many other rounds are held.
         """
-        anchor = self._anchor(number) if number <= self._present() else None
-        found = self._held.get(number)
-        if found is None or (anchor is not None and anchor is not found.anchor):
-            # The stage may have become another state, with another round of this number.
-            found = self._hold(number, anchor)
+        found = self.find(number)
+        if self._held.get(number) is not found:
+            self._make_room(number)
+            self._held[number] = found
         found.num_users += 1
         try:
             yield found
@@ -91,21 +105,18 @@ class HeldRounds:
             found.num_users -= 1
             loop = asyncio.get_running_loop()
             found.unused_since = loop.time()
-            loop.call_later(LINGER_SECONDS, self._forget, found)
+            found.wanted_until = max(found.wanted_until, loop.time() + linger_seconds)
+            loop.call_at(found.wanted_until, self._forget, found)
 
-    def _hold(self, number: int, anchor: Mapping[str, torch.Tensor] | None) -> HeldRound:
-        if anchor is None:
-            present = self._present()
-            raise RoundMismatch(f"round {number} is not kept, this peer is at {present}", peer_round=present)
-        if number not in self._held and len(self._held) >= MAX_ROUNDS:
-            unused = [held for held in self._held.values() if not held.num_users]
-            if not unused:
-                raise Overloaded(f"the weights of {MAX_ROUNDS} rounds are held for sessions", retry_after_seconds=1.0)
-            del self._held[min(unused, key=lambda held: held.unused_since).number]
-        held = self._held[number] = HeldRound(number, anchor)
-        return held
+    def _make_room(self, number: int) -> None:
+        if number in self._held or len(self._held) < MAX_ROUNDS:
+            return
+        unused = [held for held in self._held.values() if not held.num_users]
+        if not unused:
+            raise Overloaded(f"the weights of {MAX_ROUNDS} rounds are held already", retry_after_seconds=1.0)
+        del self._held[min(unused, key=lambda held: held.unused_since).number]
 
     def _forget(self, held: HeldRound) -> None:
-        unused_seconds = asyncio.get_running_loop().time() - held.unused_since
-        if held.num_users == 0 and unused_seconds >= LINGER_SECONDS and self._held.get(held.number) is held:
+        is_wanted = held.num_users or asyncio.get_running_loop().time() < held.wanted_until
+        if not is_wanted and self._held.get(held.number) is held:
             del self._held[held.number]

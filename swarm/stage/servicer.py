@@ -8,7 +8,7 @@ Never touches weights.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -55,7 +55,6 @@ WAY_BACK = 6.0
 two forwards' work, or three with the forward computed again, and what is begun at each of them is finished first."""
 LONGEST_ACK_SECONDS = 3600.0
 """However long the way was: it may have been waiting for a stage without peers."""
-_Reply = TypeVar("_Reply", pb.TrainReply, pb.EvaluateReply)
 
 
 class StageServicer(StageServiceServicer):
@@ -257,18 +256,22 @@ class StageServicer(StageServiceServicer):
     async def Evaluate(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         incoming = Incoming(context, caller_of(context), self._callers)
         try:
-            tensors, evaluated = await self._evaluation.answer(context, incoming)
-            reply = await _send_tensors(context, tensors, pb.EvaluateReply())
-            reply.evaluated.CopyFrom(evaluated)
-            await send(context, reply)
+            await send(context, pb.EvaluateReply(evaluated=await self._evaluation.answer(context, incoming)))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await incoming.drain()
             await refuse(context, error)
         finally:
             incoming.close()
 
+    # It waits for its caller to go, and has no use for a generator.
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> None:  # type: ignore[override]
+        try:
+            await self._evaluation.hold(context, request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
+            await refuse(context, error)
 
-async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], first: _Reply) -> _Reply:
+
+async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], first: pb.TrainReply) -> pb.TrainReply:
     """Send all messages of the tensors but the last, which is given: with room for what else is to be said."""
     messages = filled(first, tensors)
     last = next(messages)

@@ -5,11 +5,9 @@ stage/diloco/setting. An answer is about one peer, of what is known there. Runs 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-
-import torch
 
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Entry
@@ -127,10 +125,6 @@ class Setting(ABC):
     @abstractmethod
     def round_began(self) -> None:
         """Forget what no repeat can ask for any more."""
-
-    @abstractmethod
-    def anchor(self, round_number: int) -> Mapping[str, torch.Tensor] | None:
-        """The weights on which an evaluation of a round computes; None where they are not kept."""
 
     @abstractmethod
     def squared_norm(self, result: RoundResult) -> float:

@@ -17,6 +17,7 @@ from swarm.stage.admission import Admission
 from swarm.stage.computation import Computation, Order
 from swarm.stage.context import StageContext
 from swarm.stage.endings import Endings
+from swarm.stage.held_rounds import HeldRounds
 from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
 from swarm.stage.setting import Setting, Start
@@ -31,6 +32,7 @@ class Stage:
     Attributes:
         admission: decides which are taken.
         endings: what becomes of those that were begun.
+        held_rounds: weights that texts and evaluations compute with.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Stage:
         records: Records,
         admission: Admission,
         endings: Endings,
+        held_rounds: HeldRounds,
     ) -> None:
         self.context = context
         self.setting = setting
@@ -52,6 +55,7 @@ class Stage:
         self._seconds_per_sample = records.seconds_per_sample
         self.admission = admission
         self.endings = endings
+        self.held_rounds = held_rounds
         self._is_changing_state = False
         """Whether another state is about to be installed: nothing is accumulated in the one that goes."""
 
@@ -224,4 +228,5 @@ def stage_of(context: StageContext) -> Stage:
         records=records,
         admission=Admission(context, setting, present_round, records),
         endings=Endings(context, setting, records),
+        held_rounds=HeldRounds(context.backend.weights.anchor, lambda: present_round.number),
     )

@@ -128,10 +128,6 @@ class StageWeights(ABC):
         """The weights that began a round; None unless it is this round or the one before."""
         return self._anchors.find(round_number)
 
-    def on_device(self, anchor: Tensors) -> Tensors:
-        """An anchor where the stage computes; see Anchors.on."""
-        return self._anchors.on(next(iter(self.masters.values())).device, anchor)
-
     def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> GradientBucket:
         """Add a microbatch's gradient to the sum that is being filled; gives that bucket.
 

@@ -118,7 +118,7 @@ def _mixture(*windows: int, weights: tuple[float, ...] = (), microbatch_size: in
     names = tuple(f"texts/{number}" for number in range(len(windows)))
     config = DataConfig(
         dataset=names, weights=weights, sequence_length=SEQUENCE, microbatch_size=microbatch_size, seed=3
-    )  # fmt: skip
+    )
     return Microbatches(text_corpus(*parts, vocab_size=10**7), config)
 
 

@@ -46,6 +46,11 @@ class Attack:
     messages: Sequence[Message]
     streams: bool = False
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it lasts until its caller ends it."""
+        return self.method.endswith("/Hold")
+
 
 def attacks(address: Address, own_id: str) -> list[Attack]:
     """Every call, made rightly."""
@@ -65,6 +70,7 @@ def attacks(address: Address, own_id: str) -> list[Attack]:
     )
     assert prepared.ByteSize()
     unary = {
+        "/swarm.rpc.v1.StageService/Hold": stage_pb2.HoldRequest(address=address),
         "/swarm.rpc.v1.StageService/Describe": stage_pb2.DescribeRequest(run_id=address.run_id),
         "/swarm.rpc.v1.LeaseService/Acquire": lease_pb2.AcquireRequest(
             address=address, trainer_id=own_id, count=2, holding=[1], released=[2]
@@ -117,7 +123,9 @@ async def _answer(channel: grpc.aio.Channel, attack: Attack, requests: Sequence[
                 await call.write(request)
             await call.done_writing()
         while await call.read() is not grpc.aio.EOF:
-            pass
+            if attack.lasts:
+                call.cancel()
+                break
     except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
         pass
     return await call.code(), await call.details() or ""

@@ -20,7 +20,7 @@ from swarm.model.transformer import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage import decoder
 from swarm.stage.places import SessionLimits
-from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, Peer, eventually, held, running_chain
+from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, begin_next_round, eventually, held, running_chain
 
 LONGEST = 96
 GREEDY = Sampling(temperature=0.0)
@@ -69,19 +69,6 @@ def _engine(chain: Chain) -> SwarmEngine:
 
 async def _assert_freed(chain: Chain) -> None:
     await eventually(lambda: not any(peer.generation.counters().sessions for peer in chain.peers))
-
-
-async def _commit(peers: Sequence[Peer]) -> None:
-    """Every peer begins the next round, with other weights."""
-    for peer in peers:
-        average = {name: torch.full_like(master, 0.01) for name, master in peer.weights.masters.items()}
-
-        def commit(peer: Peer = peer, average: dict[str, torch.Tensor] = average) -> None:
-            peer.weights.close()
-            peer.weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
-
-        await peer.runtime.control(commit)
-        peer.stage.round_began()
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -155,7 +142,7 @@ async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that
             async with held(chain.at(0)[0].runtime):
                 await eventually(lambda: all(peer.generation.counters().sessions for peer in chain.peers))
             for _ in range(4):
-                await _commit(chain.peers)
+                await begin_next_round(chain.peers)
             found += [await anext(stream) for _ in range(5)]
             await max(chain.at(1), key=lambda peer: peer.generation.counters().tokens).server.stop(0)
             found += [token async for token in stream]
@@ -173,7 +160,7 @@ async def test_a_text_goes_on_with_the_newest_round_where_its_own_is_gone(caplog
         async with aclosing(engine.generate(PROMPT, GREEDY, 30)) as stream:
             found += [await anext(stream) for _ in range(5)]
             for _ in range(3):
-                await _commit(chain.peers)
+                await begin_next_round(chain.peers)
             await first.server.stop(0)
             chain.update([peer.record for peer in chain.peers if peer is not first])
             found += [token async for token in stream]

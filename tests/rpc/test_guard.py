@@ -153,6 +153,10 @@ class Stage(StageServiceServicer):
         await context.abort(SERVED)
         yield stage_pb2.EvaluateReply()
 
+    async def Hold(self, request: Any, context: Any) -> AsyncIterator[stage_pb2.HoldReply]:
+        await context.abort(SERVED)
+        yield stage_pb2.HoldReply()
+
 
 class Generation(GenerationServiceServicer):
     """Likewise."""
@@ -243,6 +247,7 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
     calls: dict[str, Any] = {
         "/swarm.rpc.v1.StageService/Train": lambda: stage.Train(**seconds),
         "/swarm.rpc.v1.StageService/Evaluate": lambda: stage.Evaluate(**seconds),
+        "/swarm.rpc.v1.StageService/Hold": lambda: stage.Hold(stage_pb2.HoldRequest(), **seconds),
         "/swarm.rpc.v1.StageService/Describe": lambda: stage.Describe(stage_pb2.DescribeRequest(), **seconds),
         "/swarm.rpc.v1.DirectoryService/Read": lambda: directory.Read(directory_pb2.ReadRequest(), **seconds),
         "/swarm.rpc.v1.LeaseService/Acquire": lambda: lease.Acquire(
@@ -359,7 +364,7 @@ async def test_nobody_speaks_for_another_member(start: Any) -> None:
         *("StageService/Train", "StageService/Evaluate", "StageService/Describe", "GenerationService/Generate"),
         *("DirectoryService/Read", "ProbeService/Probe", "ContentService/Weights", "ContentService/Tokenizer"),
         *("MeetingService/Wait", "MeetingService/Connect", "MeetingService/Take", "MeetingService/Meet"),
-        "Health/Check",
+        *("StageService/Hold", "Health/Check"),
     }
     for name, code in answers.items():
         method = name.rpartition(".")[2]

@@ -22,7 +22,7 @@ from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.rpc.wire import TensorSpec
 from swarm.stage.backend import Accumulated, Forward, StageBackend
-from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, logits_spec, reply_specs, request_specs
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, reply_specs, request_specs
 from swarm.stage.buckets import GradientBucket, Source
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.settings import weights_of
@@ -466,18 +466,12 @@ def test_evaluation_is_the_references_without_dropout(length: int) -> None:
     chain = _chain(_DROPOUT)
     model = build_transformer(_DROPOUT, device="cpu")
     tokens = _tokens(0)[:1, : length + 1]
-    outputs: dict[bool, torch.Tensor] = {}
-    shapes: list[torch.Size] = []
-    chain[-1].module.register_forward_hook(lambda module, inputs, outputs: shapes.append(outputs.shape))
-    for want_logits in (False, True):
-        inputs = {TOKENS: tokens}
-        for backend in chain:
-            outputs[want_logits] = backend.evaluate(inputs, backend.weights.version.parameters, want_logits=want_logits)
-            inputs = {TOKENS: tokens, HIDDEN: outputs[want_logits]}
+    inputs = {TOKENS: tokens}
+    for backend in chain:
+        output = backend.evaluate(inputs, backend.weights.version.parameters)
+        inputs = {TOKENS: tokens, HIDDEN: output}
     with torch.no_grad():
-        assert float(outputs[False]) == pytest.approx(float(model.loss(tokens.long())), abs=1e-5)
-        torch.testing.assert_close(outputs[True], model(tokens[:, :-1].long())[:, -1], rtol=0, atol=1e-5)
-    assert shapes == [(), (len(tokens), 1, _CONFIG.model.vocab_size)], "logits are made of the last position alone"
+        assert float(output) == pytest.approx(float(model.loss(tokens.long())), abs=1e-5)
 
 
 def test_evaluation_refuses_what_training_refuses() -> None:
@@ -485,7 +479,7 @@ def test_evaluation_refuses_what_training_refuses() -> None:
     with pytest.raises(MalformedMessage):
         backend.evaluate(
             {TOKENS: _tokens(0), HIDDEN: torch.full((2, 16, 32), float("inf"))},
-            backend.weights.version.parameters, want_logits=False,
+            backend.weights.version.parameters,
         )  # fmt: skip
 
 
@@ -633,7 +627,6 @@ def test_specs_follow_the_configuration() -> None:
     assert request_specs(config, 1, 1, 4)[HIDDEN].shape == (1, 4, 32)
     assert (reply_specs(config, 0), reply_specs(config, 1)) == ({}, {GRADIENT: hidden})
     assert reply_specs(config, -1) == {}
-    assert logits_spec(config, 2) == TensorSpec(shape=(2, 64), encoding="fp32")
 
 
 def test_the_answer_has_the_shapes_of_the_specs() -> None:

@@ -58,7 +58,7 @@ async def test_stages_on_a_gpu_accumulate_the_gradient_of_one_process_on_the_cpu
 async def test_an_evaluation_on_a_gpu_is_that_of_a_cpu() -> None:
     batch = tokens(SYNCHRONOUS, 99)
     async with running_chain(SYNCHRONOUS, devices=_ALL) as chain:
-        loss = await chain.trainer.evaluate({TOKENS: batch}, round_number=0)
+        loss = await chain.evaluate({TOKENS: batch})
     assert loss == pytest.approx(reference(SYNCHRONOUS, [99])[0][0], abs=1e-5)
 
 

@@ -78,6 +78,22 @@ async def test_they_are_held_for_a_while_after_their_last_text() -> None:
     assert len(stage.rounds) == 0
 
 
+@in_virtual_time
+async def test_an_evaluations_round_is_let_go_of_at_once_unless_a_text_wants_it() -> None:
+    stage = Anchors()
+    with stage.rounds.held(0, linger_seconds=0.0):
+        assert stage.rounds.find(0) is stage.rounds.find(0)
+    await asyncio.sleep(0.1)
+    assert len(stage.rounds) == 0
+    assert stage.rounds.find(0) is not stage.rounds.find(0), "it is not held"
+    with stage.rounds.held(0), stage.rounds.held(0, linger_seconds=0.0):
+        pass
+    await asyncio.sleep(LINGER_SECONDS - 1)
+    assert len(stage.rounds) == 1
+    await asyncio.sleep(2)
+    assert len(stage.rounds) == 0
+
+
 async def test_another_state_with_the_same_number_is_another_round() -> None:
     stage = Anchors()
     with stage.rounds.held(0) as before:

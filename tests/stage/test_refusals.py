@@ -246,7 +246,8 @@ def _evaluate(tensors: Iterable[pb.EvaluateRequest] = (), **changes: Any) -> lis
         run_id=changes.pop("run_id", SYNCHRONOUS.run_id), stage=changes.pop("stage", 1),
         protocol_version=PROTOCOL_VERSION,
     )  # fmt: skip
-    opening = pb.EvaluateOpen(**{"address": address, "num_samples": 2, "sequence_length": 16, **changes})
+    settings = {"num_samples": 2, "sequence_length": 16, "later": [pb.HeldRound()], **changes}
+    opening = pb.EvaluateOpen(address=address, **settings)
     return [pb.EvaluateRequest(open=opening), *tensors]
 
 
@@ -265,6 +266,8 @@ def _as_evaluation(**tensors: torch.Tensor) -> list[pb.EvaluateRequest]:
         (_evaluate(num_samples=0), MalformedMessage, "not 0 of 16"),
         (_evaluate(num_samples=1_000_000_000), MalformedMessage, "at most 2 samples of 16 tokens"),
         (_evaluate(sequence_length=17), MalformedMessage, "not 2 of 17"),
+        (_evaluate(later=[]), MalformedMessage, "names the rounds of 1 later stages"),
+        (_evaluate(later=[pb.HeldRound()] * 2), MalformedMessage, "names the rounds of 1 later stages"),
         (_evaluate(_as_evaluation(hidden=_HIDDEN.half())), MalformedMessage, "expected 'fp32'"),
         (_evaluate(_as_evaluation(tokens=_TOKENS, hidden=_NAN)), MalformedMessage, "holds NaN"),
         (_evaluate(_as_evaluation(tokens=_WRONG_TOKENS, hidden=_HIDDEN)), MalformedMessage, "outside the vocabulary"),

@@ -148,7 +148,7 @@ async def test_an_evaluation_without_memory_says_so(
         _fail(peer, monkeypatch, "evaluate", lambda: True)
         async with asyncio.timeout(20.0):
             while not caplog.records:
-                await chain.trainer.evaluate({TOKENS: tokens(DILOCO, 0)}, round_number=0)
+                await chain.evaluate({TOKENS: tokens(DILOCO, 0)})
         assert peer.stage.admission.fault is None
         assert peer.backend.budget.limit_bytes == GRAPH_BYTES
     assert "a call failed for want of memory: no room for 4.0 GiB" in caplog.text

@@ -4,14 +4,12 @@ import gc
 import weakref
 
 import pytest
-from torch import nn
 
 from swarm.stage.settings import weights_of
 from swarm.stage.weights import Round
 from tests.stage.linear import (
     accumulate,
     assert_same,
-    commit_without_steps,
     config_of,
     gradients,
     linear,
@@ -73,26 +71,3 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     for weights in (holder, newcomer):
         weights.commit(gradients(8), total_squared_norm=1.0, num_samples=16, num_members=2, lineage="b")
     assert newcomer.state_digest() == holder.state_digest()
-
-
-def test_one_copy_of_an_anchor_is_kept_where_evaluation_computes() -> None:
-    weights = weights_in("diloco")
-    commit_without_steps(weights)
-    before, anchor = weights.anchor(0), weights.anchor(1)
-    assert before is not None
-    assert anchor is not None
-    # On a CPU nothing is copied.
-    assert weights.on_device(anchor) is anchor
-    weights.masters = {name: nn.Parameter(value.to("meta")) for name, value in weights.masters.items()}
-    copy = weights.on_device(anchor)
-    assert {value.device.type for value in copy.values()} == {"meta"}
-    assert weights.on_device(anchor) is copy, "one upload for all microbatches"
-    kept = [weakref.ref(value) for value in copy.values()]
-    del copy
-    other = weights.on_device(before)
-    assert [value() for value in kept] == [None] * 2, "another anchor takes its place"
-    kept = [weakref.ref(value) for value in other.values()]
-    del other
-    weights.masters = dict(linear().named_parameters())
-    commit_without_steps(weights)
-    assert [value() for value in kept] == [None] * 2, "it is not kept into the next round"

@@ -8,7 +8,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing, suppress
 from functools import partial
 
 import grpc
@@ -252,6 +252,12 @@ class Chain:
 
         return await asyncio.gather(*(one(index) for index in indices))
 
+    async def evaluate(self, batch: Mapping[str, torch.Tensor], *, round_number: int = 0) -> float:
+        """The loss of held-out samples on a round's weights."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with closing(await self.trainer.hold(round_number)) as hold:
+                return await self.trainer.evaluate(batch, hold.held)
+
     def sums(self) -> dict[str, torch.Tensor]:
         """What all peers have accumulated, added up over the peers of each stage; on the CPU."""
         total: dict[str, torch.Tensor] = {}
@@ -371,3 +377,16 @@ async def cancelled_tasks() -> AsyncIterator[asyncio.TaskGroup]:
     finally:
         over.set()
         await hosting
+
+
+async def begin_next_round(peers: Sequence[Peer]) -> None:
+    """Every peer begins the next round, with other weights."""
+    for peer in peers:
+        average = {name: torch.full_like(master, 0.01) for name, master in peer.weights.masters.items()}
+
+        def commit(peer: Peer = peer, average: dict[str, torch.Tensor] = average) -> None:
+            peer.weights.close()
+            peer.weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
+
+        await peer.runtime.control(commit)
+        peer.stage.round_began()

@@ -18,6 +18,7 @@ Say = Callable[[pb.DescribeRequest], pb.DescribeReply]
 class _Servicer(StageServiceServicer):
     Train: Any = None
     Evaluate: Any = None
+    Hold: Any = None
 
     def __init__(self, say: Say) -> None:
         self._say = say

@@ -93,7 +93,7 @@ class WireChain:
     def _evaluate(self, tokens_BT1: torch.Tensor) -> float:
         output, inputs = tokens_BT1, {TOKENS: tokens_BT1}
         for stage in self.stages:
-            output = stage.evaluate(inputs, stage.weights.version.parameters, want_logits=False)
+            output = stage.evaluate(inputs, stage.weights.version.parameters)
             inputs = {TOKENS: tokens_BT1, HIDDEN: output}
         return float(output)
 

@@ -417,30 +417,32 @@ class EvaluateOpen(_message.Message):
 
     ADDRESS_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    WANT_LOGITS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SEQUENCE_LENGTH_FIELD_NUMBER: _builtins.int
+    LATER_FIELD_NUMBER: _builtins.int
     round: _builtins.int
-    """Round whose anchor weights are wanted; with DiLoCo, the newest up to that round."""
-    want_logits: _builtins.bool
-    """Send back the logits of the last position instead of the loss."""
+    """Round whose anchor weights are wanted."""
     num_samples: _builtins.int
     """Samples, and tokens a sample; at most a microbatch's."""
     sequence_length: _builtins.int
     @_builtins.property
     def address(self) -> Global___Address: ...
+    @_builtins.property
+    def later(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRound]:
+        """Of each later stage, in order: the round that is wanted there, and a peer that holds it, which is asked first."""
+
     def __init__(
         self,
         *,
         address: Global___Address | None = ...,
         round: _builtins.int = ...,
-        want_logits: _builtins.bool = ...,
         num_samples: _builtins.int = ...,
         sequence_length: _builtins.int = ...,
+        later: _abc.Iterable[Global___HeldRound] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_samples", b"num_samples", "round", b"round", "sequence_length", b"sequence_length", "want_logits", b"want_logits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "later", b"later", "num_samples", b"num_samples", "round", b"round", "sequence_length", b"sequence_length"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,28 +453,122 @@ class EvaluateReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRESS_FIELD_NUMBER: _builtins.int
-    CHUNKS_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___Progress: ...
-    @_builtins.property
-    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorChunk]: ...
     @_builtins.property
     def evaluated(self) -> Global___Evaluated: ...
     def __init__(
         self,
         *,
         progress: Global___Progress | None = ...,
-        chunks: _abc.Iterable[_tensor_pb2.TensorChunk] | None = ...,
         evaluated: Global___Evaluated | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "evaluated", b"evaluated", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvaluateReply: _TypeAlias = EvaluateReply  # noqa: Y015
+
+@_typing.final
+class HoldRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NEWEST_ROUND_FIELD_NUMBER: _builtins.int
+    newest_round: _builtins.int
+    """The round that the trainer wants. With DiLoCo, where stages may be rounds apart, each holds its newest up to that."""
+    @_builtins.property
+    def address(self) -> Global___Address: ...
+    def __init__(
+        self,
+        *,
+        address: Global___Address | None = ...,
+        newest_round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "newest_round", b"newest_round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldRequest: _TypeAlias = HoldRequest  # noqa: Y015
+
+@_typing.final
+class HoldReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """Until all hold it."""
+
+    @_builtins.property
+    def held(self) -> Global___Held: ...
+    def __init__(
+        self,
+        *,
+        progress: Global___Progress | None = ...,
+        held: Global___Held | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldReply: _TypeAlias = HoldReply  # noqa: Y015
+
+@_typing.final
+class Held(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    LATER_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """That is held here."""
+    @_builtins.property
+    def later(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRound]: ...
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        later: _abc.Iterable[Global___HeldRound] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["later", b"later", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Held: _TypeAlias = Held  # noqa: Y015
+
+@_typing.final
+class HeldRound(_message.Message):
+    """A peer that was chosen for a stage, and the round that it holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    peer_id: _builtins.str
+    round: _builtins.int
+    def __init__(
+        self,
+        *,
+        peer_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer_id", b"peer_id", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldRound: _TypeAlias = HeldRound  # noqa: Y015
 
 @_typing.final
 class Evaluated(_message.Message):
@@ -481,7 +577,7 @@ class Evaluated(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     NUM_TARGETS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
-    """Mean over the targets, in nats; 0 where logits were asked for, or there are none."""
+    """Mean over the targets, in nats; 0 where there are none."""
     num_targets: _builtins.int
     def __init__(
         self,

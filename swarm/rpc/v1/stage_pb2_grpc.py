@@ -44,6 +44,11 @@ class StageServiceStub:
                 request_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.EvaluateReply.FromString,
                 _registered_method=True)
+        self.Hold = channel.unary_stream(
+                '/swarm.rpc.v1.StageService/Hold',
+                request_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.HoldRequest.SerializeToString,
+                response_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.HoldReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/swarm.rpc.v1.StageService/Describe',
                 request_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.DescribeRequest.SerializeToString,
@@ -68,6 +73,13 @@ class StageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hold(self, request, context):
+        """Keeps the anchor weights of one round, here and at a peer of each later stage, until the caller ends the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """What this peer is and does, for people and for trainers that follow the rounds.
         """
@@ -87,6 +99,11 @@ def add_StageServiceServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.EvaluateRequest.FromString,
                     response_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.EvaluateReply.SerializeToString,
+            ),
+            'Hold': grpc.unary_stream_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.HoldRequest.FromString,
+                    response_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.HoldReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -148,6 +165,33 @@ class StageService:
             '/swarm.rpc.v1.StageService/Evaluate',
             swarm_dot_rpc_dot_v1_dot_stage__pb2.EvaluateRequest.SerializeToString,
             swarm_dot_rpc_dot_v1_dot_stage__pb2.EvaluateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/swarm.rpc.v1.StageService/Hold',
+            swarm_dot_rpc_dot_v1_dot_stage__pb2.HoldRequest.SerializeToString,
+            swarm_dot_rpc_dot_v1_dot_stage__pb2.HoldReply.FromString,
             options,
             channel_credentials,
             insecure,

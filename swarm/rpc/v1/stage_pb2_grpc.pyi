@@ -35,6 +35,8 @@ class StageServiceStub:
     """One microbatch through this stage and all later ones."""
     Evaluate: _grpc.StreamStreamMultiCallable[_stage_pb2.EvaluateRequest, _stage_pb2.EvaluateReply]
     """The same chain without a backward, on the anchor weights of a named round."""
+    Hold: _grpc.UnaryStreamMultiCallable[_stage_pb2.HoldRequest, _stage_pb2.HoldReply]
+    """Keeps the anchor weights of one round, here and at a peer of each later stage, until the caller ends the call."""
     Describe: _grpc.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeReply]
     """What this peer is and does, for people and for trainers that follow the rounds."""
 
@@ -45,6 +47,8 @@ class StageServiceAsyncStub(StageServiceStub):
     """One microbatch through this stage and all later ones."""
     Evaluate: _aio.StreamStreamMultiCallable[_stage_pb2.EvaluateRequest, _stage_pb2.EvaluateReply]  # type: ignore[assignment]
     """The same chain without a backward, on the anchor weights of a named round."""
+    Hold: _aio.UnaryStreamMultiCallable[_stage_pb2.HoldRequest, _stage_pb2.HoldReply]  # type: ignore[assignment]
+    """Keeps the anchor weights of one round, here and at a peer of each later stage, until the caller ends the call."""
     Describe: _aio.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeReply]  # type: ignore[assignment]
     """What this peer is and does, for people and for trainers that follow the rounds."""
 
@@ -64,6 +68,14 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.EvaluateReply], _abc.AsyncIterator[_stage_pb2.EvaluateReply]]:
         """The same chain without a backward, on the anchor weights of a named round."""
+
+    @_abc_1.abstractmethod
+    def Hold(
+        self,
+        request: _stage_pb2.HoldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_stage_pb2.HoldReply], _abc.AsyncIterator[_stage_pb2.HoldReply]]:
+        """Keeps the anchor weights of one round, here and at a peer of each later stage, until the caller ends the call."""
 
     @_abc_1.abstractmethod
     def Describe(

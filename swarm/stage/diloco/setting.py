@@ -5,10 +5,8 @@ has been yet. What was acknowledged stays in some inner step, so nothing of it i
 and training goes on meanwhile.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager
-
-import torch
 
 from swarm.stage.computation import Computation
 from swarm.stage.context import StageContext
@@ -115,10 +113,6 @@ class DilocoSetting(Setting):
     def round_began(self) -> None:
         # A microbatch may be repeated across a round's end; one round of memory covers that.
         self._ledger.prune(self._round.number - 1)
-
-    def anchor(self, round_number: int) -> Mapping[str, torch.Tensor] | None:
-        # The stages need not be at one round: each answers with its newest anchor up to the named one.
-        return self._weights.anchor(min(round_number, self._round.number))
 
     def squared_norm(self, result: RoundResult) -> float:
         """Of this stage's average alone."""

@@ -7,10 +7,8 @@ again; and a round closes with what was acknowledged alone.
 
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager
-
-import torch
 
 from swarm.errors import MalformedMessage, NotReady, Overloaded, StaleMicrobatch
 from swarm.stage.computation import Computation
@@ -166,9 +164,6 @@ class SynchronousSetting(Setting):
 
     def round_began(self) -> None:
         self._ledger.prune(self._round.number)
-
-    def anchor(self, round_number: int) -> Mapping[str, torch.Tensor] | None:
-        return self._weights.anchor(round_number)
 
     def squared_norm(self, result: RoundResult) -> float:
         """Over the whole model, by which gradients are clipped."""

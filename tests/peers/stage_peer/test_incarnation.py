@@ -35,6 +35,7 @@ class Host(StageServiceServicer):
 
     Train: Any = None
     Evaluate: Any = None
+    Hold: Any = None
 
     def __init__(self, peer_id: str, stage: int, rivals: Rivals | None = None) -> None:
         self.endpoint = ""

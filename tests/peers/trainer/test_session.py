@@ -1,31 +1,38 @@
 """What a trainer does between its steps, with a chain of real stages."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from rich.console import Console
 
+from peers.shared import process
 from peers.trainer import session as sessions
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import HeldOut, Microbatches
+from swarm.data.tokenizers import ByteTokenizer
 from swarm.errors import Fatal
+from swarm.generation.engine import collect
+from swarm.generation.sampling import Sampling
+from swarm.hop import continuation
 from swarm.machine.clock import SystemClock
 from swarm.metrics.log import MetricsLog, read
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
+from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.pipeline.train_loop import TrainLoop
-from swarm.stage import servicer
+from swarm.stage import evaluation
+from swarm.stage.places import SessionLimits
 from swarm.training.samples import TOKENS
 from tests.support.chain import SYNCHRONOUS, Chain, eventually, running_chain, tokens
 
@@ -63,22 +70,20 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1)
     return Session(options, config, data, chain.trainer, watcher, loop, report)
 
 
-@pytest.mark.parametrize("work", [Session.evaluate, Session.write_sample])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_comes(
-    work: Callable[[Session], Awaitable[Any]], stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.02)
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS_SECONDS", 0.02)
     caplog.set_level(logging.WARNING)
     async with running_chain(SYNCHRONOUS) as chain:
         with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
             session = _session(chain, metrics, tmp_path)
-            expected = await work(session)
+            expected = await session.evaluate()
             assert not caplog.messages
             records = [peer.record for peer in chain.peers]
             chain.update([record for record in records if record.stage != stage])
-            waiting = asyncio.ensure_future(work(session))
+            waiting = asyncio.ensure_future(session.evaluate())
             await eventually(lambda: bool(caplog.messages))
             await asyncio.sleep(0.2)
             assert not waiting.done()
@@ -93,7 +98,7 @@ async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_
 async def test_of_peers_that_are_there_and_fail_it_is_not_said_that_there_are_none(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.02)
+    monkeypatch.setattr(evaluation, "PROGRESS_SECONDS", 0.02)
     caplog.set_level(logging.WARNING)
     async with running_chain(SYNCHRONOUS, num_peers=[2, 2, 1]) as chain:
         with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
@@ -158,14 +163,46 @@ async def test_who_only_evaluates_and_cannot_fails(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
+def _text_of(sample: str) -> str:
+    """What the swarm has written, of a whole sample."""
+    return sample.partition("--- the swarm goes on ---\n")[2].removesuffix("\n---")
+
+
+async def test_a_sample_is_as_long_as_it_was_asked_for_and_what_the_swarm_writes_for_anybody(tmp_path: Path) -> None:
+    """Also beyond the longest sequence: it is then begun anew with the latter half of what was there."""
+    half = SYNCHRONOUS.data.sequence_length // 2
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path)
+            session.options = dataclasses.replace(session.options, sample_tokens=half + 3)
+            sample = await session.write_sample()
+        engine = SwarmEngine(chain.trainer, SYNCHRONOUS)
+        tokens = session.data.held_out(1)[0][TOKENS][0, :-1].tolist()[-half:]
+        sampling = Sampling(temperature=sessions.TEMPERATURE, seed=SYNCHRONOUS.data.seed)
+        for count in (half, 3):
+            tokens += await collect(engine, tokens[-half:], sampling, count)
+    expected = ByteTokenizer().decode(tokens[half:])
+    assert _text_of(sample) == process.printable(expected, keep="\n\t")
+
+
+async def test_without_a_sample_a_line_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(continuation, "PATIENCE_SECONDS", 0.1)
+    async with running_chain(SYNCHRONOUS, session_limits=SessionLimits(max_sessions=0)) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            assert await _session(chain, metrics, tmp_path).write_sample() == ""
+    assert caplog.messages[-1] == "no sample of text: this peer takes no sessions"
+
+
 async def test_what_strangers_have_the_swarm_write_is_no_command_to_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def generate(*_: object, **__: object) -> list[int]:
+    async def collect(_: object, prompt: list[int], *__: object) -> list[int]:
         return list(b"a\x1b[2J\tb\nc")
 
-    monkeypatch.setattr(sessions, "generate", generate)
+    monkeypatch.setattr(sessions, "collect", collect)
     async with running_chain(SYNCHRONOUS) as chain:
         with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
             sample = await _session(chain, metrics, tmp_path).write_sample()
-    assert sample.endswith("--- the swarm goes on ---\na [2J\tb\nc\n---")
+    assert _text_of(sample) == "a [2J\tb\nc"

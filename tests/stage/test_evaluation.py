@@ -1,0 +1,126 @@
+"""Evaluations hold a round's weights: their losses are those of one round, however many pass meanwhile."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, closing
+from typing import cast
+
+import pytest
+
+from swarm.config import RunConfig
+from swarm.data.microbatches import HeldOut, Microbatches
+from swarm.errors import Overloaded, RoundGone
+from swarm.hop import hop as hops
+from swarm.hop.holds import HeldAt
+from swarm.pipeline.evaluate import held_out_loss
+from swarm.stage.held_rounds import MAX_ROUNDS
+from swarm.training.samples import TOKENS
+from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, begin_next_round, eventually, running_chain, tokens
+
+BATCH = {TOKENS: tokens(SYNCHRONOUS, 99)}
+
+
+class Texts:
+    """Two datasets of a few microbatches."""
+
+    def held_out_by_source(self, num_samples: int) -> list[HeldOut]:
+        batches = [{TOKENS: tokens(SYNCHRONOUS, number)} for number in range(num_samples)]
+        return [HeldOut(name=name, batches=batches[part::2], share=1.0) for part, name in enumerate(("even", "odd"))]
+
+
+DATA = cast(Microbatches, Texts())
+
+
+def _num_held(chain: Chain) -> list[int]:
+    return [len(peer.stage.held_rounds) for peer in chain.peers]
+
+
+@asynccontextmanager
+async def _rounds_passing(chain: Chain) -> AsyncIterator[None]:
+    """As fast as they can, of all peers at once."""
+
+    async def pass_by() -> None:
+        while True:
+            await begin_next_round(chain.peers)
+
+    passing = asyncio.create_task(pass_by())
+    try:
+        yield
+    finally:
+        passing.cancel()
+        await asyncio.wait([passing])
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+async def test_rounds_may_pass_faster_than_an_evaluation_takes(config: RunConfig) -> None:
+    async with running_chain(config, num_peers=(2, 2, 2)) as chain:
+        expected = await held_out_loss(chain.trainer, DATA, round_number=0, num_samples=24)
+        assert expected.by_source["even"] != expected.by_source["odd"]
+        async with _rounds_passing(chain):
+            evaluating = asyncio.create_task(held_out_loss(chain.trainer, DATA, round_number=0, num_samples=24))
+            found = await evaluating
+        assert found == expected
+        assert min(peer.stage.round for peer in chain.peers) > 4
+        # Training has left the round behind, and nobody keeps it any longer than it is wanted.
+        await eventually(lambda: not any(_num_held(chain)))
+        with pytest.raises(RoundGone, match="round 0 is not kept"):
+            await chain.evaluate(BATCH)
+
+
+async def test_a_round_is_held_at_one_peer_of_each_stage_until_the_caller_closes_it() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(2, 2, 2)) as chain:
+        expected = await chain.evaluate(BATCH)
+        with closing(await chain.trainer.hold(0)) as hold:
+            holders = [peer for peer in chain.peers if len(peer.stage.held_rounds)]
+            assert hold.held == tuple(HeldAt(peer.peer_id, 0) for peer in holders)
+            assert [peer.backend.stage for peer in holders] == [0, 1, 2]
+            for _ in range(3):
+                await begin_next_round(chain.peers)
+            assert await chain.trainer.evaluate(BATCH, hold.held) == expected
+        await eventually(lambda: not any(_num_held(chain)))
+        with pytest.raises(RoundGone):
+            await chain.trainer.evaluate(BATCH, hold.held)
+
+
+async def test_a_caller_that_is_gone_holds_nothing() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        async with chain.another_trainer() as trainer:
+            hold = await trainer.hold(0)
+            assert _num_held(chain) == [1, 1, 1]
+        # Its connections are closed.
+        await eventually(lambda: not any(_num_held(chain)))
+        hold.close()
+
+
+async def test_in_diloco_each_stage_holds_its_newest_round_up_to_the_wanted_one() -> None:
+    async with running_chain(DILOCO) as chain:
+        for _ in range(2):
+            await begin_next_round([chain.peers[0], chain.peers[2]])
+        with closing(await chain.trainer.hold(1)) as hold:
+            assert [number for _, number in hold.held] == [1, 0, 1]
+            first = await chain.trainer.evaluate(BATCH, hold.held)
+            for _ in range(3):
+                await begin_next_round(chain.peers)
+            assert await chain.trainer.evaluate(BATCH, hold.held) == first
+
+
+async def test_there_are_only_so_many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hops, "HOLD_SECONDS", 0.0)
+    async with running_chain(SYNCHRONOUS) as chain:
+        with ExitStack() as stack:
+            for number in range(MAX_ROUNDS):
+                stack.enter_context(closing(await chain.trainer.hold(number)))
+                await begin_next_round(chain.peers)
+            with pytest.raises(Overloaded, match="the weights of 3 rounds are held already"):
+                await chain.trainer.hold(MAX_ROUNDS)
+        await eventually(lambda: not any(_num_held(chain)))
+
+
+async def test_a_holder_that_dies_is_replaced_by_a_peer_that_has_the_round() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
+        expected = await chain.evaluate(BATCH)
+        with closing(await chain.trainer.hold(0)) as hold:
+            (dying,) = (peer for peer in chain.at(1) if peer.peer_id == hold.held[1].peer_id)
+            await dying.server.stop(0)
+            await begin_next_round([peer for peer in chain.peers if peer is not dying])
+            assert await chain.trainer.evaluate(BATCH, hold.held) == expected
