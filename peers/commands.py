@@ -49,7 +49,7 @@ def model() -> None:
 
 def generate() -> None:
     """Run `swarm-generate`."""
-    _run("swarm-generate", "peers.generate.program")
+    _run("swarm-generate", "peers.generate.program", ("peers.generate.options", "GenerateOptions"))
 
 
 def doctor() -> None:

@@ -31,13 +31,8 @@ def own_backend(
         graph_bytes: what autograd graphs may take; None for a share of what is free then.
 
     Raises:
-        Fatal: the stage does not fit on the device, or has frozen weights that are not here.
+        Fatal: the stage does not fit on the device.
     """
-    if given is None and config.lora.is_on and config.model.weights:
-        raise Fatal(
-            f"stage {stage} has frozen weights of the run's model, and no peer that answers has them: start this peer "
-            "where that model is, with --model DIR"
-        )
     try:
         tensors = None if given is None else given.load(parameter_shapes(config, stage))
         module = build_stage(config, stage, device=device, weights=tensors)

@@ -130,7 +130,7 @@ def choose(
     """
     if others.held_at is not None:
         if others.held_at == 0:
-            _require_weights(config, stage, options)
+            require_weights(config, stage, options)
         if folder is not None and not folder.is_empty:
             logger.info("peers hold stage %d at round %d: theirs is taken, no checkpoint", stage, others.held_at)
         return None
@@ -221,7 +221,7 @@ def _begin_with(restored: Restored) -> Beginning:
 
 def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOptions) -> Beginning | None:
     if others.latest == 0 or options.starts_over:
-        _require_weights(config, stage, options)
+        require_weights(config, stage, options)
     if others.latest == 0:
         return None
     if not options.starts_over:
@@ -243,8 +243,8 @@ def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOp
     return _late(config, None, genesis(config, stage), others)
 
 
-def _require_weights(config: RunConfig, stage: int, options: ResumeOptions) -> None:
-    """Raise Fatal if the stage would begin with other weights than the run, or PeerUnavailable where a peer moves."""
+def require_weights(config: RunConfig, stage: int, options: ResumeOptions) -> None:
+    """Raise Fatal if the stage would have other weights than the run's model, or PeerUnavailable where a peer moves."""
     if config.model.weights and not options.has_weights:
         raise (PeerUnavailable if options.moves else Fatal)(
             f"no peer that answers has the weights with which stage {stage} begins: start a peer where the run's model "

@@ -23,6 +23,7 @@ from peers.stage_peer.news import StageNews
 from peers.stage_peer.own_backend import own_backend
 from peers.stage_peer.own_state import OwnState
 from peers.stage_peer.presence import Presence
+from peers.stage_peer.resume import require_weights
 from peers.stage_peer.server_options import ServerOptions
 from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
@@ -93,6 +94,9 @@ class StageServer:
         self.callers = Callers(clock, max_training_bytes=max_kept_bytes(request_specs(config, stage), most_in_flight))
         staging = staging_of(options.device)
         self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
+        if config.lora.is_on:
+            # The frozen ones are no part of what is downloaded from those that hold the stage.
+            require_weights(config, stage, options.resume)
         backend = own_backend(
             config, stage, device=options.device, staging=staging, given=options.weights,
             graph_bytes=options.graph_bytes, events=options.events,

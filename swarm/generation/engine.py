@@ -12,8 +12,9 @@ from typing import Protocol
 
 import torch
 
+from swarm.generation.choice import choose
 from swarm.generation.room import Room
-from swarm.generation.sampling import Sampling, choose
+from swarm.generation.sampling import Sampling
 from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.transformer import Transformer
 

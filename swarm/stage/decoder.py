@@ -19,7 +19,7 @@ import torch
 
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
-from swarm.generation.sampling import choose
+from swarm.generation.choice import choose
 from swarm.hop.session import Order, Piece, Token
 from swarm.model.attention import CacheRows, KeyValueCache, cache_bytes
 from swarm.model.stages import layer_ranges, with_shared_casts

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.generation.sampling import Sampling, choose
+from swarm.generation.choice import choose
+from swarm.generation.sampling import Sampling
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
@@ -19,6 +20,13 @@ def _drawn(logits: torch.Tensor, count: int = 4000, **parameters: Any) -> Counte
 def test_no_temperature_takes_the_likeliest_token() -> None:
     assert _drawn(LOGITS, 10, temperature=0.0) == {1: 10}
     assert choose(torch.tensor([1.0, 2.0, 2.0]), Sampling(temperature=0.0), 0) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-308, 5e-324])
+def test_however_low_a_temperature_is_it_takes_the_likeliest_token(temperature: float) -> None:
+    """One of them, where several are: no logit becomes infinite or no number."""
+    assert _drawn(1000.0 * LOGITS, 10, temperature=temperature, top_p=0.9) == {1: 10}
+    assert _drawn(torch.tensor([-2.0, 1.0, 1.0]), 40, temperature=temperature).keys() == {1, 2}
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -52,7 +52,7 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     assert program.returncode == 0, program.stderr
 
 
-@pytest.mark.parametrize("program", ["peer", "trainer", "status", "keys", "local", "doctor", "dashboard"])
+@pytest.mark.parametrize("program", ["peer", "trainer", "status", "keys", "local", "doctor", "dashboard", "generate"])
 def test_help_is_all_that_is_printed_and_needs_no_large_library(program: str) -> None:
     script = f"""
 import sys

@@ -12,8 +12,9 @@ import torch
 
 from swarm.config import LoraConfig, ModelConfig, RunConfig, WireConfig
 from swarm.errors import Overloaded
+from swarm.generation.choice import choose
 from swarm.generation.engine import collect
-from swarm.generation.sampling import Sampling, choose
+from swarm.generation.sampling import Sampling
 from swarm.hop import continuation
 from swarm.model.attention import KeyValueCache
 from swarm.model.transformer import build_transformer
