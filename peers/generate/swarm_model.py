@@ -12,14 +12,12 @@ from peers.generate.options import GenerateOptions
 from peers.shared.cache import cache_folder
 from peers.shared.entrance import find_entrance
 from peers.shared.membership import Membership
-from peers.shared.network import REFRESH_SECONDS, agree_on_config
-from peers.shared.token_option import admitted
+from peers.shared.network import REFRESH_SECONDS
+from peers.shared.reader import reading
 from peers.shared.tokenizer import have_tokenizer
 from swarm.credentials.certificates import Role
-from swarm.credentials.identity import generate
 from swarm.data import tokenizer_files, tokenizers
 from swarm.data.tokenizers import ByteTokenizer
-from swarm.dht import node as dht_node
 from swarm.generation.text_model import TextModel, read_text_model
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
@@ -39,21 +37,14 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
     """
     clock = SystemClock()
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
-    addresses = await entrance.dht_addresses(clock)
-    # Blocks the loop for some seconds, in which there is nothing else to do.
-    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
-    try:
-        identity = admitted(generate(), entrance.token)
-        config = await agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run)
-        member = Membership.enter(config, node, identity, clock, insecure=options.insecure)
+    async with reading(entrance, clock) as member:
+        config = member.config
         await member.known.look_first(member.directory, member.stages, clock)
         named = options.tokenizer or await have_tokenizer(member, cache_folder())
         data = dataclasses.replace(config.data, tokenizer=named)
         tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         async with _engine(member) as engine:
             yield read_text_model(config.run_id, engine, tokenizer, folders=_beside(data.tokenizer), now=datetime.now)
-    finally:
-        node.shutdown()
 
 
 def _beside(tokenizer: str) -> list[Path]:
@@ -88,5 +79,3 @@ async def _engine(member: Membership) -> AsyncIterator[SwarmEngine]:
                 task.cancel()
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
-    finally:
-        await channels.close()

@@ -18,8 +18,8 @@ from peers.model.options import ExportModelOptions
 from peers.shared.cache import cache_folder
 from peers.shared.entrance import find_entrance
 from peers.shared.membership import Membership
-from peers.shared.network import LOOK_SECONDS, agree_on_config
-from peers.shared.token_option import admitted
+from peers.shared.network import LOOK_SECONDS
+from peers.shared.reader import reading
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import kept_weights
@@ -33,8 +33,6 @@ from swarm.config import StagesConfig
 from swarm.content.line import Kind
 from swarm.content.weights import WeightsCache
 from swarm.credentials.certificates import Role
-from swarm.credentials.identity import generate
-from swarm.dht import node as dht_node
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
@@ -260,28 +258,19 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> LiveOrigin:
     """
     clock = SystemClock()
     entrance = find_entrance(options, os.environ, role=Role.PEER, clock=clock)
-    addresses = run_loop(entrance.dht_addresses(clock))
-    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
 
     async def fetch() -> LiveOrigin:
-        identity = admitted(generate(), entrance.token)
-        config = await agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run)
-        if config.model.custom_class:
-            raise ValueError(f"no architecture of transformers computes {config.model.custom_class}")
-        member = Membership.enter(config, node, identity, clock, insecure=options.insecure)
-        try:
+        async with reading(entrance, clock) as member:
+            config = member.config
+            if config.model.custom_class:
+                raise ValueError(f"no architecture of transformers computes {config.model.custom_class}")
             await LiveModel(member).write_checkpoints(folder, options.round)
             has_base = config.lora.is_on and config.model.weights and not (options.adapter or options.base)
             base = await _base(member) if has_base else None
             tokenizer = options.tokenizer or await have_tokenizer(member, cache_folder())
             return LiveOrigin(tokenizer=tokenizer, base=base)
-        finally:
-            await member.channels.close()
 
-    try:
-        return run_loop(fetch())
-    finally:
-        node.shutdown()
+    return run_loop(fetch())
 
 
 async def _base(member: Membership) -> Weights:

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import torch
@@ -23,13 +24,13 @@ from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.membership import Membership
 from peers.shared.network import (
     REFRESH_SECONDS,
-    agree_on_config,
     default_name,
     say_who_may_join,
 )
 from peers.shared.own_figures import OwnFigures, exporting
+from peers.shared.reader import reading
 from peers.shared.sole_writer import require_sole_writer
-from peers.shared.token_option import admitted, stop_or_expiry
+from peers.shared.token_option import stop_or_expiry
 from peers.shared.tokenizer import have_tokenizer
 from peers.status.view import TrainerRow
 from peers.trainer.options import TrainerOptions
@@ -37,16 +38,13 @@ from peers.trainer.report import Report
 from peers.trainer.session import Session
 from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
-from swarm.credentials.identity import Identity, generate
 from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
-from swarm.dht import node as dht_node
-from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.events.kinds import Events, Leave
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
-from swarm.machine.clock import SystemClock, run_loop
+from swarm.machine.clock import Loop, SystemClock
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.lease_service import LeaseClient
@@ -72,41 +70,30 @@ def main(argv: Sequence[str]) -> int:
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
     options.output.mkdir(parents=True, exist_ok=True)
     require_sole_writer(options.output, f"--output {options.output}")
-    addresses = run_loop(entrance.dht_addresses(clock))
-    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
-    try:
-        identity = admitted(generate(), entrance.token)
-        config = run_loop(agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run))
-        if options.tokenizer is None:
-            fetching = fetch_tokenizer(config, node, identity, insecure=options.insecure)
-            options = dataclasses.replace(options, tokenizer=run_loop(fetching))
-        # In the main thread, outside of any event loop: to prepare text may take minutes, and a thread cannot be ended.
-        with process.interruptible():
-            corpus, data = open_corpus(config, options.dataset, options.tokenizer)
-        process.require_addresses(process.THREAD_BYTES)
-        return run_loop(run(options, config, corpus, data, node, identity, events))
-    finally:
-        node.shutdown()
-
-
-async def fetch_tokenizer(config: RunConfig, node: DhtNode, identity: Identity, *, insecure: bool) -> str:
-    """What names the run's tokenizer on this machine. Raises what have_tokenizer raises."""
-    member = Membership.enter(config, node, identity, SystemClock(), insecure=insecure)
-    try:
-        return await have_tokenizer(member, cache_folder())
-    finally:
-        await member.channels.close()
+    # One loop, which stands still while text is prepared.
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        stack = AsyncExitStack()
+        try:
+            member = runner.run(stack.enter_async_context(reading(entrance, clock)))
+            if options.tokenizer is None:
+                options = dataclasses.replace(options, tokenizer=runner.run(have_tokenizer(member, cache_folder())))
+            # In the main thread, outside of the loop: to prepare text may take minutes, and a thread cannot be ended.
+            with process.interruptible():
+                corpus, data = open_corpus(member.config, options.dataset, options.tokenizer)
+            process.require_addresses(process.THREAD_BYTES)
+            return runner.run(run(options, member, corpus, data, events))
+        finally:
+            runner.run(stack.aclose())
 
 
 async def run(
-    options: TrainerOptions, config: RunConfig, corpus: corpora.Corpus, data: Microbatches, node: DhtNode,
-    identity: Identity, events: Events,
-) -> int:  # fmt: skip
+    options: TrainerOptions, member: Membership, corpus: corpora.Corpus, data: Microbatches, events: Events
+) -> int:
     """Train, and leave; gives the exit code."""
-    say_who_may_join(identity.authority)
+    config = member.config
+    say_who_may_join(member.identity.authority)
     name = options.name or default_name()
-    begin(events, options.events, start_of(config, peer_id=identity.peer_id, name=name, stage=TRAINER_STAGE))
-    member = Membership.enter(config, node, identity, SystemClock(), insecure=options.insecure)
+    begin(events, options.events, start_of(config, peer_id=member.peer_id, name=name, stage=TRAINER_STAGE))
     await member.known.look_first(member.directory, member.stages, member.clock)
     wandb_run = None
     if options.wandb is not None:
@@ -129,7 +116,6 @@ async def run(
         own.follow(lambda: TrainerRow.of(record_of(member, session, name)), run=config.run_id)
         async with exporting(own, "swarm_trainer", host=options.metrics_host, port=options.metrics_port):
             interrupted = await carry_out(member, session, name)
-        await member.channels.close()
     events.write(Leave())
     return await finish(report, options.output, corpus, session.sample, wandb_run, interrupted=interrupted)
 

@@ -49,9 +49,9 @@ async def agree_on_config(*arguments, **options):
 node.start = lambda **arguments: Node()
 """
 TRAINER = f"""{NODE}
-from peers.trainer import program as trainer
+from peers.shared import reader
 
-trainer.agree_on_config = agree_on_config
+reader.agree_on_config = agree_on_config
 commands.trainer()
 """
 JOINING_PEER = f"""{NODE}

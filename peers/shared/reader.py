@@ -1,0 +1,37 @@
+"""In a run to ask its peers: a process that serves nothing and announces no stage.
+
+Used by swarm-trainer, swarm-generate and `swarm-model export`.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from peers.shared.entrance import Entrance
+from peers.shared.membership import Membership
+from peers.shared.network import agree_on_config
+from peers.shared.token_option import admitted
+from swarm.credentials.identity import generate
+from swarm.dht import node as dht_node
+from swarm.machine.clock import Clock
+
+
+@asynccontextmanager
+async def reading(entrance: Entrance, clock: Clock) -> AsyncIterator[Membership]:
+    """Be in a run inside the block, under an identity of its own. Nobody is known yet.
+
+    Raises:
+        What Entrance.dht_addresses, dht_node.start and agree_on_config raise.
+    """
+    addresses = await entrance.dht_addresses(clock)
+    # Blocks the loop for some seconds, in which there is nothing else to do.
+    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
+    try:
+        identity = admitted(generate(), entrance.token)
+        config = await agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run)
+        member = Membership.enter(config, node, identity, clock, insecure=entrance.insecure)
+        try:
+            yield member
+        finally:
+            await member.channels.close()
+    finally:
+        node.shutdown()
