@@ -44,7 +44,7 @@ def keys() -> None:
 
 def model() -> None:
     """Run `swarm-model`."""
-    _run("swarm-model", "peers.model.program")
+    _run("swarm-model", "peers.model.program", ("peers.model.options", "explain"))
 
 
 def generate() -> None:
@@ -74,7 +74,8 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
     """Run a program, and end the process.
 
     Args:
-        options: module and name of its options, if these are there much sooner than the program. Then --help is, too.
+        options: module and name of its options, or of a function that explains them, if these are there much sooner
+            than the program. Then --help is, too.
         address_bytes: that it takes.
     """
     process.prepare_environment()
@@ -83,7 +84,11 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
     def main() -> int:
         if options is not None and not {"-h", "--help"}.isdisjoint(sys.argv):
             options_module, name = options
-            cli.parse(getattr(import_module(options_module), name), prog=prog, argv=sys.argv[1:])
+            explained = getattr(import_module(options_module), name)
+            if isinstance(explained, type):
+                cli.parse(explained, prog=prog, argv=sys.argv[1:])
+            else:
+                explained(sys.argv[1:])
         process.require_addresses(address_bytes)
         exit_code: int = load(module).main(sys.argv[1:])
         return exit_code

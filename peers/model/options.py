@@ -1,14 +1,31 @@
-"""The options of swarm-model's commands."""
+"""The options of swarm-model's commands, and their help, which needs no torch."""
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
-from peers.shared import cli
+from peers.shared import cli, subcommands
 from peers.shared.invite_option import InviteOption, joins
+from peers.shared.subcommands import Command
 from swarm.config.data import Format
+
+PROG = "swarm-model"
+ABOUT = """swarm-model: takes models in and gives them out.
+
+    swarm-model import ./Llama-3.2-1B --output run/      a model of Hugging Face becomes the beginning of a run
+    swarm-model export --checkpoint checkpoints/ --output out/
+    swarm-model export --checkpoint checkpoints/ --adapter --output out/
+    swarm-model export INVITE --output out/
+    swarm-model show run/
+    swarm-model push out/ NAME/REPOSITORY --dry-run
+
+But for an export from a running swarm it works on files alone. A model that is named as on the hub is downloaded first;
+nothing of it is executed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +122,21 @@ class PushModelOptions:
     """Whether a repository that is made can be seen by you alone."""
     dry_run: bool = False
     """Say what would be uploaded, and upload nothing."""
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "import": ImportModelOptions,
+    "export": ExportModelOptions,
+    "show": ShowModelOptions,
+    "push": PushModelOptions,
+}
+"""By the word that chooses them."""
+
+
+def explain(argv: Sequence[str]) -> None:
+    """Print the help that is asked for, and end the process. Returns if none is."""
+    asked_to_run = list[object]()
+    commands = {name: Command(options, asked_to_run.append) for name, options in COMMANDS.items()}
+    exit_code = subcommands.run(PROG, ABOUT, commands, argv)
+    if not asked_to_run:
+        sys.exit(exit_code)

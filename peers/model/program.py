@@ -1,27 +1,24 @@
-"""swarm-model: takes models in and gives them out.
-
-    swarm-model import ./Llama-3.2-1B --output run/      a model of Hugging Face becomes the beginning of a run
-    swarm-model export --checkpoint checkpoints/ --output out/
-    swarm-model export --checkpoint checkpoints/ --adapter --output out/
-    swarm-model export INVITE --output out/
-    swarm-model show run/
-    swarm-model push out/ NAME/REPOSITORY --dry-run
-
-But for an export from a running swarm it works on files alone. A model that is named as on the hub is downloaded first;
-nothing of it is executed.
-"""
+"""What the commands of swarm-model do: it takes models in and gives them out. See ABOUT in options.py."""
 
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from peers.model.live import fetch_model
 from peers.model.losses import MeasuredLoss, losses_until, read_losses
-from peers.model.options import ExportModelOptions, ImportModelOptions, PushModelOptions, ShowModelOptions
+from peers.model.options import (
+    ABOUT,
+    COMMANDS,
+    PROG,
+    ExportModelOptions,
+    ImportModelOptions,
+    PushModelOptions,
+    ShowModelOptions,
+)
 from peers.shared import subcommands
 from peers.shared.subcommands import Command
 from swarm.checkpoint import file
@@ -36,13 +33,12 @@ from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import DTYPES, Source, located, parameter_shapes
 from swarm.model.stages import trained_shapes
 
-PROG = "swarm-model"
 _DTYPES = {"fp32": DTYPES["F32"], "fp16": DTYPES["F16"], "bf16": DTYPES["BF16"]}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
-    return subcommands.run(PROG, __doc__, _COMMANDS, argv)
+    return subcommands.run(PROG, ABOUT, {name: Command(COMMANDS[name], run) for name, run in _RUN.items()}, argv)
 
 
 def import_(options: ImportModelOptions) -> None:
@@ -196,9 +192,4 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-_COMMANDS: dict[str, Command[Any]] = {
-    "import": Command(ImportModelOptions, import_),
-    "export": Command(ExportModelOptions, export),
-    "show": Command(ShowModelOptions, show),
-    "push": Command(PushModelOptions, push),
-}
+_RUN: dict[str, Callable[[Any], None]] = {"import": import_, "export": export, "show": show, "push": push}

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from peers import commands
+from peers.model import options
 
 
 def test_every_script_has_its_entry_point() -> None:
@@ -52,11 +53,29 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     assert program.returncode == 0, program.stderr
 
 
-@pytest.mark.parametrize("program", ["peer", "trainer", "status", "keys", "local", "doctor", "dashboard", "generate"])
+def test_the_help_of_a_command_of_swarm_model_is_printed_before_it_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for argv, code, said in (
+        (["export", "--help"], 0, "Make a folder that transformers loads"),
+        (["--help"], 0, "swarm-model import|export|show|push --help"),
+        (["expor", "--help"], 2, "say one of import, export, show, push, not 'expor'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            options.explain(argv)
+        assert ended.value.code == code
+        printed = capsys.readouterr()
+        assert said in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    "program", ["peer", "trainer", "status", "keys", "local", "doctor", "dashboard", "generate", "model"]
+)
 def test_help_is_all_that_is_printed_and_needs_no_large_library(program: str) -> None:
     script = f"""
 import sys
 from peers import commands
+from peers.model import options
 sys.argv = ["x", "--help"]
 try:
     commands.{program}()
