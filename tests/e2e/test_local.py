@@ -16,9 +16,10 @@ from tests.support.swarm import CONFIG, wait_until, whole_lines, write_text
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
-def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def _start(folder: Path, *arguments: str, num_stages: int = 2) -> subprocess.Popen[str]:
     config = folder / "run.toml"
-    config.write_text(CONFIG.format(dataset=write_text(folder / "text.txt"), setting="diloco"), encoding="utf-8")
+    text = CONFIG.replace("num_stages = 2", f"num_stages = {num_stages}")
+    config.write_text(text.format(dataset=write_text(folder / "text.txt"), setting="diloco"), encoding="utf-8")
     # Every process of it inherits the mark, so that leftovers can be told from other tests' processes.
     environment = {**os.environ, "SWARM_TEST_MARK": str(folder)}
     return subprocess.Popen(
@@ -71,14 +72,13 @@ def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
     _assert_nothing_left(tmp_path, 5.0)
 
 
-@pytest.mark.slow
 def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path) -> None:
     """By Ctrl-C and by kill -9: two of them, beside each other."""
     folders = {number: tmp_path / number.name for number in (signal.SIGINT, signal.SIGKILL)}
     launchers = {}
     for number, folder in folders.items():
         folder.mkdir()
-        launchers[number] = _start(folder, "--peers-per-stage", "1", "--steps", "10000")
+        launchers[number] = _start(folder, "--peers-per-stage", "1", "--steps", "10000", num_stages=1)
     for folder in folders.values():
         wait_until(partial(_has_trained, folder), 90.0, "the first step")
         assert len(_marked(folder)) > 3

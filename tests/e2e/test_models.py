@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peers.local.supervisor import Supervisor
+from peers.model import program
 from swarm import config as configs
 from swarm.config import AveragingConfig, DataConfig, OptimizerConfig, RoundsConfig
 from swarm.data import corpora, tokenizers
@@ -20,7 +21,7 @@ from swarm.data.microbatches import Microbatches
 from swarm.interchange.run_folder import to_toml
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 from tests.interchange.small_models import save
-from tests.support.swarm import RealSwarm, run, run_all, wait_until, write_text
+from tests.support.swarm import RealSwarm, run, wait_until, write_text
 from tests.support.tokenizers import write_chat_tokenizer, write_tokenizer
 
 pytestmark = [
@@ -35,7 +36,7 @@ EVALUATED = 16
 
 @pytest.fixture
 def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
-    with Supervisor(tmp_path / "logs") as children:
+    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
         yield RealSwarm(tmp_path, children)
 
 
@@ -73,8 +74,7 @@ def _make_run(
 ) -> None:
     """Import the model, and say in run.toml how it is to be trained, as a user would."""
     options = ("--stages", str(num_stages), *dataset)
-    result = run("model", "import", str(folder / "model"), "--output", str(folder / "run"), *options)
-    assert result.returncode == 0, result.stderr
+    assert program.main(["import", str(folder / "model"), "--output", str(folder / "run"), *options]) == 0
     config = configs.load(folder / "run" / "run.toml")
     config = dataclasses.replace(
         config,
@@ -140,17 +140,19 @@ def _train(
     assert losses[-1] < losses[0] - 0.3
 
 
-def _export(swarm: RealSwarm, steps: int) -> Path:
-    """From the checkpoints of the last round, which are written while others look."""
+def _wait_for_checkpoints(folder: Path, round_number: int, num_stages: int) -> None:
+    """They are written while training goes on."""
+    pattern = f"stage-*.round-{round_number}.safetensors"
+    wait_until(lambda: len([*folder.glob(pattern)]) == num_stages, 30.0, "the last round's checkpoints")
+
+
+def _export(swarm: RealSwarm, num_stages: int, steps: int) -> Path:
+    """From the checkpoints of the last round."""
     output = swarm.folder / "out"
+    checkpoints = swarm.folder / "checkpoints"
+    _wait_for_checkpoints(checkpoints, steps, num_stages)
     options = ("--output", str(output), "--round", str(steps), "--metrics", str(swarm.folder / "train"))
-
-    def export() -> bool:
-        result = run("model", "export", "--checkpoint", str(swarm.folder / "checkpoints"), *options)
-        assert result.returncode == 0 or "no sound checkpoints of round" in result.stderr, result.stderr
-        return result.returncode == 0
-
-    wait_until(export, 30.0, "the last round's checkpoints")
+    assert program.main(["export", "--checkpoint", str(checkpoints), *options]) == 0
     data = configs.load(swarm.folder / "run" / "run.toml").data
     expected = json.loads((swarm.folder / "train" / "summary.json").read_text())["validation_loss"]
     assert _loss_in_transformers(output, data, swarm.folder / "cache") == pytest.approx(expected, abs=1e-4)
@@ -161,12 +163,11 @@ def _export(swarm: RealSwarm, steps: int) -> Path:
     return output
 
 
-@pytest.mark.slow
 def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
     """Peers without the model have their stage from one that has it, and all have the tokenizer from each other."""
     _import(swarm.folder, 2, words=True)
     _train(swarm, 2, 1, 6, kills=False)
-    out = _export(swarm, 6)
+    out = _export(swarm, 2, 6)
     words = "import json"
     expected = tokenizers.load(str(swarm.folder / "model")).encode(words).tolist()
     assert AutoTokenizer.from_pretrained(out)(words)["input_ids"] == expected
@@ -174,9 +175,7 @@ def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
     # From the swarm itself comes the same, bit by bit, also to a machine that has nothing.
     live = swarm.folder / "live"
     where = ("--initial-peers", swarm.address, "--metrics", str(swarm.folder / "train"))
-    result = run(
-        "model", "export", *where, "--output", str(live), environment=_other_machine(swarm.folder, "export")
-    )  # fmt: skip
+    result = run("model", "export", *where, "--output", str(live), environment=_other_machine(swarm.folder, "export"))
     assert result.returncode == 0, result.stderr
     assert (live / "README.md").read_text() == (out / "README.md").read_text()
     assert {path.name: path.read_bytes() for path in live.iterdir()} == {
@@ -184,12 +183,11 @@ def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
     }
 
 
-@pytest.mark.slow
 def test_likewise_with_conversations(swarm: RealSwarm) -> None:
     """Of which what the assistant says is learnt, and evaluated."""
     _import_to_chat(swarm.folder, 2)
     _train(swarm, 2, 1, 6, kills=False)
-    _export(swarm, 6)
+    _export(swarm, 2, 6)
     before, after = (AutoTokenizer.from_pretrained(swarm.folder / name) for name in ("model", "out"))
     talk = _conversation(1)
     assert after.apply_chat_template(talk, tokenize=False) == before.apply_chat_template(talk, tokenize=False)
@@ -202,21 +200,16 @@ def _learn_adapters(swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps
     folder = swarm.folder
     expected = json.loads((folder / "train" / "summary.json").read_text())["validation_loss"]
     data = configs.load(folder / "run" / "run.toml").data
-    export = ("model", "export", "--checkpoint", str(folder / "checkpoints"), "--round", str(steps))
-    newest = f"*.round-{steps}.*"
-    wait_until(lambda: len([*(folder / "checkpoints").glob(newest)]) == num_stages, 30.0, "the last checkpoints")
-    adapter, merged = run_all(
-        (*export, "--adapter", "--output", str(folder / "adapter")),
-        (*export, "--base", str(folder / "run"), "--output", str(folder / "out")),
-    )
-    assert (adapter.returncode, merged.returncode) == (0, 0), adapter.stderr + merged.stderr
+    _wait_for_checkpoints(folder / "checkpoints", steps, num_stages)
+    export = ("export", "--checkpoint", str(folder / "checkpoints"), "--round", str(steps))
+    assert program.main([*export, "--adapter", "--output", str(folder / "adapter")]) == 0
+    assert program.main([*export, "--base", str(folder / "run"), "--output", str(folder / "out")]) == 0
     assert _loss_in_transformers(folder / "out", data, folder / "cache") == pytest.approx(expected, abs=1e-4)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), folder / "adapter")
     assert _loss_of(model, data, folder / "cache") == pytest.approx(expected, abs=1e-4)
     assert expected < _loss_in_transformers(folder / "model", data, folder / "cache") - 0.3
 
 
-@pytest.mark.slow
 def test_adapters_learn_beside_a_model_and_go_home(swarm: RealSwarm) -> None:
     _learn_adapters(swarm, 2, 1, 6, kills=False)
 
@@ -230,7 +223,7 @@ def test_adapters_learn_where_a_peer_is_killed(swarm: RealSwarm) -> None:
 def test_likewise_where_a_peer_is_killed(swarm: RealSwarm) -> None:
     _import(swarm.folder, 3)
     _train(swarm, 3, 2, 20, kills=True)
-    tokenizer = AutoTokenizer.from_pretrained(_export(swarm, 20))
+    tokenizer = AutoTokenizer.from_pretrained(_export(swarm, 3, 20))
     assert tokenizer("def é")["input_ids"] == list("def é".encode())
 
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from peers.local.supervisor import Supervisor
 from tests.support.swarm import RealSwarm, run_all, wait_until, whole_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(180)]
 
 STALL_SECONDS = 5.0
 DELAY_SECONDS = 2.5
@@ -100,8 +100,8 @@ def _holds_something(events: Path) -> bool:
 
 def test_a_killed_peer_stalls_nobody(swarm: RealSwarm) -> None:
     """One of each stage, one after the other."""
-    trainer = swarm.start_trainer("kill", steps=30)
-    for stage, num_steps in ((1, 4), (0, 15)):
+    trainer = swarm.start_trainer("kill", steps=24)
+    for stage, num_steps in ((1, 4), (0, 12)):
         swarm.wait_for_steps("kill", num_steps)
         victim = [peer for peer in swarm.peers if peer.stage == stage][-1]
         events = swarm.events / f"{victim.child.name}.jsonl"
@@ -109,7 +109,7 @@ def test_a_killed_peer_stalls_nobody(swarm: RealSwarm) -> None:
         swarm.kill(victim)
     assert swarm.wait_for_end(trainer) == 0
     steps = swarm.steps("kill")
-    assert len(steps) == 30
+    assert len(steps) == 24
     assert max(row["train/step_time"] for row in steps[3:]) < STALL_SECONDS
     swarm.start_peers([1, 0])
 
@@ -122,7 +122,7 @@ def test_a_late_joiner_takes_over_the_state(swarm: RealSwarm) -> None:
 
 
 def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> None:
-    trainer = swarm.start_trainer("frozen", steps=25)
+    trainer = swarm.start_trainer("frozen", steps=18)
     swarm.wait_for_steps("frozen", 4)
     victim = [peer for peer in swarm.peers if peer.stage == 1][-1]
     os.kill(victim.child.pid, signal.SIGSTOP)
@@ -138,13 +138,13 @@ def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> N
 
 def test_one_of_two_trainers_dies_for_good(swarm: RealSwarm) -> None:
     doomed = swarm.start_trainer("doomed", steps=1000)
-    survivor = swarm.start_trainer("survivor", steps=30)
+    survivor = swarm.start_trainer("survivor", steps=20)
     swarm.wait_for_steps("survivor", 3)
     swarm.wait_for_steps("doomed", 3)
     swarm.children.kill9(doomed)
     assert swarm.wait_for_end(survivor) == 0
     steps = swarm.steps("survivor")
-    assert len(steps) == 30
+    assert len(steps) == 20
     assert max(row["train/step_time"] for row in steps) < TRAINER_STALL_SECONDS
 
 
