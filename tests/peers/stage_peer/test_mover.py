@@ -61,7 +61,6 @@ def trained(tmp_path: Path, config: RunConfig) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(others, "SETTLE_SECONDS", 1.0)
-    monkeypatch.setattr(others, "ANSWER_SECONDS", 1.0)
 
 
 def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
