@@ -74,7 +74,8 @@ async def _compare(page: Any, invite: str) -> bool:
 
 
 async def test_a_swarm_with_a_kill_and_a_join_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(CONFIG.format(dataset=write_text(tmp_path / "text.txt"), setting="diloco"))
+    config = CONFIG.format(dataset=write_text(tmp_path / "text.txt"), setting="diloco")
+    (tmp_path / "run.toml").write_text(config.replace("num_layers = 2", "num_layers = 3"))
     swarm = [
         "--config",
         str(tmp_path / "run.toml"),
