@@ -266,8 +266,12 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
         "/swarm.rpc.v1.MeetingService/Take": lambda: meeting.Take(**seconds),
         "/swarm.rpc.v1.MeetingService/Meet": lambda: meeting.Meet(meeting_pb2.MeetRequest(), **seconds),
         "/swarm.rpc.v1.GenerationService/Generate": lambda: generation.Generate(**seconds),
-        "/swarm.rpc.v1.ContentService/Weights": lambda: content.Weights(content_pb2.ContentRequest(), **seconds),
-        "/swarm.rpc.v1.ContentService/Tokenizer": lambda: content.Tokenizer(content_pb2.ContentRequest(), **seconds),
+        "/swarm.rpc.v1.ContentService/Weights": lambda: content.Weights(
+            content_pb2.ContentRequest(peer_id=own), **seconds
+        ),
+        "/swarm.rpc.v1.ContentService/Tokenizer": lambda: content.Tokenizer(
+            content_pb2.ContentRequest(peer_id=own), **seconds
+        ),
         "/grpc.health.v1.Health/Check": lambda: health.Check(health_pb2.HealthCheckRequest(service="none"), **seconds),
     }
     for name in ("Begin", "Average", "Commit", "Abort", "Barrier", "Shared", "Download"):
@@ -362,7 +366,7 @@ async def test_nobody_speaks_for_another_member(start: Any) -> None:
         answers = {name: await _code(call()) for name, call in _calls(channel, PEER).items()}
     silent = {
         *("StageService/Train", "StageService/Evaluate", "StageService/Describe", "GenerationService/Generate"),
-        *("DirectoryService/Read", "ProbeService/Probe", "ContentService/Weights", "ContentService/Tokenizer"),
+        *("DirectoryService/Read", "ProbeService/Probe"),
         *("MeetingService/Wait", "MeetingService/Connect", "MeetingService/Take", "MeetingService/Meet"),
         *("StageService/Hold", "Health/Check"),
     }
