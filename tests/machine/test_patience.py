@@ -1,7 +1,6 @@
 """Trying again for a while: how long, and what is said meanwhile."""
 
 import asyncio
-import logging
 
 import pytest
 
@@ -31,11 +30,6 @@ class _Peer:
         return "here"
 
 
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return caplog.records
-
-
 @in_virtual_time
 async def test_whoever_is_there_is_not_waited_for() -> None:
     assert await patiently(_Peer(0).ask, LoopClock(), "a peer") == "here"
@@ -48,7 +42,7 @@ async def test_whoever_comes_later_is_found() -> None:
     assert LoopClock().monotonic() < JOIN_SECONDS
 
 
-def test_soon_it_says_what_it_looks_for(said: list[logging.LogRecord]) -> None:
+def test_soon_it_says_what_it_looks_for(caplog: pytest.LogCaptureFixture) -> None:
     times = list[float]()
 
     @in_virtual_time
@@ -56,25 +50,27 @@ def test_soon_it_says_what_it_looks_for(said: list[logging.LogRecord]) -> None:
         peer = _Peer(30, seconds=0.5)
         looking = asyncio.create_task(patiently(peer.ask, LoopClock(), "a peer"))
         while not looking.done():
-            if len(said) > len(times):
+            if len(caplog.records) > len(times):
                 times.append(LoopClock().monotonic())
             await asyncio.sleep(0.1)
+        with pytest.raises(PeerUnavailable):
+            await looking
 
     look()
     assert times[0] < 5.0
     assert times[1] - times[0] == pytest.approx(SAY_SECONDS, abs=0.2)
-    assert said[0].getMessage() == (
+    assert caplog.messages[0] == (
         "looking for a peer: 4 s so far, of 25; tried 5 times, the last time because it is not there"
     )
 
 
-def test_an_attempt_that_takes_long_is_no_silence_either(said: list[logging.LogRecord]) -> None:
+def test_an_attempt_that_takes_long_is_no_silence_either(caplog: pytest.LogCaptureFixture) -> None:
     @in_virtual_time
     async def look() -> None:
         await patiently(_Peer(0, seconds=9.0).ask, LoopClock(), "a peer")
 
     look()
-    assert [record.getMessage() for record in said] == [
+    assert caplog.messages == [
         "looking for a peer: 4 s so far, of 25; tried 1 times",
         "looking for a peer: 8 s so far, of 25; tried 1 times",
     ]
