@@ -1,6 +1,6 @@
 """Looks at one run again and again, for all viewers at once, whether there are any or not.
 
-Used by program.py. What it has seen goes into the history, and is told to whoever publishes it.
+Used by program.py. What it has seen goes into the history, and is told to the part that publishes it.
 """
 
 import logging

@@ -117,7 +117,7 @@ class Contents:
                 return await self._weights.of(shapes)
             except PeerUnavailable as error:
                 if self._weights.num_fetched > num_fetched:
-                    # Whoever sent something is gone: others are looked for from now on, however long that took.
+                    # The peer that sent something is gone: others are looked for from now on, however long that took.
                     until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
                 if member.clock.monotonic() >= until:
                     return None

@@ -73,7 +73,7 @@ class StageNews:
         self._has_warned = False
         """Of how this peer learns."""
         self._told_of: set[str] = set()
-        """Those that leave it alone, of whom the log has told."""
+        """The peers that leave it alone and that the log has named."""
         self._accused = Repeats(clock, ACCUSED_SECONDS)
 
     def committed(self, report: pb.RoundReport, *, samples_per_second: float, is_behind: bool) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from peers.stage_peer.listen import Outside
+from swarm.machine.own_host import own_host
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +129,7 @@ def own_address(host: str, port: int, version: int) -> str | None:
     """This machine's address on the way to another one; None if there is no way, or not with this version of IP."""
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # Of UDP this only looks up the way.
-            address: str = probe.getsockname()[0]
-            return address
+        return own_host(family, (host, port))
     except OSError:
         return None
 

@@ -127,7 +127,7 @@ class DataConfig:
         def name(path: list[str]) -> str:
             ends = (path[-length:] for length in range(1, len(path) + 1))
             end = next((end for end in ends if sum(other[-len(end) :] == end for other in paths) == 1), path)
-            # It comes from whoever began the run, and goes to terminals and files.
+            # It comes from the peer that began the run, and goes to terminals and files.
             return "".join(character if character.isprintable() else "?" for character in "/".join(end))
 
         return tuple(map(name, paths))

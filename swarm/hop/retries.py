@@ -41,7 +41,7 @@ MOST_DOUBLINGS = 3
 NOBODY_SECONDS = 1.0
 """It is told if no peer can be asked for longer than this."""
 STUCK_SECONDS = 4.0
-"""Likewise if a microbatch found nobody who took it for so long, though some could be asked now and then."""
+"""Likewise if no peer took a microbatch for so long, though some could be asked now and then."""
 PAUSE_SECONDS = 1.0
 """For how long a microbatch leaves a peer alone that failed it."""
 MOST_SENT_ON = 4

@@ -283,6 +283,20 @@ async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> 
         raise errors.DeadlineExceeded(f"the caller took nothing for {seconds:.0f} s") from None
 
 
+async def receive(context: Any, seconds: float = MESSAGE_SECONDS) -> Any:
+    """The next message of a stream of which `context` is the ServicerContext; None at its end.
+
+    Raises:
+        DeadlineExceeded: the caller sends nothing.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            message = await context.read()
+    except TimeoutError:
+        raise errors.DeadlineExceeded(f"no message for {seconds:.0f} s") from None
+    return None if message is grpc.aio.EOF else message
+
+
 async def abort(context: Any, error: SwarmError) -> NoReturn:
     """End a call of which `context` is the ServicerContext, so that the caller's `translate` gives the same error."""
     metadata = [(_ERROR_KEY, type(error).__name__)]

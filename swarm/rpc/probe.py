@@ -4,16 +4,15 @@ The servicer runs at every stage peer. swarm-doctor and a peer that joins ask it
 back, few enough to be no burden, and none while the asked peer exchanges: its own training comes first.
 """
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, SwarmError
+from swarm.errors import MalformedMessage, Overloaded, SwarmError
 from swarm.machine.clock import Clock
-from swarm.rpc.channels import abort, send
+from swarm.rpc.channels import abort, receive, send
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import probe_pb2 as pb
 from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceServicer, ProbeServiceStub
@@ -75,14 +74,8 @@ class ProbeServicer(ProbeServiceServicer):
 
     async def _read(self, context: Context) -> pb.ProbeRequest | None:
         """The next request; None at the end. Raises DeadlineExceeded, MalformedMessage."""
-        try:
-            async with asyncio.timeout(SILENCE_SECONDS):
-                request = await context.read()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no message for {SILENCE_SECONDS:.0f} s") from None
-        if request is grpc.aio.EOF:
-            return None
-        if not isinstance(request, pb.ProbeRequest):
+        request = await receive(context, SILENCE_SECONDS)
+        if not isinstance(request, pb.ProbeRequest | None):
             raise MalformedMessage("that is no probe")
         return request
 

@@ -1,9 +1,9 @@
 """Whose turn it is to download from this peer: one at a time, and with less than all of the line while it trains.
 
 Used by averaging/catching_up/donor and by content/servicer, for pieces of some megabytes. Downloads that share a line
-all take as long as all of them together, so one after the other is sooner for each but the last; and whoever has its
-state is a donor for the others. Training and heartbeats share the line with one download at most. Never sees what is
-downloaded.
+all take as long as all of them together, so one after the other is sooner for each but the last; and a peer that has
+its state is a donor for the others. Training and heartbeats share the line with one download at most. Never sees what
+is downloaded.
 """
 
 from collections.abc import AsyncIterator, Callable

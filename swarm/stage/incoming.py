@@ -7,12 +7,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 import torch
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
 from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
-from swarm.rpc.channels import MESSAGE_SECONDS
+from swarm.rpc.channels import MESSAGE_SECONDS, receive
 from swarm.rpc.wire import TensorReader, TensorSpec
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 
@@ -63,12 +62,7 @@ class Incoming:
 
     async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
         """The next message, or None at the end of the stream. Raises DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(seconds):
-                message = await self._context.read()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no message for {seconds:.0f} s") from None
-        if message is grpc.aio.EOF:
+        if (message := await receive(self._context, seconds)) is None:
             self._expected_bytes = 0
             return None
         self._expected_bytes -= sum(len(chunk.data) for chunk in message.chunks)

@@ -8,12 +8,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import grpc
-
-from swarm.errors import DeadlineExceeded, MalformedMessage
+from swarm.errors import MalformedMessage
 from swarm.hop.continuation import Continuation
 from swarm.hop.session import PIECE_TOKENS, Piece, Token, unpack_pieces
-from swarm.rpc.channels import MESSAGE_SECONDS, send
+from swarm.rpc.channels import MESSAGE_SECONDS, receive, send
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.stage.boundary import Boundary
 from swarm.stage.decoder import Computed, Decoder
@@ -35,14 +33,8 @@ class SessionCaller:
 
     async def read(self, seconds: float = MESSAGE_SECONDS) -> pb.GenerateRequest | None:
         """The next message; None at the end of the stream. Raises DeadlineExceeded, MalformedMessage."""
-        try:
-            async with asyncio.timeout(seconds):
-                message = await self._context.read()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no message for {seconds:.0f} s") from None
-        if message is grpc.aio.EOF:
-            return None
-        if not isinstance(message, pb.GenerateRequest):
+        message = await receive(self._context, seconds)
+        if not isinstance(message, pb.GenerateRequest | None):
             raise MalformedMessage("that is no message of a session")
         return message
 

@@ -88,7 +88,7 @@ class Intruder:
             yield call, answer
         finally:
             answer.cancel()
-            # Whoever did not wait for it does not want to know.
+            # A caller that did not wait for it does not want to know.
             await asyncio.wait({answer})
             if not answer.cancelled():
                 answer.exception()

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
 from swarm.credentials import certificates, identity
 from swarm.errors import (
     DeadlineExceeded,
@@ -26,7 +24,7 @@ from swarm.errors import (
 )
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, caller_of
-from swarm.rpc.channels import abort, send
+from swarm.rpc.channels import abort, receive, send
 from swarm.rpc.entry import endpoint_of
 from swarm.rpc.meeting.budget import RETRY_SECONDS, Budget, MeetingLimits
 from swarm.rpc.meeting.carrying import PIECE_BYTES, first_of
@@ -147,7 +145,7 @@ class MeetingPoint(MeetingServiceServicer):
             beat: pb.Beat | None = pb.Beat()
             while beat is not None:
                 await waiter.say(pb.WaitReply(beat=pb.Beat()))
-                beat = await _next(context, SILENCE_SECONDS)
+                beat = await receive(context, SILENCE_SECONDS)
         finally:
             if self._waiting.get(peer_id) is waiter:
                 del self._waiting[peer_id]
@@ -212,7 +210,7 @@ class MeetingPoint(MeetingServiceServicer):
                 answer.released.set()
 
     async def _pass_on(self, caller: Caller, source: Any, target: Any) -> None:
-        while (piece := await _next(source, IDLE_SECONDS)) is not None:
+        while (piece := await receive(source, IDLE_SECONDS)) is not None:
             if piece.WhichOneof("message") != "data" or len(piece.data) > PIECE_BYTES:
                 raise MalformedMessage("no piece of a connection")
             await self.budget.spend(caller, len(piece.data))
@@ -242,19 +240,9 @@ async def _ended(answer: _Answer) -> None:
     await answer.gone.wait()
 
 
-async def _next(context: Any, seconds: float) -> Any:
-    """The next message; None at the end of the stream. Raises DeadlineExceeded."""
-    try:
-        async with asyncio.timeout(seconds):
-            message = await context.read()
-    except TimeoutError:
-        raise DeadlineExceeded(f"no message for {seconds:.0f} s") from None
-    return None if message is grpc.aio.EOF else message
-
-
 async def _read(context: Any, kind: str, seconds: float) -> Any:
     """The next message, which has to be of this kind. Raises DeadlineExceeded, MalformedMessage."""
-    message = await _next(context, seconds)
+    message = await receive(context, seconds)
     found = None if message is None else message.WhichOneof("message")
     if found != kind:
         raise MalformedMessage(f"{found or 'nothing'} came instead of {kind}")

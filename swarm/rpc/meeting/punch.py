@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from swarm.errors import PeerUnavailable, SwarmError
+from swarm.machine.own_host import own_host
 from swarm.rpc.entry import Entry, endpoint_of
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Kind, Line, Stream, TcpLine
 from swarm.rpc.meeting.dialler import Dialler
@@ -187,14 +188,6 @@ async def resolved(point: Entry) -> tuple[int, tuple[str, int]]:
     loop = asyncio.get_running_loop()
     family, *_, address = (await loop.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM))[0]
     return family, (str(address[0]), int(address[1]))
-
-
-def own_host(family: int, towards: tuple[str, int]) -> str:
-    """This machine's address on the way to another one. Raises OSError if there is no way."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(towards)  # Of UDP this only looks up the way.
-        host: str = probe.getsockname()[0]
-        return host
 
 
 def _split(endpoint: str) -> tuple[str, int] | None:

@@ -15,6 +15,7 @@ import grpc
 from swarm.credentials.identity import Identity
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock
+from swarm.machine.own_host import own_host
 from swarm.rpc.callers import tunnel_source
 from swarm.rpc.channels import translate
 from swarm.rpc.entry import Entry
@@ -23,7 +24,7 @@ from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.endpoints import tunnel_through
 from swarm.rpc.meeting.meeting_point import BEAT_SECONDS, SILENCE_SECONDS, signed_bytes
 from swarm.rpc.meeting.points import Points
-from swarm.rpc.meeting.punch import own_host, punch, resolved
+from swarm.rpc.meeting.punch import punch, resolved
 from swarm.rpc.options import CLIENT_OPTIONS
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub

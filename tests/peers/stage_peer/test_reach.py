@@ -72,7 +72,7 @@ async def _reach(
 
 @pytest.fixture
 def nobody_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As behind a router: whoever dials back gets no answer."""
+    """As behind a router: the peers that dial back get no answer."""
 
     async def dial(host: str, port: int) -> str:
         raise ConnectionRefusedError
