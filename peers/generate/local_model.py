@@ -37,7 +37,7 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     room = Room(options.max_sequences, max(longest, num_positions))
     engine = LocalEngine(load(found), room, longest=longest, round_number=found.card.round)
     folders = _text_folders(options, data.tokenizer)
-    model = read_text_model(config.run_id, engine, tokenizer, folders=folders, now=datetime.now)
+    model = read_text_model(config, engine, tokenizer, folders=folders, now=datetime.now)
     async with asyncio.TaskGroup() as tasks:
         computing = tasks.create_task(engine.run())
         yield model

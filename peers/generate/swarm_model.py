@@ -44,7 +44,7 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
         data = dataclasses.replace(config.data, tokenizer=named)
         tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         async with _engine(member) as engine:
-            yield read_text_model(config.run_id, engine, tokenizer, folders=_beside(data.tokenizer), now=datetime.now)
+            yield read_text_model(config, engine, tokenizer, folders=_beside(data.tokenizer), now=datetime.now)
 
 
 def _beside(tokenizer: str) -> list[Path]:

@@ -19,6 +19,10 @@ _FREE_FIELDS = (
     "model.dropout",
     "model.autocast",
     "model.gradient_checkpointing",
+    # They are for what is written with the model. Earlier releases did not have them.
+    "model.bos_token_id",
+    "model.eos_token_ids",
+    "model.pad_token_id",
     "lora.dropout",
     "rounds.inner_batch_samples",
 )

@@ -13,6 +13,9 @@ from swarm.config.checks import (
     require_usable_numbers,
 )
 
+MOST_END_TOKENS = 64
+"""Of one model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -54,6 +57,13 @@ class ModelConfig:
     which learned positions do not allow."""
     vocab_size: int = 256
     """Tokens the embedding knows; at least the tokenizer's."""
+    bos_token_id: int = -1
+    """Token with which a text begins, for an export to name; -1 for none. swarm-model import takes this and the next
+    two over from the model."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens with which a text ends, unless a generation_config.json beside the run's tokenizer names others."""
+    pad_token_id: int = -1
+    """Token that fills up short texts of a batch, for an export to name; -1 for none."""
     rope_theta: float = 10_000.0
     """Base of the rotary position frequencies."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
@@ -91,6 +101,7 @@ class ModelConfig:
         require_not_negative("model", self, "num_kv_heads", "head_width", "d_ff", "max_positions")
         require_positive("model", self, "norm_epsilon", "init_std")
         self._check_positions()
+        self._check_special_tokens()
         require(
             self.head_width % 2 == 0,
             f"model.head_width must be even, not {self.head_width}",
@@ -138,6 +149,19 @@ class ModelConfig:
         if self.positions == "learned":
             require(self.max_positions > 0, "model.positions = 'learned' needs model.max_positions")
             require(self.rope_scaling == "none", "model.rope_scaling is for model.positions = 'rope'")
+
+    def _check_special_tokens(self) -> None:
+        require(
+            len(self.eos_token_ids) <= MOST_END_TOKENS,
+            f"model.eos_token_ids must name at most {MOST_END_TOKENS} tokens, not {len(self.eos_token_ids)}",
+        )
+        tokens = [("eos_token_ids", token, 0) for token in self.eos_token_ids]
+        tokens += [("bos_token_id", self.bos_token_id, -1), ("pad_token_id", self.pad_token_id, -1)]
+        for name, token, least in tokens:
+            require(
+                least <= token < self.vocab_size,
+                f"model.{name} must be at least {least} and below model.vocab_size ({self.vocab_size}), not {token}",
+            )
 
     @property
     def kv_heads(self) -> int:

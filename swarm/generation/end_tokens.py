@@ -5,29 +5,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from swarm.config import ModelConfig
 from swarm.data.tokenizers import Tokenizer
 
 
-def end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> frozenset[int]:
-    """The end tokens that a model's folders name, by their numbers and as the tokenizer's `eos_token`; none if none do.
+def end_tokens(model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer) -> frozenset[int]:
+    """The end tokens of a model, by their numbers and as the tokenizer's `eos_token`; none if none are named.
+
+    Args:
+        model: what it names counts where no folder has a generation_config.json that does.
+        folders: of the tokenizer and the model, as transformers writes them.
 
     Raises:
         ValueError: one line, if a file is no JSON or names something else.
     """
-    found = set[int]()
+    numbers, named = set[int](), set[int]()
     for folder in folders:
-        # What is generated with goes before what the model was trained with.
-        values = (_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
-        ends: Any = next((value for value in values if value is not None), [])
-        ends = ends if isinstance(ends, list) else [ends]
+        ends: Any = _read(folder / "generation_config.json").get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if not all(isinstance(token, int) for token in ends):
             raise ValueError(f"{folder}: eos_token_id must be a token's number, or a list of such")
-        found.update(ends)
+        numbers.update(ends)
         token = _read(folder / "tokenizer_config.json").get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and len(ids := tokenizer.encode(token)) == 1:
-            found.update(ids.tolist())
-    return frozenset(found)
+            named.update(ids.tolist())
+    return frozenset((numbers or set(model.eos_token_ids)) | named)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from swarm.config import RunConfig
 from swarm.data import chat
 from swarm.data.chat import ChatTemplate, Message
 from swarm.data.tokenizers import Tokenizer
@@ -65,11 +66,12 @@ class TextModel:
 
 
 def read_text_model(
-    run: str, engine: Engine, tokenizer: Tokenizer, *, folders: Sequence[Path], now: Callable[[], datetime]
+    config: RunConfig, engine: Engine, tokenizer: Tokenizer, *, folders: Sequence[Path], now: Callable[[], datetime]
 ) -> TextModel:
-    """A model whose folders tell how its texts end, and how conversations are put to it.
+    """A model whose configuration and folders tell how its texts end, and how conversations are put to it.
 
     Args:
+        config: the run's.
         folders: of its tokenizer and configuration, as transformers writes them. The first template is taken.
         now: local time, for templates that tell the model the date.
 
@@ -78,9 +80,9 @@ def read_text_model(
     """
     templates = (chat.load(folder, now=now) for folder in folders)
     return TextModel(
-        run=run,
+        run=config.run_id,
         engine=engine,
         tokenizer=tokenizer,
-        end_tokens=end_tokens(folders, tokenizer),
+        end_tokens=end_tokens(config.model, folders, tokenizer),
         template=next((template for template in templates if template is not None), None),
     )

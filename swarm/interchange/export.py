@@ -21,6 +21,7 @@ from swarm.config import RunConfig
 from swarm.data import tokenizer_files, tokenizers
 from swarm.data.tokenizer_files import TOKENIZER
 from swarm.data.tokenizers import ByteTokenizer
+from swarm.interchange.families import special_tokens
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
 from swarm.interchange.source import parameter_shapes
@@ -95,8 +96,9 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
         _write_tokenizer(origin.config, target.tokenizer or origin.tokenizer, folder)
         dtype = _write_weights(origin, family, folder, target)
         _write_json(folder / "config.json", _config(origin.config, family, dtype))
-        if not (folder / "generation_config.json").exists():
-            _write_json(folder / "generation_config.json", {"_from_model_config": True})
+        if not (folder / special_tokens.GENERATION).exists():
+            values = {"_from_model_config": True, **special_tokens.write(origin.config.model)}
+            _write_json(folder / special_tokens.GENERATION, values)
         (folder / "README.md").write_text(_card(origin, family, dtype), encoding="utf-8")
     return sorted(output.iterdir())
 
@@ -146,7 +148,7 @@ def _theirs(rule: TensorRule, origin: Origin, dtype: torch.dtype | None) -> Tens
 
 def _config(config: RunConfig, family: Family, dtype: torch.dtype) -> dict[str, Any]:
     model = config.model
-    values = family.write(model)
+    values = family.write(model) | special_tokens.write(model)
     if not model.max_positions:
         values["max_position_embeddings"] = config.data.sequence_length
     name = str(dtype).removeprefix("torch.")

@@ -30,6 +30,7 @@ def _set(run: RunConfig, name: str, value: Any) -> RunConfig:
         ("model.dropout", 0.1, True),
         ("model.autocast", "bf16", True),
         ("model.gradient_checkpointing", True, True),
+        ("model.eos_token_ids", (2,), True),
         ("stages.num_stages", 2, True),
         ("data.seed", 1, False),
         ("data.microbatch_size", 4, False),

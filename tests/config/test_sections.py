@@ -40,6 +40,15 @@ from swarm.config import RunConfig
             "[model]\nbottleneck_dim = 16\n[stages]\nlayers_per_stage = [2, 2, 0]",
             "stages.layers_per_stage must not end with 0 where there is a model.bottleneck_dim",
         ),
+        (
+            "[model]\neos_token_ids = [1, 256]",
+            "model.eos_token_ids must be at least 0 and below model.vocab_size (256), not 256",
+        ),
+        (
+            "[model]\nbos_token_id = -2",
+            "model.bos_token_id must be at least -1 and below model.vocab_size (256), not -2",
+        ),
+        (f"[model]\neos_token_ids = {[0] * 65}", "model.eos_token_ids must name at most 64 tokens, not 65"),
         ("[wire]\ndtype = 'int4'", "wire.dtype: Input should be"),
         ("[averaging]\nnum_fragments = 2", "averaging.num_fragments (2) must not exceed the layers of a stage (1)"),
         (

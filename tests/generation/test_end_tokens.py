@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from swarm.config import ModelConfig
 from swarm.data import tokenizers
 from swarm.generation.end_tokens import end_tokens
 from tests.support.tokenizers import write_tokenizer
@@ -15,25 +16,44 @@ from tests.support.tokenizers import write_tokenizer
     ("files", "expected"),
     [
         ({}, set()),
-        ({"config.json": {"eos_token_id": 2}}, {2}),
-        ({"config.json": {"eos_token_id": 2}, "generation_config.json": {"eos_token_id": [1, 3]}}, {1, 3}),
-        ({"config.json": {"eos_token_id": 2}, "generation_config.json": {}}, {2}),
-        ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": "two"}}, {2}),
-        ({"config.json": {"eos_token_id": 1}, "tokenizer_config.json": {"eos_token": {"content": "two"}}}, {1, 2}),
+        ({"generation_config.json": {"eos_token_id": 2}}, {2}),
+        ({"generation_config.json": {"eos_token_id": [1, 3]}}, {1, 3}),
+        ({"generation_config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": "two"}}, {2}),
+        (
+            {"generation_config.json": {"eos_token_id": 1}, "tokenizer_config.json": {"eos_token": {"content": "two"}}},
+            {1, 2},
+        ),
         # It is no token.
         ({"tokenizer_config.json": {"eos_token": "one two"}}, set()),
-        ({"tokenizer_config.json": {"eos_token": None}, "config.json": [1]}, set()),
+        ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": [1]}, set()),
     ],
 )
 def test_they_are_named_in_several_places(files: dict[str, Any], expected: set[int], tmp_path: Path) -> None:
     tokenizer = tokenizers.load(write_tokenizer(tmp_path / "tokenizer.json", ["one", "two", "three"]))
     for name, values in files.items():
         (tmp_path / name).write_text(json.dumps(values))
-    assert end_tokens([tmp_path, tmp_path / "nowhere"], tokenizer) == expected
+    assert end_tokens(ModelConfig(), [tmp_path, tmp_path / "nowhere"], tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, {7, 9}),
+        ({"generation_config.json": {}}, {7, 9}),
+        ({"generation_config.json": {"eos_token_id": 1}}, {1}),
+        ({"tokenizer_config.json": {"eos_token": "a"}}, {7, 9, 97}),
+    ],
+)
+def test_the_model_s_own_count_where_no_folder_says_what_is_generated_with(
+    files: dict[str, Any], expected: set[int], tmp_path: Path
+) -> None:
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    assert end_tokens(ModelConfig(eos_token_ids=(7, 9)), [tmp_path], tokenizers.load("bytes")) == expected
 
 
 @pytest.mark.parametrize("text", ["{", '{"eos_token_id": "x"}', '{"eos_token_id": [null]}', "\x00"])
 def test_what_makes_no_sense_is_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json is no JSON|eos_token_id must be a token's number"):
-        end_tokens([tmp_path], tokenizers.load("bytes"))
+        end_tokens(ModelConfig(), [tmp_path], tokenizers.load("bytes"))

@@ -5,7 +5,7 @@ that no table knows is refused: it may change what the model computes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.config import ModelConfig
@@ -123,6 +123,7 @@ class Family:
         rules: of all tensors that any model of the family has; those of layers have `{layer}` in their names.
         no_tensors: ends of the names of what files may hold and no model needs: masks and tables.
         prefix: before all their names but the head's; some files leave it out.
+        special_tokens: what transformers takes where a configuration does not have such a key (special_tokens.py).
     """
 
     architecture: str
@@ -132,6 +133,7 @@ class Family:
     rules: tuple[TensorRule, ...]
     no_tensors: tuple[str, ...]
     prefix: str
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def tensors(self, model: ModelConfig, ours: Mapping[str, Any]) -> Iterator[TensorRule]:
         """The rules for the tensors that a model has, layer by layer.

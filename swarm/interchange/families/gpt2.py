@@ -96,4 +96,5 @@ GPT2 = Family(
     ),
     no_tensors=(".attn.bias", ".attn.masked_bias"),
     prefix="transformer.",
+    special_tokens={"bos_token_id": 50256, "eos_token_id": 50256},
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import ModelConfig
-from swarm.interchange.families import gpt2, llama
+from swarm.interchange.families import gpt2, llama, special_tokens
 from swarm.interchange.families.family import Family, Keys
 
 FAMILIES = (llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, gpt2.GPT2)
@@ -34,7 +34,8 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
     keys = Keys(values)
     fields = family.read(keys)
     keys.finish()
-    return family, ModelConfig(**fields)
+    tokens = special_tokens.read(path.parent, values, family.special_tokens, vocab_size=fields["vocab_size"])
+    return family, ModelConfig(**fields, **tokens)
 
 
 def _family(values: Mapping[str, Any]) -> Family:

@@ -170,7 +170,7 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
     return _write_qwen2(model) | {"attention_bias": model.qkv_bias}
 
 
-def _family(architecture: str, model_type: str, read: Any, write: Any) -> Family:
+def _family(architecture: str, model_type: str, read: Any, write: Any, **special_tokens: int) -> Family:
     return Family(
         architecture=architecture,
         model_type=model_type,
@@ -179,10 +179,11 @@ def _family(architecture: str, model_type: str, read: Any, write: Any) -> Family
         rules=_RULES,
         no_tensors=(".rotary_emb.inv_freq",),
         prefix="model.",
+        special_tokens=special_tokens,
     )
 
 
-LLAMA = _family("LlamaForCausalLM", "llama", _read_llama, _write_llama)
-MISTRAL = _family("MistralForCausalLM", "mistral", _read_mistral, _write_mistral)
+LLAMA = _family("LlamaForCausalLM", "llama", _read_llama, _write_llama, bos_token_id=1, eos_token_id=2)
+MISTRAL = _family("MistralForCausalLM", "mistral", _read_mistral, _write_mistral, bos_token_id=1, eos_token_id=2)
 QWEN2 = _family("Qwen2ForCausalLM", "qwen2", _read_qwen2, _write_qwen2)
 QWEN3 = _family("Qwen3ForCausalLM", "qwen3", _read_qwen3, _write_qwen3)

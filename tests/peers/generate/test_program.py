@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from peers.generate import program
 from peers.model import program as model
 from peers.shared import process
-from swarm.config import LoraConfig
+from swarm.checkpoint import file
+from swarm.checkpoint.file import Header
+from swarm.config import LoraConfig, StagesConfig
 from swarm.data import hub
+from swarm.interchange import run_folder
+from swarm.interchange.source import parameter_shapes
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import make, save
 from tests.support.tokenizers import write_tokenizer
@@ -99,6 +104,34 @@ def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture
     assert _run(capsys, "--checkpoint", str(tmp_path / "adapters"), "--prompt", "a").startswith("a")
     refused = _refused(capsys, "--checkpoint", str(tmp_path), "--prompt", "123456789")
     assert "--prompt has 9 tokens, and the model takes 8 with what follows" in refused
+
+
+def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From its folder, the run folder, checkpoints and an export of these, though no tokenizer travels along."""
+    theirs = save("llama-2", tmp_path / "in")
+    greedy = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    tokens = theirs.generate(torch.tensor([[97]]), eos_token_id=None, **greedy)[0, 1:].tolist()
+    end = next(token for number, token in enumerate(tokens[3:], start=3) if token not in tokens[:number])
+    theirs.generation_config.eos_token_id = theirs.config.eos_token_id = end
+    theirs.save_pretrained(tmp_path / "in")
+    assert model.main(["import", str(tmp_path / "in"), "--output", str(tmp_path / "run")]) == 0
+    found = run_folder.load_config(tmp_path / "run")
+    whole = dataclasses.replace(found, stages=StagesConfig(num_stages=1))
+    header = Header(
+        config=whole, stage=0, round=1, run_samples=16, lineage="", highest_microbatch=7, state_digest=""
+    )  # fmt: skip
+    weights = run_folder.open_weights(tmp_path / "run", found).load(set(parameter_shapes(found.model)))
+    (tmp_path / "checkpoints").mkdir()
+    file.write(tmp_path / "checkpoints", header, {f"anchor/{name}": w for name, w in weights.items()}, owner="test")
+    assert model.main(["export", "--checkpoint", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    options = ("--prompt", "a", "--temperature", "0", "--max-tokens", "12")
+    places = [("--model", "in"), ("--model", "run"), ("--checkpoint", "checkpoints"), ("--model", "out")]
+    texts = [_run(capsys, option, str(tmp_path / folder), *options) for option, folder in places]
+    written = bytes(token for token in [97, *tokens[: tokens.index(end)]] if token < 256).decode(errors="replace")
+    assert [text.rstrip("\n") for text in texts] == [written.rstrip("\n")] * 4
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.generate(torch.tensor([[97]]), **greedy)[0, 1:].tolist() == tokens[: tokens.index(end) + 1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""The tokens with which texts begin and end come in with a model and go out with it, with a tokenizer or without."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from swarm import config as configs
+from swarm.config import ModelConfig
+from swarm.interchange import origin
+from swarm.interchange.export import export_model
+from swarm.interchange.families.known import read_config
+from swarm.interchange.run_folder import ImportOptions, import_model
+from swarm.interchange.source import Source
+from tests.interchange.small_models import VOCABULARY, save
+from tests.support.tokenizers import write_tokenizer
+
+
+def _write(folder: Path, name: str, *left_out: str, **values: Any) -> None:
+    path = folder / name
+    found = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in found.items() if key not in left_out}))
+
+
+def _read(name: str, tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
+    save(name, tmp_path)
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    _write(tmp_path, "config.json", *(key for key in special if key not in config), **config)
+    (tmp_path / "generation_config.json").unlink()
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return read_config(tmp_path / "config.json")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "generation", "bos", "eos", "pad"),
+    [
+        ("qwen2", {}, None, -1, (), -1),
+        ("qwen2", {"bos_token_id": 3, "eos_token_id": [5, 6], "pad_token_id": 0}, None, 3, (5, 6), 0),
+        ("qwen2", {"eos_token_id": 5}, {"eos_token_id": [7, 8], "bos_token_id": 4}, 4, (7, 8), -1),
+        ("qwen2", {"eos_token_id": 5}, {"eos_token_id": None}, -1, (5,), -1),
+        # transformers' own, where there is no such key.
+        ("llama-2", {}, None, 1, (2,), -1),
+        ("llama-2", {"bos_token_id": None, "eos_token_id": None}, None, -1, (), -1),
+        # It has too few tokens for 50256.
+        ("gpt2", {}, None, -1, (), -1),
+        ("llama-2", {"eos_token_id": [5, VOCABULARY], "pad_token_id": -1}, None, 1, (5,), -1),
+    ],
+)
+def test_they_are_read_as_transformers_reads_them(
+    name: str, config: dict[str, Any], generation: dict[str, Any] | None, bos: int, eos: tuple[int, ...],
+    pad: int, tmp_path: Path,
+) -> None:  # fmt: skip
+    model = _read(name, tmp_path, config, generation)
+    assert (model.bos_token_id, model.eos_token_ids, model.pad_token_id) == (bos, eos, pad)
+
+
+@pytest.mark.parametrize("value", ["2", True, [None], 1.0])
+def test_what_is_no_token_is_refused(value: object, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"eos_token_id is .*, and should be a token's number, or a list of such"):
+        _read("llama-2", tmp_path, {"eos_token_id": value}, None)
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+@pytest.mark.parametrize("eos", [7, [7, 8]])
+def test_they_go_out_again(eos: int | list[int], has_tokenizer: bool, tmp_path: Path) -> None:
+    save("llama-3", tmp_path / "in")
+    _write(tmp_path / "in", "config.json", bos_token_id=3, eos_token_id=eos, pad_token_id=5)
+    (tmp_path / "in" / "generation_config.json").unlink()
+    if has_tokenizer:
+        write_tokenizer(tmp_path / "in" / "tokenizer.json", ["one", "two"])
+    config = import_model(Source(tmp_path / "in"), tmp_path / "run", ImportOptions())
+    assert configs.load(tmp_path / "run" / "run.toml") == config
+    export_model(origin.from_run_folder(tmp_path / "run"), tmp_path / "out")
+    before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("in", "out"))
+    for key, value in {"bos_token_id": 3, "eos_token_id": eos, "pad_token_id": 5}.items():
+        assert [getattr(model.config, key) for model in (before, after)] == [value, value]
+        assert getattr(after.generation_config, key) == value
+
+
+def test_a_model_without_them_gets_none(tmp_path: Path) -> None:
+    """Where the keys are left out, transformers would end a Llama's text at token 2."""
+    save("llama-2", tmp_path / "in")
+    _write(tmp_path / "in", "config.json", bos_token_id=None, eos_token_id=None)
+    (tmp_path / "in" / "generation_config.json").unlink()
+    export_model(origin.from_model_folder(tmp_path / "in"), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (None, None)
