@@ -39,6 +39,9 @@ NAME_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 ENDPOINT_PATTERN = r"^[A-Za-z0-9._:\[\]@-]*$"
 TUNNEL = "tunnel:"
 """What an endpoint begins with that leads through a meeting point."""
+DHT_ADDRESS_PATTERN = r"^[A-Za-z0-9._:/-]*$"
+MOST_DHT_ADDRESSES = 4
+"""Of one node of the DHT, of which others are told."""
 
 
 class _Announcement(BaseModel):
@@ -98,8 +101,13 @@ class PeerRecord(_Sender):
     """Samples the run had committed when this peer's round began."""
     lineage: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = ""
     """Hash chain over the committed rounds of its blocks."""
-    dht_address: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9._:/-]*$")] = ""
-    """A multiaddress at which newcomers can enter the DHT."""
+    dht_address: Annotated[str, Field(max_length=255, pattern=DHT_ADDRESS_PATTERN)] = ""
+    """A multiaddress at which newcomers can enter the DHT, the best one; empty if not at this peer."""
+    other_dht_addresses: Annotated[
+        tuple[Annotated[str, Field(max_length=255, pattern=DHT_ADDRESS_PATTERN)], ...],
+        Field(max_length=MOST_DHT_ADDRESSES - 1),
+    ] = ()
+    """Further ones of the same node: of another version of IP, say."""
     device: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
     """What it computes on, as PyTorch names it; earlier releases do not say, and leave it empty."""
     movable: bool = False
@@ -115,6 +123,11 @@ class PeerRecord(_Sender):
     def endpoints(self) -> tuple[str, ...]:
         """All ways to its server, the best first."""
         return self.endpoint, *self.other_endpoints
+
+    @property
+    def dht_addresses(self) -> tuple[str, ...]:
+        """All addresses of its node of the DHT, the best first; none if newcomers cannot enter it at this peer."""
+        return tuple(address for address in (self.dht_address, *self.other_dht_addresses) if address)
 
     @property
     def place(self) -> str:

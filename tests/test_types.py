@@ -44,6 +44,8 @@ def test_fields_of_later_versions_are_ignored() -> None:
         ("endpoint", "host:1\x1b[2J"),
         ("endpoint", "$(reboot):1"),
         ("dht_address", "/ip4/192.0.2.1/tcp/1/p2p/x; reboot"),
+        ("other_dht_addresses", ["/ip4/192.0.2.1/tcp/1/p2p/x; reboot"]),
+        ("other_dht_addresses", ["/ip4/192.0.2.1/tcp/1/p2p/x"] * 4),
         ("state", "asleep"),
         ("samples_per_second", float("nan")),
         ("samples_per_second", float("inf")),

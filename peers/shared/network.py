@@ -112,9 +112,10 @@ class KnownPeers:
         return [Entry(PeerId(r.peer_id), ends[0]) for r in spread if (ends := direct(r.endpoints))][:limit]
 
     def dht_addresses(self, limit: int) -> list[str]:
-        """Addresses of up to `limit` other peers at which the DHT can be entered, spread over the stages."""
+        """The addresses at which the DHT is entered at up to `limit` other peers, spread over the stages."""
         spread = _spread(records for _, records in sorted(self.records.items()))
-        return list(dict.fromkeys(record.dht_address for record in spread if record.dht_address))[:limit]
+        enterable = list(dict.fromkeys(record.dht_addresses for record in spread if record.dht_addresses))[:limit]
+        return list(dict.fromkeys(address for addresses in enterable for address in addresses))
 
 
 async def agree_on_config(

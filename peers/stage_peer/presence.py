@@ -27,7 +27,7 @@ from swarm.rpc.callers import Callers
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.member import StageMember
 from swarm.stage.stage import Stage
-from swarm.types import LONGEST_WAIT, PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
+from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ class Presence:
             samples=self._member.run_samples,
             lineage=self._member.progress().lineage,
             dht_address=next(iter(announced.dht_addresses), ""),
+            other_dht_addresses=announced.dht_addresses[1:MOST_DHT_ADDRESSES],
             device=str(options.device),
             movable=options.movable,
             moves=options.moves,

@@ -6,21 +6,19 @@ user is told why. Nothing here serves, and what meeting points do is in swarm/rp
 """
 
 import asyncio
-import errno
 import logging
 import random
-import socket
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from hashlib import sha256
-from typing import Never, Self
+from typing import Never
 
 import grpc
 
 from peers.shared.membership import Membership
 from peers.stage_peer.listen import Announced, Listen
+from peers.stage_peer.own_port import is_listened_on, reserved
+from peers.stage_peer.verdict import Verdict
 from swarm.dht import addresses
 from swarm.dht.addresses import is_host
 from swarm.dht.node import DhtNode
@@ -31,7 +29,7 @@ from swarm.rpc.entry import Entry, endpoint_of
 from swarm.rpc.meeting.carrying import Kind
 from swarm.rpc.meeting.check import ANSWER_SECONDS, DIAL_SECONDS, MAX_ENDPOINTS, check
 from swarm.rpc.meeting.dialler import Dialler
-from swarm.rpc.meeting.endpoints import direct
+from swarm.rpc.meeting.endpoints import direct, versions
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
 from swarm.rpc.v1 import meeting_pb2 as pb
@@ -51,49 +49,6 @@ _EVERYWHERE = ("", "0.0.0.0", "::")
 """Hosts to listen on that are all addresses of a machine."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What those that dialled back reached.
-
-    Attributes:
-        endpoints: direct ones, the best first.
-        dht_endpoints: of the DHT's node.
-        num_asked: how many dialled back.
-        num_reached: how many of them reached an endpoint.
-    """
-
-    endpoints: tuple[str, ...]
-    dht_endpoints: tuple[str, ...]
-    num_asked: int
-    num_reached: int
-
-    @classmethod
-    def of(cls, named: pb.CheckRequest, replies: Sequence[pb.CheckReply]) -> Self:
-        """Sum up the answers: of what was named one yes counts, and of addresses that a peer was seen at most of them.
-
-        Nothing else that is answered counts.
-        """
-        return cls(
-            endpoints=_reached(named.endpoints, [(reply.observed_host, reply.endpoints) for reply in replies]),
-            dht_endpoints=_reached(
-                named.dht_endpoints, [(reply.observed_host, reply.dht_endpoints) for reply in replies]
-            ),
-            num_asked=len(replies),
-            num_reached=sum(bool(reply.endpoints) for reply in replies),
-        )
-
-
-def _reached(named: Sequence[str], told: Sequence[tuple[str, Sequence[str]]]) -> tuple[str, ...]:
-    own = [end for end in named if not end.startswith(":") and any(end in reached for _, reached in told)]
-    seen = Counter(
-        endpoint
-        for host, reached in told
-        for port in (int(end[1:]) for end in named if end.startswith(":"))
-        if (endpoint := endpoint_of(host, port)) in reached
-    )
-    return tuple(dict.fromkeys([*own, *(end for end, count in seen.items() if 2 * count > len(told))]))
-
-
 class Reach:
     """One peer's."""
 
@@ -109,7 +64,7 @@ class Reach:
         self._node = node
         self._insecure = insecure
         self.host = listen.host
-        self._reserved = None if listen.port else _reserved(listen.host)
+        self._reserved = None if listen.port else reserved(listen.host)
         self.port: int = listen.port if self._reserved is None else self._reserved.getsockname()[1]
         self._candidates = listen.endpoints(self.port)[: MAX_ENDPOINTS - 1]
         self._direct: tuple[str, ...] | None = None
@@ -117,6 +72,10 @@ class Reach:
         self._dht_addresses = listen.dht_addresses
         self._dht_ports = dict.fromkeys(str(_host_and_port(address)[1]) for address in listen.dht_addresses)
         self._is_hidden = False
+        """Whether some of those that dialled back did not reach this peer."""
+        self._is_bridged = False
+        """Whether only one version of IP leads to it: those who have the other one alone need a meeting point that has
+        both."""
         self._serves = False
         self._rng = random.Random(membership.peer_id)
         self._dialler = Dialler()
@@ -129,7 +88,7 @@ class Reach:
     @property
     def endpoints(self) -> tuple[str, ...]:
         """All ways to this peer that are known to work, the best first."""
-        return (*(self._direct or ()), *(self._waiting.endpoints if self._is_hidden else ()))[:8]
+        return (*(self._direct or ()), *(self._waiting.endpoints if self._is_hidden or self._is_bridged else ()))[:8]
 
     def announced(self, own_port: int) -> Announced:
         """What is told now, of the server, which listens on `own_port`."""
@@ -169,7 +128,7 @@ class Reach:
                         former, seconds = verdict, AGAIN_SECONDS if is_sure else DOUBT_SECONDS
                         if is_sure:
                             self._conclude(verdict)
-                            if self._is_hidden and waiting is None:
+                            if (self._is_hidden or self._is_bridged) and waiting is None:
                                 waiting = tasks.create_task(self._waiting.run())
                             await self._conclude_dht(verdict)
                     await self._membership.clock.sleep(seconds)
@@ -182,6 +141,7 @@ class Reach:
         is_same = self._direct == verdict.endpoints
         self._direct = verdict.endpoints
         self._is_hidden = verdict.num_reached < verdict.num_asked
+        self._is_bridged = len(versions(verdict.endpoints)) < 2
         if is_same:
             return
         if verdict.endpoints:
@@ -221,7 +181,8 @@ class Reach:
 
     async def _verdict(self) -> Verdict | None:
         """What some peers say; None if none of them does. Raises ValueError if the port is in use."""
-        others = [record for record in self._membership.known.everyone() if direct(record.endpoints)]
+        own = versions(self._candidates)
+        others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
         if not others:
             return None
         request = pb.CheckRequest(peer_id=self._membership.peer_id, endpoints=[*self._candidates, f":{self.port}"])
@@ -271,51 +232,28 @@ class Reach:
         finally:
             await server.stop(None)
             # gRPC closes its socket a moment later, and the next server needs the port.
-            while _is_listened_on(self.host, self.port):
+            while is_listened_on(self.host, self.port):
                 await self._membership.clock.sleep(0.01)
 
     def _points(self) -> Sequence[Entry]:
-        """Peers that may be meeting points, with all of their endpoints, in an order of this peer's own."""
+        """Peers that may be meeting points, with all of their endpoints, in an order of this peer's own.
+
+        For those that all others reach, but for those with another version of IP, these are peers that have both.
+        """
         own_id = self._membership.peer_id
         others = sorted(
             self._membership.known.everyone(), key=lambda record: sha256(f"{own_id} {record.peer_id}".encode()).digest()
         )
-        return [Entry(PeerId(record.peer_id), end) for record in others for end in direct(record.endpoints)]
+        ends = ((PeerId(record.peer_id), direct(record.endpoints)) for record in others)
+        return [
+            Entry(peer_id, end)
+            for peer_id, found in ends
+            if self._is_hidden or len(versions(found)) == 2
+            for end in found
+        ]
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
     """Of a multiaddress of the DHT."""
     _, _, host, _, port, *_ = address.split("/")
     return host, int(port)
-
-
-def _reserved(host: str) -> socket.socket:
-    """A free port, kept from others while no server has it. Raises ValueError if the host is none of this machine's."""
-    try:
-        return _bound(host, 0)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host}: {error.strerror}; choose another --host") from None
-
-
-def _is_listened_on(host: str, port: int) -> bool:
-    try:
-        with _bound(host, port) as sock:
-            sock.listen()
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
-    return False
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that does not listen, so that a server can take the port nevertheless. Raises OSError."""
-    family = socket.AF_INET6 if ":" in (host or "::") and socket.has_dualstack_ipv6() else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind((host, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock

@@ -6,9 +6,12 @@ Used by node and kademlia. Pure, but for a look whether a port is free. Never re
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from swarm.errors import PeerUnavailable
+
+Node = tuple[str, ...]
+"""All addresses of one node that are known: libp2p dials them side by side, and keeps what answers first."""
 
 _EXPLANATIONS = {
     "peer id mismatch": "another peer answers there: it restarted under a new identity, so copy its present address",
@@ -30,14 +33,14 @@ class OwnAddress(Unjoinable):
     """All addresses that were given to enter the DHT are this very node's own."""
 
 
-def cannot_join(tried: Sequence[str], faults: Sequence[str]) -> PeerUnavailable:
-    """The error to raise if no node at these addresses can be joined.
+def cannot_join(tried: Sequence[Node], faults: Sequence[str]) -> PeerUnavailable:
+    """The error to raise if none of these nodes can be joined.
 
     Args:
         faults: what libp2p or hivemind says of each.
     """
     explained = [text for fault in faults for needle, text in _EXPLANATIONS.items() if needle in fault]
-    where = f"cannot join the DHT at {', '.join(tried)}"
+    where = f"cannot join the DHT at {', '.join(address for node in tried for address in node)}"
     if len(explained) < len(faults):
         return PeerUnavailable(f"{where}: check the address, that a swarm-peer runs there, and that its port is open")
     kind = OwnAddress if all("dial to self" in fault for fault in faults) else Unjoinable
@@ -66,6 +69,14 @@ def split(address: str) -> tuple[str, str]:
             "such as /ip4/192.0.2.1/tcp/4001/p2p/12D3Koo..."
         )
     return address[: address.rindex("/p2p/")], match["peer_id"]
+
+
+def of_nodes(given: Iterable[str]) -> list[Node]:
+    """The same addresses, those of one node together, in their order; what is no node's address is left out."""
+    nodes: dict[str, list[str]] = {}
+    for address in filter(is_node, dict.fromkeys(given)):
+        nodes.setdefault(split(address)[1], []).append(address)
+    return [tuple(addresses) for addresses in nodes.values()]
 
 
 def at(host: str, port: int) -> str:

@@ -92,8 +92,8 @@ class Directory:
         known = self._stage(stage)
         records = self._compatible(known, await known.read(partly=partly))
         for record in records:
-            if record.dht_address:
-                self.store.remember(record.dht_address)
+            if record.dht_addresses:
+                self.store.remember(record.dht_addresses)
         return [record for record in records if record.stage == stage]
 
     async def trainers(self, *, partly: bool = False) -> list[TrainerRecord]:

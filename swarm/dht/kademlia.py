@@ -99,13 +99,13 @@ class Kademlia:
         """What one of the nodes that keep the key has, another one each time; None if that one does not answer."""
         return await self._keepers_of(key).read() if self.has_neighbours else None
 
-    async def reach(self, address: str) -> None:
+    async def reach(self, known: addresses.Node) -> None:
         """Have to do with a node again that has not answered and does now."""
-        endpoint, peer_id = _parse(address)
+        endpoints, peer_id = _parse(known)
         protocol, blacklist = self.node.protocol, self.node.blacklist
         if peer_id in protocol.routing_table and peer_id not in blacklist:
             return
-        if await _connect(self.p2p, endpoint, peer_id) is None and await protocol.call_ping(peer_id) is not None:
+        if await _connect(self.p2p, endpoints, peer_id) is None and await protocol.call_ping(peer_id) is not None:
             # Otherwise hivemind asks it nothing for a pause that doubles with each call that failed.
             blacklist.register_success(peer_id)
 
@@ -151,7 +151,7 @@ def new_validator(clock: Clock) -> RecordValidator:
 
 
 async def launch(
-    known: Sequence[str],
+    known: Sequence[addresses.Node],
     *,
     options: Sequence[str],
     client_mode: bool,
@@ -162,7 +162,7 @@ async def launch(
     """Start p2pd and a node over it, and join those that answer.
 
     Args:
-        known: addresses of nodes.
+        known: nodes, each by all of its addresses.
         options: of p2pd.
         client_mode: ask others, but be asked by none and store nothing.
         must_join: whether one of the known nodes, if there are any, has to answer. It is waited for, since it may start
@@ -210,9 +210,9 @@ async def _node_over(p2p: Any, client_mode: bool, validator: RecordValidator) ->
     return node
 
 
-async def _enter(p2p: Any, node: Any, known: Sequence[str]) -> None:
+async def _enter(p2p: Any, node: Any, known: Sequence[addresses.Node]) -> None:
     """Have a node join those of the known ones that answer. Raises PeerUnavailable if none does."""
-    faults = await asyncio.gather(*(_meet(p2p, node, address) for address in known))
+    faults = await asyncio.gather(*(_meet(p2p, node, other) for other in known))
     if None not in faults:
         raise addresses.cannot_join(known, [fault for fault in faults if fault is not None])
     # It gets to know the nodes around it.
@@ -221,10 +221,10 @@ async def _enter(p2p: Any, node: Any, known: Sequence[str]) -> None:
     looking.cancel()
 
 
-async def _meet(p2p: Any, node: Any, address: str) -> str | None:
+async def _meet(p2p: Any, node: Any, other: addresses.Node) -> str | None:
     """Have two nodes know each other. Returns what was wrong, or None."""
-    endpoint, peer_id = _parse(address)
-    if (fault := await _connect(p2p, endpoint, peer_id)) is not None:
+    endpoints, peer_id = _parse(other)
+    if (fault := await _connect(p2p, endpoints, peer_id)) is not None:
         return fault
     try:
         # That each reaches the other, and that their clocks agree, is checked on both sides.
@@ -234,14 +234,14 @@ async def _meet(p2p: Any, node: Any, address: str) -> str | None:
     return None if met is not None else "it does not answer"
 
 
-async def _connect(p2p: Any, endpoint: Any, peer_id: Any) -> str | None:
-    """Open a connection to a node. Returns what was wrong, or None."""
+async def _connect(p2p: Any, endpoints: Sequence[Any], peer_id: Any) -> str | None:
+    """Open a connection to a node, whichever of its endpoints answers first. Returns what was wrong, or None."""
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             # hivemind's P2P has no public way to tell p2pd where a peer is.
-            await p2p._client.connect(peer_id, [endpoint])
+            await p2p._client.connect(peer_id, list(endpoints))
     except (ControlFailure, EOFError, OSError, TimeoutError) as error:
-        logger.debug("cannot connect to %s/p2p/%s: %s", endpoint, peer_id, error)
+        logger.debug("cannot connect to %s at %s: %s", peer_id, ", ".join(map(str, endpoints)), error)
         return str(error)
     return None
 
@@ -262,9 +262,9 @@ def _note_answers(protocol: Any, note: Callable[[], None]) -> None:
         setattr(protocol, name, noting(getattr(protocol, name)))
 
 
-def _parse(address: str) -> tuple[Any, Any]:
-    endpoint, peer_id = addresses.split(address)
-    return Multiaddr(endpoint), PeerID.from_base58(peer_id)
+def _parse(node: addresses.Node) -> tuple[Sequence[Any], Any]:
+    parts = [addresses.split(address) for address in node]
+    return [Multiaddr(endpoint) for endpoint, _ in parts], PeerID.from_base58(parts[0][1])
 
 
 def require_key_file(path: Path) -> None:

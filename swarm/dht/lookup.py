@@ -162,7 +162,7 @@ class PeerStore:
         """Always refused: a peer stores nothing for others."""
         return False
 
-    def remember(self, address: str) -> None:
+    def remember(self, addresses: Sequence[str]) -> None:
         """Does nothing: there is no DHT to enter again."""
 
     async def close(self) -> None:

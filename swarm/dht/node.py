@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from swarm.credentials.authority import Authority
 from swarm.dht import addresses
+from swarm.dht.addresses import Node
 from swarm.dht.loop_thread import LoopThread
 from swarm.dht.record_store import Found, NoOtherNode
 from swarm.dht.validator import RecordValidator
@@ -41,7 +42,7 @@ START_SECONDS = 30.0
 STOP_SECONDS = 2.0
 RECONNECTS_AT_ONCE = 4
 MAX_REMEMBERED = 64
-"""How many addresses of other nodes are remembered."""
+"""How many other nodes are remembered."""
 CLIENT_OPTIONS = ["-dhtClient=1", "-noListenAddrs=1"]
 """Options of p2pd for a node that asks others, but cannot be asked and stores nothing."""
 
@@ -49,10 +50,10 @@ Result = TypeVar("Result")
 
 
 class Launch(Protocol):
-    """Starts p2pd and hivemind's node, and joins those at these addresses that answer."""
+    """Starts p2pd and hivemind's node, and joins those of these nodes that answer."""
 
     async def __call__(
-        self, known: Sequence[str], *, client_mode: bool, must_join: bool = False
+        self, known: Sequence[Node], *, client_mode: bool, must_join: bool = False
     ) -> "Kademlia": ...  # fmt: skip
 
 
@@ -60,13 +61,18 @@ class DhtNode:
     """A running node. Made by `start`; its coroutines may be awaited in any event loop."""
 
     def __init__(
-        self, thread: LoopThread, kademlia: "Kademlia", launch: Launch, validator: RecordValidator, known: Sequence[str]
+        self,
+        thread: LoopThread,
+        kademlia: "Kademlia",
+        launch: Launch,
+        validator: RecordValidator,
+        known: Sequence[Node],
     ) -> None:
         """Must run in the thread.
 
         Args:
             launch: starts p2pd and hivemind's node once more.
-            known: addresses of other nodes.
+            known: other nodes.
         """
         self._thread = thread
         self._kademlia = kademlia
@@ -135,10 +141,10 @@ class DhtNode:
             self._alone_since = now
         return found, self._alone_since is not None and now - self._alone_since < ALONE_SECONDS
 
-    def remember(self, address: str) -> None:
-        """Note another node's address, to reach it again should it drop out of the routing table."""
+    def remember(self, addresses: Sequence[str]) -> None:
+        """Note another node's addresses, to reach it again should it drop out of the routing table."""
         if self._thread.is_open:
-            self._thread.loop.call_soon_threadsafe(self._remember, address)
+            self._thread.loop.call_soon_threadsafe(self._remember, tuple(addresses))
 
     def shutdown(self) -> None:
         """Leave the DHT and end p2pd, in a few seconds at most. Calls raise PeerUnavailable from now on."""
@@ -231,14 +237,16 @@ class DhtNode:
                     logger.debug("p2pd did not start: %s", error)
             logger.info("p2pd is back, and this peer in the DHT")
 
-    def _remember(self, address: str) -> None:
-        # Not this node's own address, nor one that it had in an earlier life.
-        if address in self._kademlia.addresses or address.endswith(f"/p2p/{self._kademlia.libp2p_id}"):
-            return
-        self._known.pop(address, None)
-        self._known[address] = None
-        if len(self._known) > MAX_REMEMBERED:
-            del self._known[next(iter(self._known))]
+    def _remember(self, told: Sequence[str]) -> None:
+        for known in addresses.of_nodes(told):
+            # Not this node's own address, nor one that it had in an earlier life.
+            if known[0] in self._kademlia.addresses or known[0].endswith(f"/p2p/{self._kademlia.libp2p_id}"):
+                continue
+            # By the addresses, not by the node's id: what one peer says of a node does not replace what others say.
+            self._known.pop(known, None)
+            self._known[known] = None
+            if len(self._known) > MAX_REMEMBERED:
+                del self._known[next(iter(self._known))]
 
     async def _reconnect(self) -> None:
         # hivemind drops a neighbour that fails to answer once, and never comes back to it: a short outage would part
@@ -248,12 +256,11 @@ class DhtNode:
             await asyncio.sleep(min(RECONNECT_SECONDS, LONELY_SECONDS) if is_alone else RECONNECT_SECONDS)
             await asyncio.gather(*map(self._reach_again, list(self._known)[:RECONNECTS_AT_ONCE]))
 
-    async def _reach_again(self, address: str) -> None:
-        self._known.pop(address, None)
-        if addresses.is_node(address):
-            # It goes to the end of the queue, whatever comes of it.
-            self._known[address] = None
-            await self._kademlia.reach(address)
+    async def _reach_again(self, known: Node) -> None:
+        # It goes to the end of the queue, whatever comes of it.
+        self._known.pop(known, None)
+        self._known[known] = None
+        await self._kademlia.reach(known)
 
 
 def start(
@@ -272,8 +279,8 @@ def start(
     Does not fork this process: gRPC and threads may be running already.
 
     Args:
-        initial_peers: addresses of nodes to join, of which one has to answer within patience.JOIN_SECONDS; without any,
-            a new DHT begins.
+        initial_peers: addresses of nodes to join, perhaps several of one node. One node has to answer within
+            patience.JOIN_SECONDS; without any address a new DHT begins.
         host: IP address to listen on; empty for all of this machine's, of IPv4 and, where it has that, of IPv6.
         port: TCP port to listen on; 0 takes a free one.
         announce: names or IP addresses at which others reach this machine, each with the port there, or 0 for the one
@@ -302,7 +309,9 @@ def start(
     validator = kademlia.new_validator(clock)
     thread = LoopThread("dht")
 
-    async def launch(known: Sequence[str], *, client_mode: bool, must_join: bool = False) -> "Kademlia":
+    nodes = addresses.of_nodes(initial_peers)
+
+    async def launch(known: Sequence[Node], *, client_mode: bool, must_join: bool = False) -> "Kademlia":
         return await kademlia.launch(
             known, options=CLIENT_OPTIONS if client_mode else options, client_mode=client_mode, validator=validator,
             clock=clock, must_join=must_join,
@@ -311,10 +320,10 @@ def start(
     async def open_node() -> DhtNode:
         try:
             async with asyncio.timeout(timeout_seconds):
-                first = await launch(initial_peers, client_mode=client_mode, must_join=True)
+                first = await launch(nodes, client_mode=client_mode, must_join=True)
         except TimeoutError:
             raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
-        return DhtNode(thread, first, launch, validator, initial_peers)
+        return DhtNode(thread, first, launch, validator, nodes)
 
     try:
         return thread.run(open_node())

@@ -3,6 +3,7 @@
 DhtNode is one, PeerStore reads one through a peer, and the tests have one in memory.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from swarm.errors import PeerUnavailable
@@ -49,6 +50,6 @@ class RecordStore(Protocol):
         """
         ...
 
-    def remember(self, address: str) -> None:
-        """Note the address of another node, for when the known ones are gone."""
+    def remember(self, addresses: Sequence[str]) -> None:
+        """Note the addresses of another node, for when the known ones are gone."""
         ...

@@ -32,6 +32,7 @@ FOR_TRAINERS = frozenset(
         "/swarm.rpc.v1.ProbeService/Probe",
         "/swarm.rpc.v1.ContentService/Tokenizer",
         "/swarm.rpc.v1.LeaseService/Acquire",
+        "/swarm.rpc.v1.MeetingService/Check",
         "/swarm.rpc.v1.MeetingService/Connect",
         "/swarm.rpc.v1.MeetingService/Meet",
         "/grpc.health.v1.Health/Check",

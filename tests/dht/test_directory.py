@@ -38,8 +38,8 @@ class Store(MemoryStore):
             raise PeerUnavailable("gone")
         return await super().get(key)
 
-    def remember(self, address: str) -> None:
-        self.remembered.append(address)
+    def remember(self, addresses: Sequence[str]) -> None:
+        self.remembered += addresses
 
 
 @pytest.fixture
@@ -67,10 +67,11 @@ def _record(who: identity.Identity, **fields: Any) -> PeerRecord:
 async def test_peers_find_each_other(store: Store, clock: ManualClock) -> None:
     ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
     await ours.announce_peer(_record(OURS), 30)
-    await theirs.announce_peer(_record(THEIRS, dht_address="/ip4/192.0.2.2/tcp/1/p2p/X"), 60)
+    addresses = ("/ip4/192.0.2.2/tcp/1/p2p/X", "/ip6/2001:db8::2/tcp/1/p2p/X")
+    await theirs.announce_peer(_record(THEIRS, dht_address=addresses[0], other_dht_addresses=addresses[1:]), 60)
     assert {record.peer_id for record in await ours.peers(1)} == {OURS.peer_id, THEIRS.peer_id}
     assert await ours.peers(0) == []
-    assert store.remembered == ["/ip4/192.0.2.2/tcp/1/p2p/X"]
+    assert store.remembered == list(addresses)
     clock.advance(31)
     assert [record.peer_id for record in await ours.peers(1)] == [THEIRS.peer_id]
 

@@ -55,11 +55,9 @@ def test_a_peer_behind_a_router_serves_trains_and_averages(
         (["symmetric"], ["punched"]),
         (["cgnat"], ["punched"]),
         (["udp-blocked"], ["punched"]),
-        pytest.param(
-            ["ipv6"],
-            ["punched"],
-            marks=pytest.mark.xfail(reason="a record has one DHT address, which is IPv4's where a peer has both"),
-        ),
+        (["ipv6"], ["punched"]),
+        (["ipv6", "ipv6"], ["punched", "punched"]),
+        (["ipv6", "dual-stack"], ["punched", "punched"]),
         (["restricted", "restricted"], ["punched", "punched"]),
         # As a public host sees them; such peers reach each other through a relay.
         (["symmetric", "symmetric"], ["punched", "punched"]),
@@ -80,6 +78,23 @@ def test_every_kind_of_connection_will_do(
     rows = swarm.status_from(public)
     assert [rows[f"peer-{number}"]["reached"] for number in range(2, len(kinds) + 2)] == ways
     assert all(rows[f"peer-{number}"]["members"] == len(kinds) for number in range(2, len(kinds) + 2))
+    assert swarm.audit()["proven"]
+
+
+@pytest.mark.slow
+def test_peers_with_ipv4_alone_and_peers_with_ipv6_alone_train_together_through_one_that_has_both(
+    internet: Internet, children: Supervisor, tmp_path: Path
+) -> None:
+    """The only peer of stage 0 has IPv4, the only one of stage 2 has both; the trainer and stage 1 have IPv6."""
+    both = internet.public_host()
+    swarm = NatSwarm(tmp_path, children, num_stages=3)
+    swarm.start_peer_on(both, 2)
+    old = swarm.start_peer_on(internet.public_host(has_ipv6=False), 0)
+    assert not old.ready["endpoint"].startswith("tunnel:")
+    new = swarm.start_peer_on(internet.host("ipv6"), 1)
+    assert new.ready["endpoint"].startswith("tunnel:")
+    trainer = swarm.start_trainer_on(internet.host("ipv6"), "trainer", steps=6)
+    assert swarm.wait_for_end(trainer) == 0
     assert swarm.audit()["proven"]
 
 

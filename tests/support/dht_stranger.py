@@ -32,7 +32,7 @@ class Stranger:
         clock = SystemClock()
         validator = kademlia.new_validator(clock)
         launch = kademlia.launch(
-            [address], options=listening, client_mode=is_client, validator=validator, clock=clock, must_join=True
+            [(address,)], options=listening, client_mode=is_client, validator=validator, clock=clock, must_join=True
         )
         self._thread = LoopThread("stranger")
         self.dht: Kademlia = self._thread.run(launch)

@@ -1,5 +1,7 @@
 """A DHT in one process, for tests: give it to several directories."""
 
+from collections.abc import Sequence
+
 from swarm.dht.record_store import Found
 from swarm.machine.clock import Clock
 
@@ -26,5 +28,5 @@ class MemoryStore:
         now = self._clock.time()
         return {subkey: found for subkey, found in self.records.get(key, {}).items() if found[1] > now}
 
-    def remember(self, address: str) -> None:
+    def remember(self, addresses: Sequence[str]) -> None:
         pass

@@ -21,11 +21,13 @@ KINDS = {
     "cgnat": "two routers, the user's and the provider's",
     "udp-blocked": "a router that lets no UDP through",
     "ipv6": "IPv6 alone, and a firewall that lets in answers",
+    "dual-stack": "the firewall for IPv6, and beside it a router for IPv4 that lets in answers",
 }
 """Ways to be connected."""
 
 _SHARED, _FIRST_PUBLIC, _FIRST_ROUTER = "192.0.0", 65, 81
 _SHARED6 = "2001:db8:0:1"
+_IPV6 = ("ipv6", "dual-stack")
 _MASQUERADE = {"symmetric": "masquerade fully-random"}
 # Dropped, not rejected, as home routers do. Dropping in `input` also keeps the connection tracker from remembering a
 # stranger's packet, which would take the port that a punched connection needs.
@@ -86,6 +88,7 @@ class Internet:
         self._names: list[str] = []
         self._num_public = self._num_routers = 0
         self._routers6: list[str] = []
+        self._with_ipv6: list[str] = []
 
     def __enter__(self) -> Self:
         self._add("net")
@@ -102,7 +105,7 @@ class Internet:
                 subprocess.run(["kill", "-9", pid], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", name], check=False)
 
-    def public_host(self) -> Host:
+    def public_host(self, *, has_ipv6: bool = True) -> Host:
         """Another host with a public address, of IPv4 and of IPv6."""
         number = _FIRST_PUBLIC + self._num_public
         self._num_public += 1
@@ -110,7 +113,11 @@ class Internet:
         self._add(name)
         self._link(name, "eth0", "net", "br0")
         self._in(name, f"ip addr add {_SHARED}.{number}/26 dev eth0")
+        if not has_ipv6:
+            self._in(name, "sysctl -qw net.ipv6.conf.eth0.disable_ipv6=1")
+            return Host(self._prefix + name, f"{_SHARED}.{number}")
         self._in(name, f"ip addr add {_SHARED6}::{number}/64 dev eth0 nodad")
+        self._with_ipv6.append(name)
         self._route6()
         return Host(self._prefix + name, f"{_SHARED}.{number}", f"{_SHARED6}::{number}")
 
@@ -129,15 +136,15 @@ class Internet:
         name = f"h{number}"
         self._add(name)
         self._link(name, "eth0", inner, lan)
-        if kind == "ipv6":
-            address = f"2001:db8:{number}::11"
-            self._in(name, f"ip addr add {address}/64 dev eth0 nodad")
+        address, address6 = f"10.{number}.0.11", f"2001:db8:{number}::11"
+        if kind in _IPV6:
+            self._in(name, f"ip addr add {address6}/64 dev eth0 nodad")
             self._in(name, f"ip route add default via 2001:db8:{number}::1")
-        else:
-            address = f"10.{number}.0.11"
-            self._in(name, f"ip addr add {address}/24 dev eth0")
-            self._in(name, f"ip route add default via 10.{number}.0.1")
-        return Host(self._prefix + name, address)
+        if kind == "ipv6":
+            return Host(self._prefix + name, address6)
+        self._in(name, f"ip addr add {address}/24 dev eth0")
+        self._in(name, f"ip route add default via 10.{number}.0.1")
+        return Host(self._prefix + name, address, address6 if kind in _IPV6 else "")
 
     def limit(self, host: Host, megabits_per_second: int) -> None:
         """Give a host's line a rate, in the direction away from it."""
@@ -157,7 +164,7 @@ class Internet:
         self._in(name, "sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1")
         if default:
             self._in(name, f"ip route add default via {default}")
-        if kind == "ipv6":
+        if kind in _IPV6:
             number = inside.split(".")[1]
             self._in(name, f"ip addr add {_SHARED6}::{number}/64 dev wan nodad")
             self._in(name, f"ip addr add 2001:db8:{number}::1/64 dev lan nodad")
@@ -170,10 +177,14 @@ class Internet:
         return name, "lan"
 
     def _route6(self) -> None:
-        """Have all public hosts know the ways to the networks behind routers of IPv6, which translate no addresses."""
-        for public in (name for name in self._names if "pub" in name):
+        """Have all with IPv6 know the ways to the networks behind its routers, which translate no addresses."""
+        for public in self._with_ipv6:
             for number in self._routers6:
-                _run(f"ip -n {public} route replace 2001:db8:{number}::/64 via {_SHARED6}::{number}")
+                self._in(public, f"ip route replace 2001:db8:{number}::/64 via {_SHARED6}::{number}")
+        for router in self._routers6:
+            for number in self._routers6:
+                if number != router:
+                    self._in(f"r{router}", f"ip route replace 2001:db8:{number}::/64 via {_SHARED6}::{number}")
 
     def _add(self, name: str) -> None:
         _run(f"ip netns add {self._prefix}{name}")

@@ -1,9 +1,10 @@
 """Whether others reach a peer: both ends of the question.
 
 A peer that joins asks two or three others, which dial it back and tell what they reached. `DialBack` is their end. It
-must be no port scanner: of an address other than the one that the call came from it tells one thing, and always after
-the same time, whether the asker itself answers there. TLS proves that. A node of the DHT is dialled only where its peer
-has proved itself, or at the address that the call came from. One caller is answered at a time.
+must be no port scanner: of an address other than the one that the call came from it tells, always after the same time,
+whether the asker itself answers there, which TLS proves, or that this machine has no way to such an address. A node of
+the DHT is dialled only where its peer has proved itself, or at the address that the call came from. One caller is
+answered at a time.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import grpc
 
 from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded
 from swarm.machine.clock import Clock
+from swarm.machine.own_host import own_host
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.callers import Caller, caller_of, is_tunnelled
 from swarm.rpc.channels import translate
@@ -66,12 +68,14 @@ class _Target:
     Attributes:
         addresses: of its host, those that may be dialled.
         is_observed: whether that is the address that the call came from.
+        has_way: whether this machine has a way to it, of that version of IP.
     """
 
     endpoint: str
     port: int
     addresses: tuple[str, ...]
     is_observed: bool
+    has_way: bool
 
     @property
     def is_strange(self) -> bool:
@@ -122,6 +126,7 @@ class DialBack:
             observed_host=observed,
             endpoints=[target.endpoint for target in proved],
             dht_endpoints=[target.endpoint for target in nodes],
+            untried=[target.endpoint for target in (*grpc_targets, *dht_targets) if not target.has_way],
         )
 
     def _require_pause(self, caller: Caller) -> None:
@@ -182,7 +187,17 @@ async def _target(endpoint: str, observed: str) -> _Target:
     host, port = host.strip("[]") or observed, int(digits)
     addresses = tuple(address for address in await _addresses(host) if _may_be_dialled(address, observed))[:1]
     is_observed = addresses == (observed,) or ipaddress.ip_address(observed).is_loopback
-    return _Target(endpoint_of(host, port), port, addresses, is_observed)
+    has_way = not addresses or _has_way(addresses[0], port)
+    return _Target(endpoint_of(host, port), port, addresses, is_observed, has_way)
+
+
+def _has_way(address: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        own_host(family, (address, port))
+    except OSError:
+        return False
+    return True
 
 
 async def _addresses(host: str) -> list[str]:

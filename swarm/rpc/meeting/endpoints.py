@@ -1,5 +1,6 @@
 """Endpoints in a peer's record: host:port, or the way through a meeting point, tunnel:PEER_ID@HOST:PORT. Pure."""
 
+import ipaddress
 from collections.abc import Iterable
 
 from swarm.rpc.entry import Entry
@@ -19,3 +20,14 @@ def meeting_point_of(endpoint: str) -> Entry | None:
 def direct(endpoints: Iterable[str]) -> list[str]:
     """Those that lead through no meeting point."""
     return [endpoint for endpoint in endpoints if not endpoint.startswith(TUNNEL)]
+
+
+def versions(endpoints: Iterable[str]) -> set[int]:
+    """The versions of IP, 4 and 6, with which direct endpoints are reached; a name may stand for both."""
+    found = set[int]()
+    for endpoint in endpoints:
+        try:
+            found.add(ipaddress.ip_address(endpoint.rpartition(":")[0].strip("[]")).version)
+        except ValueError:
+            found |= {4, 6}
+    return found

@@ -59,6 +59,7 @@ class CheckReply(_message.Message):
     OBSERVED_HOST_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     DHT_ENDPOINTS_FIELD_NUMBER: _builtins.int
+    UNTRIED_FIELD_NUMBER: _builtins.int
     observed_host: _builtins.str
     """The address that the call came from; empty if it came through a tunnel, and nothing was dialled."""
     @_builtins.property
@@ -67,16 +68,21 @@ class CheckReply(_message.Message):
 
     @_builtins.property
     def dht_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def untried(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of both kinds to which this peer has no way, as to those of IPv6 where it has IPv4 alone."""
+
     def __init__(
         self,
         *,
         observed_host: _builtins.str = ...,
         endpoints: _abc.Iterable[_builtins.str] | None = ...,
         dht_endpoints: _abc.Iterable[_builtins.str] | None = ...,
+        untried: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dht_endpoints", b"dht_endpoints", "endpoints", b"endpoints", "observed_host", b"observed_host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dht_endpoints", b"dht_endpoints", "endpoints", b"endpoints", "observed_host", b"observed_host", "untried", b"untried"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

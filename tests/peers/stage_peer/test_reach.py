@@ -1,7 +1,7 @@
 """What a peer announces of where it is reached, by what others find when they dial it back."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -11,7 +11,8 @@ import pytest
 from peers.shared.membership import Membership
 from peers.stage_peer import reach as reaches
 from peers.stage_peer.listen import Listen, Outside
-from peers.stage_peer.reach import Reach, Verdict
+from peers.stage_peer.reach import Reach
+from peers.stage_peer.verdict import Verdict
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.dht.node import DhtNode
@@ -45,14 +46,15 @@ class Node:
 
 @asynccontextmanager
 async def _reach(
-    limits: MeetingLimits | None = None, *, is_known: bool = True
+    limits: MeetingLimits | None = None, *, is_known: bool = True, others: Sequence[str] = ()
 ) -> AsyncIterator[tuple[Reach, Node, Entry]]:  # fmt: skip
-    """Of a peer that finds one other peer in the run, or none."""
+    """Of a peer that finds one other peer in the run, at further endpoints too, or none."""
     own, other, node = generate(), generate(), Node()
     async with meeting_point(other, limits=limits) as host:
         member = Membership.enter(CONFIG, MemoryStore(CLOCK), own, CLOCK, insecure=False)
         record = PeerRecord(
             peer_id=other.peer_id, announced_at=CLOCK.time(), stage=0, endpoint=host.entry.endpoint,
+            other_endpoints=tuple(others),
             certificate_pem=other.certificate_pem, state=PeerState.SERVING,
         )  # fmt: skip
         member.known.update(0, [record] if is_known else [])
@@ -118,6 +120,25 @@ async def test_a_peer_that_nobody_takes_in_does_not_serve_and_says_why(
         line = next(record.message for record in caplog.records if "nobody can reach this peer" in record.message)
         assert str(reach.port) in line
         assert "5002" in line
+
+
+async def test_a_peer_with_one_version_of_ip_also_waits_at_one_that_has_both() -> None:
+    async with _reach(others=["[2001:db8::7]:5001"]) as (reach, _, entry):
+        await eventually(lambda: len(reach.endpoints) > 1)
+        assert reach.endpoints == (
+            f"127.0.0.1:{reach.port}", f"tunnel:{entry}", f"tunnel:{entry.peer_id}@[2001:db8::7]:5001",
+        )  # fmt: skip
+
+
+def test_an_address_that_nobody_could_try_stays_behind_one_that_was_reached() -> None:
+    named = pb.CheckRequest(endpoints=["[2001:db8::1]:1", "192.0.2.1:1"], dht_endpoints=["[2001:db8::1]:2"])
+    untried = ["[2001:db8::1]:1", "[2001:db8::1]:2"]
+    blind = pb.CheckReply(observed_host="192.0.2.1", endpoints=["192.0.2.1:1"], untried=untried)
+    verdict = Verdict.of(named, [blind])
+    assert verdict.endpoints == ("192.0.2.1:1", "[2001:db8::1]:1")
+    assert verdict.dht_endpoints == (), "none of its addresses is known to be reached"
+    seeing = pb.CheckReply(observed_host="192.0.2.1", endpoints=["192.0.2.1:1"])
+    assert Verdict.of(named, [blind, seeing]).endpoints == ("192.0.2.1:1",)
 
 
 async def test_where_nobody_can_be_asked_what_the_machine_has_is_announced() -> None:

@@ -1,6 +1,7 @@
 """Peers dial each other back: what they reach, and what they never dial or tell."""
 
 import asyncio
+import socket
 import time
 from typing import Any
 
@@ -8,7 +9,7 @@ import grpc
 import pytest
 
 from swarm.credentials.identity import Identity, generate
-from swarm.errors import MalformedMessage, Overloaded
+from swarm.errors import MalformedMessage, NotAllowed, Overloaded
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, bind_server
@@ -16,6 +17,7 @@ from swarm.rpc.meeting import check as checks
 from swarm.rpc.meeting.check import DialBack, check
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.v1 import meeting_pb2 as pb
+from tests.support import locked
 from tests.support.meeting import meeting_point
 
 OWN, OTHER = generate(), generate()
@@ -113,6 +115,39 @@ async def test_a_stranger_cannot_have_this_machine_or_its_network_dialled(monkey
     assert reply.observed_host == "192.0.2.1"
     assert not reply.endpoints
     assert not reply.dht_endpoints
+
+
+async def test_with_a_trainers_token_one_may_ask_about_oneself() -> None:
+    """As swarm-doctor does, for a machine that may serve one day."""
+    server, port = await _serve(locked.TRAINER)
+    async with meeting_point(locked.PEER, authority=locked.PEER.authority) as host:
+        channel = await Points(locked.TRAINER, insecure=False).connect(host.entry)
+        request = pb.CheckRequest(peer_id=locked.TRAINER.peer_id, endpoints=[f":{port}"])
+        assert list((await check(channel, request, seconds=5.0)).endpoints) == [f"127.0.0.1:{port}"]
+        with pytest.raises(NotAllowed):
+            await check(channel, pb.CheckRequest(peer_id=OWN.peer_id, endpoints=[f":{port}"]), seconds=5.0)
+        await channel.close()
+    await server.stop(None)
+
+
+async def test_an_address_of_a_version_of_ip_that_is_not_here_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own_host(family: int, towards: tuple[str, int]) -> str:
+        if family == socket.AF_INET6:
+            raise OSError("network is unreachable")
+        return "192.0.2.2"
+
+    async def dial(host: str, port: int) -> str:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(checks, "own_host", own_host)
+    monkeypatch.setattr(checks, "shown_certificate", dial)
+    monkeypatch.setattr(checks, "DIAL_SECONDS", 0.1)
+    request = pb.CheckRequest(
+        peer_id=OWN.peer_id, endpoints=["192.0.2.1:1", "[2001:db8::1]:1"], dht_endpoints=["[2001:db8::1]:2"]
+    )
+    reply = await DialBack(SystemClock(), insecure=False).answer(request, From("ipv4:192.0.2.1:999"))
+    assert list(reply.untried) == ["[2001:db8::1]:1", "[2001:db8::1]:2"]
+    assert not reply.endpoints
 
 
 async def test_a_caller_that_came_through_a_tunnel_is_not_dialled() -> None:

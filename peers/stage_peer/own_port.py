@@ -1,0 +1,40 @@
+"""A TCP port of this machine that a process keeps while none of its servers listens there.
+
+Used by reach.py: others dial a peer back at its port before its server begins, and between two servers.
+"""
+
+import errno
+import socket
+
+
+def reserved(host: str) -> socket.socket:
+    """A free port, kept from others while no server has it. Raises ValueError if the host is none of this machine's."""
+    try:
+        return _bound(host, 0)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}: {error.strerror}; choose another --host") from None
+
+
+def is_listened_on(host: str, port: int) -> bool:
+    """Whether a server has the port."""
+    try:
+        with _bound(host, port) as sock:
+            sock.listen()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that does not listen, so that a server can take the port nevertheless. Raises OSError."""
+    family = socket.AF_INET6 if ":" in (host or "::") and socket.has_dualstack_ipv6() else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
