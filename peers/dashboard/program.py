@@ -1,18 +1,19 @@
-"""swarm-dashboard: a page in the browser that shows a running swarm.
+"""swarm-dashboard: a page in the browser that shows running swarms.
 
-    swarm-dashboard INVITE [--port 8080]
+    swarm-dashboard INVITE... [--port 8080]
     swarm-dashboard INVITE --host 0.0.0.0 --view-token @FILE
 
-Looks at the run as swarm-status does, for all viewers at once, and keeps what it has seen in a file of its own. Changes
-nothing. Reads top to bottom: options -> take the page's address -> find the run -> look and serve until Ctrl-C.
+Looks at each run as swarm-status does, for all viewers at once, and keeps what it has seen in a file for each. Changes
+nothing. Reads top to bottom: options -> take the page's address -> find the runs -> look and serve until Ctrl-C.
 """
 
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from peers.dashboard.history import HistoryFile
 from peers.dashboard.hub import Hub
@@ -21,11 +22,8 @@ from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
 from peers.dashboard.watcher import Watcher
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
-from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.sole_writer import require_sole_writer
-from peers.status.lookout import lookout_at, node_for
-from swarm.credentials.certificates import Role
-from swarm.dht.node import DhtNode
+from peers.status.lookout import Lookout, Way, lookouts_on, ways_to
 from swarm.machine.clock import SystemClock, run_loop
 
 if TYPE_CHECKING:
@@ -40,11 +38,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(DashboardOptions, prog=PROG, argv=argv)
     process.setup_logging("dashboard", options.log_level)
-    entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=SystemClock(), peers=options.peer)
-    listener, view_token = take_address(options, is_locked=entrance.token is not None)
+    entrances = options.entrances(os.environ, SystemClock())
+    is_locked = any(entrance.token is not None for entrance in entrances)
+    listener, view_token = take_address(options, is_locked=is_locked)
     try:
-        with node_for(entrance) as node:
-            run_loop(run(options, entrance, node, listener, view_token))
+        with ways_to(entrances, all_runs=options.runs) as ways:
+            run_loop(run(options, ways, listener, view_token))
     finally:
         listener.close()
     return 0
@@ -81,47 +80,87 @@ def take_address(options: DashboardOptions, *, is_locked: bool) -> "tuple[Listen
     return listener, view_token
 
 
-async def run(
-    options: DashboardOptions, entrance: Entrance, node: DhtNode | None, listener: "Listener", view_token: str | None
-) -> None:  # fmt: skip
-    """Find the run, then look and serve until told to stop. Raises what lookout_at raises."""
+class Watched(NamedTuple):
+    """A run that is looked at, and the file with its history."""
+
+    run_id: str
+    watcher: Watcher
+    file: HistoryFile
+
+
+async def run(options: DashboardOptions, ways: Sequence[Way], listener: "Listener", view_token: str | None) -> None:
+    """Find the runs, then look and serve until told to stop. Raises what lookouts_on raises."""
     from peers.dashboard.app import page_of
 
     say("looking for the run")
-    async with lookout_at(entrance, node) as lookout:
-        config, clock = lookout.config, SystemClock()
-        folder = options.history or cache_folder() / "dashboard"
-        folder.mkdir(parents=True, exist_ok=True)
-        # A file beside it: the history itself is replaced each time.
-        lock = require_sole_writer(folder / f"{config.run_id}.lock", f"the history of {config.run_id} in {folder}")
-        file = HistoryFile(folder / f"{config.run_id}.json")
-        watcher = Watcher(
-            lookout, file.read(config.run_id), clock=clock, interval_seconds=options.interval,
-            how_to_join=partial(how_to_join, insecure=options.insecure),
-        )  # fmt: skip
-        hub = Hub(lambda: {config.run_id: watcher.series})
-        page = page_of(hub, token=view_token, names=["localhost", *map(str.lower, options.known_as)])
-        stop = process.stop_event()
-        say(f"shows {config.run_id} at {listener.url}")
-        try:
+    async with lookouts_on(ways) as lookouts:
+        with ExitStack() as stack:
+            runs = [stack.enter_context(watched(options, lookout)) for lookout in lookouts]
+            hub = Hub(lambda: {one.run_id: one.watcher.series for one in runs})
+            page = page_of(hub, token=view_token, names=["localhost", *map(str.lower, options.known_as)])
+            stop = process.stop_event()
+            say(f"shows {', '.join(one.run_id for one in runs)} at {listener.url}")
+
+            def publish() -> None:
+                hub.publish({"runs": {one.run_id: one.watcher.state for one in runs}})
+
             async with asyncio.TaskGroup() as tasks:
-                background = [
-                    tasks.create_task(watcher.watch(lambda: hub.publish({"runs": {config.run_id: watcher.state}}))),
-                    tasks.create_task(keep(file, watcher)),
+                background: list[asyncio.Task[None]] = [
+                    *(tasks.create_task(one.watcher.watch(publish)) for one in runs),
+                    tasks.create_task(keep(runs)),
                 ]
+                if options.embed:
+                    background.append(tasks.create_task(stop_after_stdin(stop)))
                 await listener.serve(page, stop, with_websockets=True)
                 for task in background:
                     task.cancel()
+
+
+@contextmanager
+def watched(options: DashboardOptions, lookout: Lookout) -> Iterator[Watched]:
+    """A run, with what was seen of it earlier; what is seen inside the block is written down at its end.
+
+    Raises:
+        ValueError: another dashboard keeps this run's history in this folder.
+        OSError: the folder, or what it holds, cannot be read.
+    """
+    run_id = lookout.config.run_id
+    folder = options.history or cache_folder() / "dashboard"
+    folder.mkdir(parents=True, exist_ok=True)
+    # A file beside it: the history itself is replaced each time.
+    lock = require_sole_writer(folder / f"{run_id}.lock", f"the history of {run_id} in {folder}")
+    try:
+        file = HistoryFile(folder / f"{run_id}.json")
+        watcher = Watcher(
+            lookout, file.read(run_id), clock=SystemClock(), interval_seconds=options.interval,
+            how_to_join=partial(how_to_join, insecure=options.insecure),
+        )  # fmt: skip
+        try:
+            yield Watched(run_id, watcher, file)
         finally:
             file.write(watcher.history)
-            os.close(lock)
+    finally:
+        os.close(lock)
 
 
-async def keep(file: HistoryFile, watcher: Watcher) -> None:
-    """Write the history down now and then, until cancelled."""
+async def keep(runs: Sequence[Watched]) -> None:
+    """Write the histories down now and then, until cancelled."""
     while True:
         await asyncio.sleep(SAVE_SECONDS)
-        file.write(watcher.history)
+        for one in runs:
+            one.file.write(one.watcher.history)
+
+
+async def stop_after_stdin(stop: asyncio.Event) -> None:
+    """Set `stop` once nobody holds the other end of stdin any more: who started this process has ended."""
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    try:
+        while await reader.read(1024):
+            pass
+        stop.set()
+    finally:
+        transport.close()
 
 
 def say(text: str) -> None:

@@ -48,7 +48,8 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
 
 def arguments(options: Any) -> list[str]:
     """The command line that `parse` reads into these options: each that is not the default."""
-    places, words = [], []
+    places: list[str] = []
+    words: list[str] = []
     for field in dataclasses.fields(options):
         value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
         if value == field.default:
@@ -56,7 +57,7 @@ def arguments(options: Any) -> list[str]:
         if isinstance(value, bool):
             words.append(option)
         elif _is_positional(field.type):
-            places.append(str(value))
+            places += map(str, value if isinstance(value, tuple) else [value])
         elif isinstance(value, tuple) and _is_repeated(field.type):
             words += [word for one in value for word in (option, str(one))]
         elif isinstance(value, tuple):

@@ -64,10 +64,10 @@ class Entrance:
             _, known = await self.look(clock)
             addresses = known.dht_addresses(MAX_ADDRESSES)
             if not addresses:
-                raise PeerUnavailable(f"no peer of the run at {self._where} says where the DHT is entered")
+                raise PeerUnavailable(f"no peer of the run at {self.where} says where the DHT is entered")
             return tuple(addresses)
 
-        return await patiently(ask, clock, f"the run at {self._where}")
+        return await patiently(ask, clock, f"the run at {self.where}")
 
     async def look(self, clock: Clock) -> tuple[RunConfig, KnownPeers]:
         """The run and its peers, as one of those shows them that are to be asked. Cancellation ends the question.
@@ -80,7 +80,7 @@ class Entrance:
         channels = ChannelPool(insecure=self.insecure, identity=own, clock=clock)
         store = PeerStore(self.entries, channels, own, insecure=self.insecure)
         try:
-            config = await discover_config(store, clock, address=self._where, authority=own.authority, run=self.run)
+            config = await discover_config(store, clock, address=self.where, authority=own.authority, run=self.run)
             known = KnownPeers(Router(clock, random.Random(own.peer_id)))
             await known.look(Directory(store, own, config.run_id, clock), range(config.stages.num_stages))
             return config, known
@@ -89,8 +89,9 @@ class Entrance:
             await channels.close()
 
     @property
-    def _where(self) -> str:
-        return ", ".join(entry.endpoint for entry in self.entries)
+    def where(self) -> str:
+        """The peers that are asked, or else the addresses, for people."""
+        return ", ".join(entry.endpoint for entry in self.entries) or ", ".join(self.addresses)
 
 
 def find_entrance(

@@ -40,12 +40,12 @@ class LiveTable:
         if self._live:
             self._live.stop()
 
-    def show(self, view: SwarmView) -> None:
-        """Replace what is shown; without a terminal, print the lines that are new."""
+    def show(self, *views: SwarmView) -> None:
+        """Replace what is shown of all runs; without a terminal, print the lines that are new."""
         if self._live:
-            self._live.update(render(view), refresh=True)
+            self._live.update(Group(*map(render, views)), refresh=True)
             return
-        lines = plain_lines(view)
+        lines = {f"{view.run} {key}": line for view in views for key, line in plain_lines(view).items()}
         for key, line in lines.items():
             if key not in self._printed:
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -5,24 +5,37 @@ a peer it imports neither torch nor hivemind.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 from peers.shared.entrance import Entrance
 from peers.shared.network import agree_on_config
 from peers.shared.token_option import admitted
-from peers.status.observe import observe
+from peers.status.observe import observe, warn_once
 from peers.status.view import SwarmView
 from swarm.config import RunConfig
-from swarm.credentials.identity import generate
+from swarm.credentials.identity import Identity, generate
+from swarm.dht import keys
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
-from swarm.dht.discovery import discover_config
+from swarm.dht.discovery import discover_config, discover_runs
 from swarm.dht.lookup import PeerStore
 from swarm.dht.node import DhtNode
-from swarm.machine.clock import SystemClock
+from swarm.errors import SwarmError
+from swarm.machine.clock import SystemClock, run_loop
+from swarm.machine.patience import patiently
 from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+Outcome = TypeVar("Outcome")
+
+MOST_RUNS = 16
+"""Runs that are shown of one DHT, the one first to which the invite is: anybody there can announce more."""
 
 
 class Lookout:
@@ -58,35 +71,82 @@ class Lookout:
         return await observe(self.config.run_id, self._records, trainers, self._channels, claims=claims)
 
 
-@contextmanager
-def node_for(entrance: Entrance) -> Iterator[DhtNode | None]:
-    """A node of the DHT inside the block, as a client, if the entrance names addresses of nodes and no peers.
+async def views(lookouts: Sequence[Lookout]) -> list[SwarmView]:
+    """All runs now. One that cannot be seen hides no other; if that goes for all, raises what Lookout.view raises."""
+    seen = await asyncio.gather(*(lookout.view() for lookout in lookouts), return_exceptions=True)
+    return _what_came(seen, [lookout.config.run_id for lookout in lookouts])
 
-    To be opened before the event loop is, since it blocks. Raises what dht_node.start raises.
+
+class Way(NamedTuple):
+    """To a run, or to all runs of a DHT.
+
+    Attributes:
+        node: of the DHT, as a client; None where peers are asked.
+        all_runs: whether all that are announced there are looked at.
     """
-    if entrance.entries:
-        yield None
-        return
-    node = dht_node.start(clock=SystemClock(), initial_peers=entrance.addresses, client_mode=True)
-    try:
-        yield node
-    finally:
-        node.shutdown()
+
+    entrance: Entrance
+    node: DhtNode | None
+    all_runs: bool
+
+
+@contextmanager
+def ways_to(entrances: Sequence[Entrance], *, all_runs: bool) -> Iterator[list[Way]]:
+    """Nodes of the DHT inside the block, where they are needed: for addresses of nodes, and to find all runs.
+
+    To be opened before the event loop is, since it blocks. Raises what dht_node.start and Entrance.dht_addresses raise.
+    """
+    clock, ways = SystemClock(), []
+    with ExitStack() as nodes:
+        for entrance in entrances:
+            node = None
+            if all_runs or not entrance.entries:
+                addresses = run_loop(entrance.dht_addresses(clock))
+                node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
+                nodes.callback(node.shutdown)
+            ways.append(Way(entrance, node, all_runs))
+        yield ways
 
 
 @asynccontextmanager
-async def lookout_at(entrance: Entrance, node: DhtNode | None) -> AsyncIterator[Lookout]:
-    """A place from which the run is seen: the directory as one of its peers shows it, or as `node` finds it.
+async def lookouts_on(ways: Sequence[Way]) -> AsyncIterator[list[Lookout]]:
+    """Places from which the runs are seen, each run once. One that is not found hides no other.
 
     Raises:
-        ValueError, IncompatibleVersion, PeerUnavailable: as of discover_config, PeerStore.get and agree_on_config.
+        ValueError, IncompatibleVersion, PeerUnavailable: no run is found; as of discover_config, PeerStore.get and
+            agree_on_config.
     """
-    clock, identity = SystemClock(), admitted(generate(), entrance.token)
+    async with AsyncExitStack() as stack:
+        opened = [stack.enter_async_context(_lookouts_at(way)) for way in ways]
+        found = await asyncio.gather(*opened, return_exceptions=True)
+        lookouts = _what_came(found, [way.entrance.where for way in ways])
+        by_run: dict[str, Lookout] = {}
+        for lookout in chain.from_iterable(lookouts):
+            by_run.setdefault(lookout.config.run_id, lookout)
+        yield list(by_run.values())
+
+
+def _what_came(outcomes: Sequence[Outcome | BaseException], names: Sequence[str]) -> list[Outcome]:
+    """What there is of outcomes, each about something that has a name; the rest is said, unless there is nothing."""
+    found = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    for name, outcome in zip(names, outcomes, strict=True):
+        if isinstance(outcome, BaseException):
+            if not (found and isinstance(outcome, SwarmError | ValueError)):
+                raise outcome
+            warn_once(f"what is at {name} is not shown: {outcome}")
+    return found
+
+
+@asynccontextmanager
+async def _lookouts_at(way: Way) -> AsyncIterator[list[Lookout]]:
+    entrance, clock = way.entrance, SystemClock()
+    identity = admitted(generate(), entrance.token)
     channels = ChannelPool(insecure=entrance.insecure, identity=identity, clock=clock)
     try:
-        if node is not None:
-            config = await agree_on_config(node, None, entrance.addresses, clock, identity.authority)
-            yield Lookout(config, Directory(node, identity, config.run_id, clock), channels)
+        if way.node is not None:
+            node = way.node
+            configs = await _configs(way, node, identity)
+            yield [Lookout(one, Directory(node, identity, one.run_id, clock), channels) for one in configs]
             return
         store = PeerStore(entrance.entries, channels, identity, insecure=entrance.insecure)
         try:
@@ -94,8 +154,27 @@ async def lookout_at(entrance: Entrance, node: DhtNode | None) -> AsyncIterator[
             config = await discover_config(
                 store, clock, address=address, authority=identity.authority, run=entrance.run
             )  # fmt: skip
-            yield Lookout(config, Directory(store, identity, config.run_id, clock), channels, store.learn)
+            yield [Lookout(config, Directory(store, identity, config.run_id, clock), channels, store.learn)]
         finally:
             await store.close()
     finally:
         await channels.close()
+
+
+async def _configs(way: Way, node: DhtNode, identity: Identity) -> list[RunConfig]:
+    """What the node is to read of from now on. It keeps nothing for others, so that it may belong to several runs."""
+    entrance, clock, authority = way.entrance, SystemClock(), identity.authority
+    if not way.all_runs:
+        return [await agree_on_config(node, None, entrance.addresses, clock, authority)]
+    found = await patiently(
+        lambda: discover_runs(node, clock, address=entrance.where, authority=authority, run=entrance.run), clock,
+        f"the runs at {entrance.where}",
+    )  # fmt: skip
+    if len(found) > MOST_RUNS:
+        logger.warning(
+            "%d more runs are announced at %s and not shown: name yours by its invite", len(found) - MOST_RUNS,
+            entrance.where,
+        )  # fmt: skip
+    shown = found[:MOST_RUNS]
+    node.belong_to([key for one in shown for key in keys.of_run(one.run_id, one.stages.num_stages)], authority)
+    return shown

@@ -87,7 +87,8 @@ async def _stage_row(run_id: str, stage: int, records: Sequence[PeerRecord], cha
 
 
 @lru_cache(maxsize=64)
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """What looks would else say again and again."""
     logger.warning("%s", text)
 
 
@@ -96,7 +97,7 @@ async def _answer(run_id: str, record: PeerRecord, channels: ChannelPool) -> pb.
         channel = channels.channel(record)
     except PeerUnavailable as error:
         # It cannot even be asked: one side has TLS and the other has not, or its certificate is broken.
-        _warn_once(str(error))
+        warn_once(str(error))
         return None
     try:
         reply = await describe(channel, pb.DescribeRequest(run_id=run_id), seconds=ANSWER_SECONDS)

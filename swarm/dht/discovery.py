@@ -61,6 +61,27 @@ async def discover_config(
     )
 
 
+async def discover_runs(
+    store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None, run: str = ""
+) -> list[config.RunConfig]:
+    """The configurations of all runs that are announced at `address` and that this token, or none, is good for.
+
+    Whoever is in the DHT can announce runs that are none. So what is named comes first, and nothing displaces it.
+
+    Args:
+        run: the digest with which the id of the run ends that comes first, if it is there.
+
+    Raises:
+        As of discover_config, where there is no such run.
+    """
+    runs, _ = await _announced_runs(store, clock, address, authority)
+    owner = "" if authority is None else authority.fingerprint
+    open_to_us = [found for found in runs.values() if found.owner == owner]
+    if not open_to_us:
+        return [await discover_config(store, clock, address=address, authority=authority)]
+    return sorted(open_to_us, key=lambda found: (not found.run_id.endswith(f".{run}"), found.run_id))
+
+
 async def _announced_runs(
     store: RecordStore, clock: Clock, address: str, authority: Authority | None
 ) -> tuple[dict[str, config.RunConfig], list[Exception]]:

@@ -8,7 +8,7 @@ from swarm.config import ModelConfig, RunConfig, to_json
 from swarm.credentials import identity
 from swarm.dht import keys
 from swarm.dht.directory import Directory
-from swarm.dht.discovery import discover_config
+from swarm.dht.discovery import discover_config, discover_runs
 from swarm.dht.records import seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.machine.clock import ManualClock
@@ -53,6 +53,21 @@ async def test_several_runs_are_listed(store: MemoryStore, clock: ManualClock) -
     first, second = sorted([CONFIG.run_id, other.run_id])
     with pytest.raises(ValueError, match=f"^several runs share the DHT at /x: {first}, {second};"):
         await discover_config(store, clock, address="/x")
+
+
+async def test_all_runs_are_found_if_that_is_asked_and_the_named_one_comes_first(
+    store: MemoryStore, clock: ManualClock
+) -> None:
+    others = [dataclasses.replace(CONFIG, run=f"run-{number}") for number in range(5)]
+    for config in (*others, CONFIG):
+        await Directory(store, identity.generate(), config.run_id, clock).publish_config(to_json(config), 60)
+    runs = [config.run_id for config in await discover_runs(store, clock, address="/x")]
+    assert runs == sorted([CONFIG.run_id, *(config.run_id for config in others)])
+    for named in (CONFIG, others[3]):
+        run = named.run_id.rpartition(".")[2]
+        first, *rest = await discover_runs(store, clock, address="/x", run=run)
+        assert first == named
+        assert len(rest) == 5
 
 
 async def test_nonsense_hides_no_run(store: MemoryStore, clock: ManualClock) -> None:
@@ -113,6 +128,14 @@ async def test_a_token_for_another_run_is_refused(
     store = await _published(now, (publisher, config))
     with pytest.raises(ValueError, match=f"^the token is for the run of owner .*, and the run at /x {theirs}"):
         await discover_config(store, now, address="/x", authority=locked.OWNER.authority)
+
+
+async def test_all_runs_are_those_that_the_token_is_good_for(now: ManualClock) -> None:
+    store = await _published(now, (locked.PEER, OWNED), (locked.FOREIGN, OTHERS), (locked.OPEN, CONFIG))
+    assert await discover_runs(store, now, address="/x") == [CONFIG]
+    assert await discover_runs(store, now, address="/x", authority=locked.OWNER.authority) == [OWNED]
+    with pytest.raises(ValueError, match=r"^the run at /x is locked"):
+        await discover_runs(await _published(now, (locked.PEER, OWNED)), now, address="/x")
 
 
 async def test_a_locked_run_that_is_not_there(now: ManualClock) -> None:

@@ -6,11 +6,13 @@ import { follow } from "./live.js";
 import { showDetails, showEvents, showJoin, showNotes, showNow, showState } from "./panels.js";
 import { Pipeline } from "./pipeline.js";
 import { showRounds } from "./rounds.js";
+import { showRuns } from "./runs.js";
 import { PeerTable, showTrainers } from "./tables.js";
 
 const STILL_SECONDS = 90; // A run whose step has not changed for so long does not train.
 const byId = (id) => document.getElementById(id);
-const view = { state: {}, history: {}, heardAt: 0, isConnected: false, why: "Connecting", opened: null };
+const view = { state: {}, history: {}, heardAt: 0, isConnected: false, why: "Connecting", chosen: null, opened: null };
+const lookedAt = new Map(); // By run, the time of the look that was shown last.
 const steps = new Map(); // By run, its last step and when it was seen to change.
 
 const pipeline = new Pipeline(byId("pipeline"), open);
@@ -30,15 +32,25 @@ follow({ heard, lost, refused });
 function heard(state, history) {
   Object.assign(view, { state, heardAt: Date.now(), isConnected: true });
   if (history) view.history = history;
-  const [id, run] = Object.entries(state.runs)[0];
-  if (!run.peers) {
-    drawState();
-    return;
+  for (const [id, run] of Object.entries(state.runs)) {
+    if (!run.peers) continue;
+    noteStep(id, run);
+    if (!history && run.at !== lookedAt.get(id) && view.history[id]) append(view.history[id], run.at, run.figures_now);
+    lookedAt.set(id, run.at);
   }
-  noteStep(id, run);
-  if (!history && run.at !== view.at && view.history[id]) append(view.history[id], run.at, run.figures_now);
-  view.at = run.at;
-  draw(id, run);
+  draw();
+}
+
+/** The run that is shown below the others. */
+function chosen() {
+  const runs = view.state.runs ?? {};
+  const id = view.chosen in runs ? view.chosen : Object.keys(runs)[0];
+  return [id, runs[id]];
+}
+
+function choose(id) {
+  Object.assign(view, { chosen: id, opened: null });
+  draw();
 }
 
 function lost(why) {
@@ -73,8 +85,15 @@ function noteStep(id, run) {
   run.is_training = run.trainers.length > 0 && moves;
 }
 
-function draw(id, run) {
-  set(byId("main"), { hidden: null });
+function draw() {
+  const [id, run] = chosen();
+  showRuns(byId("several"), byId("runs"), view.state.runs, id, choose);
+  set(byId("one"), { hidden: run.peers ? null : "" });
+  set(byId("main"), { hidden: run.peers || Object.keys(view.state.runs).length > 1 ? null : "" });
+  if (!run.peers) {
+    drawState();
+    return;
+  }
   document.title = `${run.name} · swarm`;
   say(byId("name"), run.name);
   each(byId("facts"), Object.entries({ Run: run.run, ...run.facts }), ([name]) => name,
@@ -93,14 +112,14 @@ function draw(id, run) {
 }
 
 function drawCharts() {
-  const history = Object.values(view.history)[0];
+  const history = view.history[chosen()[0]];
   if (!history) return;
   const range = document.querySelector("input[name=range]:checked").value;
   for (const chart of charts) chart.show(history, range);
 }
 
 function drawState() {
-  const run = Object.values(view.state.runs ?? {})[0];
+  const [, run] = chosen();
   if (view.isConnected && !run?.peers) view.why = "Looking at the run";
   const elements = { state: byId("state"), fault: byId("fault"), foot: byId("foot") };
   showState(elements, { ...view, run, isConnected: view.isConnected && Boolean(run?.peers) });
@@ -108,6 +127,6 @@ function drawState() {
 
 function open(key) {
   view.opened = key;
-  showDetails(dialog, Object.values(view.state.runs)[0], key);
+  showDetails(dialog, chosen()[1], key);
   dialog.showModal();
 }

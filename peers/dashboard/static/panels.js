@@ -2,6 +2,7 @@
 
 import { each, el, say, set } from "./dom.js";
 import { count, duration, figure, loss, moment, number, words } from "./format.js";
+import { stateOf } from "./runs.js";
 
 const MOST_NOTES = 8;
 
@@ -127,13 +128,7 @@ export function showDetails(dialog, run, key) {
 export function showState(elements, { run, heardAt, isConnected, why }) {
   const age = (Date.now() - heardAt) / 1000;
   const isLate = run && age > Math.max(15, 5 * run.interval_seconds);
-  const [kind, text] = !isConnected
-    ? ["bad", why]
-    : run.fault || isLate
-      ? ["bad", "The run cannot be seen"]
-      : run.is_training
-        ? ["live", "Training"]
-        : ["idle", run.trainers.length ? "Waiting for a step" : "Nobody trains"];
+  const [kind, text] = !isConnected ? ["bad", why] : isLate ? ["bad", "The run cannot be seen"] : stateOf(run);
   say(elements.state, text);
   set(elements.state, { "data-kind": kind });
   const fault = run?.fault ? `The run cannot be seen since ${moment(run.at)}: ${run.fault}` : "";

@@ -126,6 +126,37 @@ async def test_it_shows_what_status_has_and_follows_it() -> None:
             assert "loop lag seconds\n1.5 s" in await page.inner_text("#details-figures")
 
 
+async def test_several_runs_are_side_by_side_and_one_is_chosen() -> None:
+    async with chromium() as browser, _dashboard() as (url, shown):
+        await shown.show(_swarm())
+        first = shown.watcher.state
+        other = {**first, "name": "other", "figures_now": {**first["figures_now"], "loss": 1.25}, "trainers": []}
+        unseen = {"name": "unseen", "run": "unseen.2", "fault": "nobody answers", "interval_seconds": 2.0}
+        runs = {CONFIG.run_id: first, "other.1": other, "unseen.2": unseen}
+        shown.hub.publish({"runs": runs})
+        async with page_at(browser, url) as page:
+            await page.wait_for_selector("#runs tbody tr")
+            cells = """() => [...document.querySelectorAll("#runs tbody tr")].map(
+              (row) => [...row.children].slice(0, 3).map((cell) => cell.textContent))"""
+            assert await page.evaluate(cells) == [
+                [CONFIG.run, "Training", "2.500"],
+                ["other", "Nobody trains", "1.250"],
+                ["unseen", "Cannot be seen", "\u2013"],
+            ]
+            assert await page.inner_text("#name") == CONFIG.run
+            await page.get_by_role("button", name="other", exact=True).click()
+            assert await page.inner_text("#name") == "other"
+            assert "1.250" in await page.inner_text("#now")
+            # It stays chosen, and what happens to the other runs is seen.
+            shown.hub.publish({"runs": {**runs, CONFIG.run_id: {**first, "trainers": []}}})
+            await page.wait_for_function(
+                "() => document.querySelector('#runs tbody tr').children[1].textContent === 'Nobody trains'"
+            )
+            assert await page.inner_text("#name") == "other"
+            await page.get_by_role("button", name="unseen", exact=True).click()
+            assert not await page.is_visible("#one")
+
+
 async def test_names_that_peers_choose_stay_text() -> None:
     names = [HOSTILE[:64], "'\"`${alert(1)}", "javascript:alert(1)", "\u202egnp.exe", "a" * 64]
     async with chromium() as browser, _dashboard() as (url, shown):

@@ -1,6 +1,7 @@
 """swarm-dashboard as a user starts it: what it refuses, and that it watches, tells, and remembers."""
 
 import asyncio
+import dataclasses
 import json
 import re
 import signal
@@ -19,20 +20,22 @@ from peers.shared import process
 from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.rpc.invite import Invite
+from tests.peers.dashboard.test_hub import apply
 from tests.support.shown_run import shown_run
 
 CONFIG = configs.load_preset("tiny")
-INVITE = "swarm://1abc"
+OTHER = dataclasses.replace(CONFIG, run="other")
+INVITE, NODE = "swarm://1abc", "/ip4/127.0.0.1/tcp/1/p2p/x"
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
         ({}, "which run?"),
-        ({"invite": INVITE, "peer": ("x",)}, "leave all but one out"),
-        ({"invite": INVITE, "initial_peers": ("y",)}, "leave one out"),
-        ({"invite": INVITE, "interval": 0.0}, "--interval must be positive"),
-        ({"invite": INVITE, "port": 65536}, "--port must be between 0 and 65535"),
+        ({"invites": (INVITE,), "peer": ("x",)}, "leave all but one out"),
+        ({"invites": (INVITE,), "initial_peers": ("y",)}, "leave all but one out"),
+        ({"invites": (INVITE,), "interval": 0.0}, "--interval must be positive"),
+        ({"invites": (INVITE,), "port": 65536}, "--port must be between 0 and 65535"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], complaint: str) -> None:
@@ -51,14 +54,14 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_locked_run_is_not_shown_to_everybody(capsys: pytest.CaptureFixture[str]) -> None:
-    options = DashboardOptions(invite=INVITE, host="0.0.0.0", port=0)
+    options = DashboardOptions(invites=(INVITE,), host="0.0.0.0", port=0)
     with pytest.raises(ValueError, match="would show a locked run to everybody: add --view-token"):
         program.take_address(options, is_locked=True)
     listener, token = program.take_address(options, is_locked=False)
     listener.close()
     assert token is None
     assert "everybody who reaches http://0.0.0.0" in capsys.readouterr().err
-    locked = DashboardOptions(invite=INVITE, host="0.0.0.0", port=0, view_token="s3cret")
+    locked = DashboardOptions(invites=(INVITE,), host="0.0.0.0", port=0, view_token="s3cret")
     listener, token = program.take_address(locked, is_locked=True)
     listener.close()
     assert token == "s3cret"
@@ -71,15 +74,18 @@ def test_without_its_libraries_it_says_what_to_install(missing: str, monkeypatch
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=r"needs starlette, uvicorn and websockets: .*\[serve\]"):
-        program.take_address(DashboardOptions(invite=INVITE, port=0), is_locked=False)
+        program.take_address(DashboardOptions(invites=(INVITE,), port=0), is_locked=False)
 
 
-async def _told(arguments: list[str]) -> dict[str, Any]:
-    """What a dashboard tells its first viewer; Ctrl-C then ends it in order."""
+async def _told(arguments: list[str], runs: set[str], *, embed: bool = False) -> dict[str, Any]:
+    """What a dashboard tells its viewer once it has seen these runs. It then ends in order: by Ctrl-C, or if embedded
+    once nobody holds its stdin."""
     dashboard = await asyncio.create_subprocess_exec(
-        *command_line("dashboard", arguments), stderr=asyncio.subprocess.PIPE, start_new_session=True
-    )
+        *command_line("dashboard", [*arguments, *(["--embed"] if embed else [])]), stdin=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
     assert dashboard.stderr is not None
+    assert dashboard.stdin is not None
     try:
         async with asyncio.timeout(60.0):
             said = ""
@@ -90,7 +96,15 @@ async def _told(arguments: list[str]) -> dict[str, Any]:
             async with connect(f"{found[1].replace('http', 'ws')}/live", max_size=None) as socket:
                 await socket.send("")
                 message: dict[str, Any] = json.loads(await socket.recv())
-                dashboard.send_signal(signal.SIGINT)
+                state = message["whole"]
+                assert state["runs"].keys() == runs
+                while not all("peers" in run for run in state["runs"].values()):
+                    state = apply(state, json.loads(await socket.recv())["patch"])
+                message["whole"] = state
+                if embed:
+                    dashboard.stdin.close()
+                else:
+                    dashboard.send_signal(signal.SIGINT)
                 assert await dashboard.wait() == 0, (await dashboard.stderr.read()).decode()
                 return message
     finally:
@@ -100,10 +114,16 @@ async def _told(arguments: list[str]) -> dict[str, Any]:
 
 
 async def test_it_watches_and_remembers(tmp_path: Path) -> None:
-    async with shown_run(CONFIG, generate(), "/ip4/127.0.0.1/tcp/1/p2p/x") as run:
-        invite = str(Invite.fitting(run.config.run_id, [run.entry], is_locked=False))
+    """And comes back, with another run beside the first."""
+    async with shown_run(CONFIG, generate(), NODE) as run, shown_run(OTHER, generate(), NODE) as other:
+        invite, others = (str(Invite.fitting(one.config.run_id, [one.entry], is_locked=False)) for one in (run, other))
         arguments = [invite, "--port", "0", "--history", str(tmp_path)]
-        first, second = await _told(arguments), await _told(arguments)
+        first = await _told(arguments, {CONFIG.run_id})
+        second = await _told([others, *arguments], {CONFIG.run_id, OTHER.run_id}, embed=True)
+    assert list(second["whole"]["runs"]) == [OTHER.run_id, CONFIG.run_id]
+    shown = second["whole"]["runs"][OTHER.run_id]
+    assert [peer["peer_id"] for peer in shown["peers"].values()] == [other.entry.peer_id]
+    assert (tmp_path / f"{OTHER.run_id}.json").exists()
     for message, num_events in ((first, 1), (second, 2)):
         shown = message["whole"]["runs"][run.config.run_id]
         ((key, peer),) = shown["peers"].items()

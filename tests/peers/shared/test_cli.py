@@ -31,6 +31,8 @@ class _Options:
     """Where to."""
     every: int | None = None
     """Rounds."""
+    invites: tyro.conf.Positional[tuple[str, ...]] = ()
+    """To runs."""
     seconds: float = 1.0
     """To wait."""
 
@@ -140,6 +142,7 @@ def test_a_list_names_something_and_nothing_twice(values: tuple[str, ...]) -> No
         _Options(stage=3, initial_peers=("a", "b"), output=Path("x y"), log_level="debug", insecure=True),
         _Options(stage=1, goes="auto", every=7, seconds=0.25, dataset=("a", "b c")),
         _Options(stage=1, goes=5),
+        _Options(stage=1, initial_peers=("a", "b"), invites=("c", "d e")),
     ],
 )
 def test_the_arguments_of_options_are_read_into_the_same_options(options: _Options) -> None:

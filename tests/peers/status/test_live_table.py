@@ -156,6 +156,20 @@ def test_without_a_terminal_only_news_is_printed(capsys: pytest.CaptureFixture[s
     ]
 
 
+def test_several_runs_are_shown_below_each_other_and_their_news_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    other = replace(VIEW, run="other")
+    with LiveTable(Console()) as table:
+        table.show(VIEW)
+        table.show(VIEW, other)
+    assert capsys.readouterr().out.splitlines() == [*plain_lines(VIEW).values(), *plain_lines(other).values()]
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with LiveTable(console) as table:
+        table.show(VIEW, other)
+    assert isinstance(console.file, io.StringIO)
+    assert "run demo" in console.file.getvalue()
+    assert "run other" in console.file.getvalue()
+
+
 def test_a_terminal_gets_the_table() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with LiveTable(console) as table:

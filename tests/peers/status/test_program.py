@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -97,7 +97,7 @@ async def test_a_look_that_takes_long_can_be_ended(watch: bool) -> None:
     """With --watch in order; without, nothing stands between the signals and Python's own answer to them."""
     is_asked = asyncio.Event()
 
-    async def silent() -> SwarmView:
+    async def silent() -> list[SwarmView]:
         is_asked.set()
         await asyncio.Event().wait()
         raise AssertionError("nobody answers")
@@ -119,27 +119,27 @@ async def test_watching_goes_on_after_a_look_that_fails(caplog: pytest.LogCaptur
     caplog.set_level(logging.WARNING)
     seen, fault = SwarmView(run="x"), PeerUnavailable("nobody answers")
     outcomes: list[SwarmView | PeerUnavailable] = [seen, fault, fault, seen, seen, fault, seen]
-    shown: list[SwarmView] = []
+    shown: list[Sequence[SwarmView]] = []
     is_done = asyncio.Event()
 
-    async def view() -> SwarmView:
+    async def view() -> list[SwarmView]:
         if not outcomes:
             is_done.set()
             await asyncio.Event().wait()
         if isinstance(outcome := outcomes.pop(0), PeerUnavailable):
             raise outcome
-        return outcome
+        return [outcome]
 
     watching = asyncio.create_task(status.watch(view, shown.append, 0.0))
     await asyncio.wait([watching, asyncio.create_task(is_done.wait())], return_when=asyncio.FIRST_COMPLETED)
     assert not watching.done()
     watching.cancel()
-    assert shown == [seen] * 4
+    assert shown == [[seen]] * 4
     assert caplog.messages == ["the swarm cannot be seen, looking again: nobody answers"] * 2
 
 
 async def test_a_first_look_that_fails_is_the_last() -> None:
-    async def view() -> SwarmView:
+    async def view() -> list[SwarmView]:
         raise PeerUnavailable("nobody answers")
 
     with pytest.raises(PeerUnavailable, match="nobody answers"):

@@ -1,0 +1,67 @@
+"""Which runs a program looks at, as its options say: by invites, by peers that are asked, or from the DHT.
+
+The options of swarm-status and swarm-dashboard are made of these; it imports neither gRPC nor torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from peers.shared.entrance import Entrance
+    from swarm.machine.clock import Clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewOptions:
+    """Where the runs are."""
+
+    invites: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="INVITE ...")]] = ()
+    """To the run, swarm://..., as every swarm-peer prints it: the first of its peers that answers is asked. Several
+    invites show several runs side by side."""
+    peer: tuple[str, ...] = ()
+    """Peers to ask instead (PEER_ID@HOST:PORT, as a swarm-peer has it in its log)."""
+    initial_peers: tuple[str, ...] = ()
+    """Enter the DHT instead, at these addresses of the swarm's peers: slower, and asks no single peer who there is."""
+    runs: bool = False
+    """Show all runs that are announced in the DHT there, and not only the one that an invite is to; enters the DHT."""
+    token: str | None = None
+    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
+    (ADDRESS#TOKEN), or in SWARM_TOKEN."""
+    insecure: bool = False
+    """For a run whose peers were started with --insecure."""
+
+    @property
+    def num_ways(self) -> int:
+        """In how many ways they say where the runs are."""
+        return [bool(self.invites), bool(self.peer), bool(self.initial_peers)].count(True)
+
+    def require_one_way(self, prog: str) -> None:
+        """Raise ValueError unless they say in one way where the runs are."""
+        if self.num_ways > 1:
+            raise ValueError("INVITE, --peer and --initial-peers are ways to the same: leave all but one out")
+        if self.num_ways == 0:
+            raise ValueError(f"which run? say {prog} INVITE, with the invite that every swarm-peer prints")
+
+    def entrances(self, environment: Mapping[str, str], clock: "Clock") -> "list[Entrance]":
+        """One for each invite; else a single one. Raises what find_entrance raises."""
+        from peers.shared.entrance import find_entrance
+        from swarm.credentials.certificates import Role
+
+        ways = [_Way(invite, (), self.token, self.insecure) for invite in self.invites]
+        return [
+            find_entrance(way, environment, role=Role.TRAINER, clock=clock, peers=self.peer)
+            for way in ways or [_Way(None, self.initial_peers, self.token, self.insecure)]
+        ]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What EntranceOptions has."""
+
+    invite: str | None
+    initial_peers: tuple[str, ...]
+    token: str | None
+    insecure: bool
