@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from swarm.config import RunConfig
 from swarm.model.loss import loss_bytes
 from swarm.model.stages import parameter_shapes, trained_shapes
+from swarm.training.optimizers import gradient_optimizer
 
 PROGRAM_BYTES = 512 << 20
 """Python, PyTorch and the DHT."""
@@ -37,20 +38,28 @@ class Needs:
     def of(cls, config: RunConfig, stage: int, *, on_gpu: bool) -> "Needs":
         """By the run's configuration, for a model that is built in."""
         own = sum(map(math.prod, parameter_shapes(config, stage).values()))
-        trained = sum(map(math.prod, trained_shapes(config, stage).values()))
+        shapes = trained_shapes(config, stage)
+        trained = sum(map(math.prod, shapes.values()))
+        optimizer = gradient_optimizer(config.optimizer, same_bits=False)
+        moments = sum(
+            math.prod(moment)
+            for name, shape in shapes.items()
+            for moment in optimizer.state_shapes(name, shape).values()
+            if moment == shape  # and not a counter
+        )
         frozen = _FROZEN_BYTES * own if config.lora.is_on else 0
         is_last = stage == config.stages.num_stages - 1
         loss = loss_bytes(config.model, config.data.tokens_per_microbatch) if is_last else 0
-        # Weights and their copy, two moments, gradients and the round's first weights; and for moments a gradient.
-        held, once_a_round = 6 + 1, 6
+        # Weights and their copy, gradients and the round's first weights; and for a short while a gradient.
+        held, once_a_round = 4 + 1, 6
         if not config.rounds.synchronous:
-            # A second version for moments; the round's first weights twice, and the outer momentum.
-            held, once_a_round = 5 + 2, 3 + 6
-        device = _FLOAT_BYTES * held * trained + frozen + loss
+            # A second version for a short while; the round's first weights twice, and the outer momentum.
+            held, once_a_round = 3 + 2, 3 + 6
+        device = _FLOAT_BYTES * (held * trained + moments) + frozen + loss
         ram = _FLOAT_BYTES * once_a_round * trained + PROGRAM_BYTES
         return cls(
             device=device if on_gpu else device + ram,
             ram=ram if on_gpu else 0,
             cache=_TOKENIZER_BYTES + (_FLOAT_BYTES * own if config.model.weights else 0),
-            checkpoint=_FLOAT_BYTES * (3 if config.rounds.synchronous else 2) * trained,
+            checkpoint=_FLOAT_BYTES * (trained + (moments if config.rounds.synchronous else trained)),
         )

@@ -24,6 +24,7 @@ from swarm.errors import Fatal, PeerUnavailable
 from swarm.stage.member import StageMember
 from swarm.stage.state import digest_of
 from swarm.training.optim import learning_rate
+from swarm.training.optimizers import round_optimizer
 from swarm.training.round_member import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ async def begin(
         await member.begin(highest_microbatch=0 if others.has_begun else -1)
         return
     restored = beginning.restored
-    tensors = restored.tensors if restored is not None else (await member.snapshot()).tensors
+    tensors = (await member.snapshot()).tensors if restored is None else _known(config, shapes, restored.tensors)
     snapshot = Snapshot(
         round=beginning.round,
         run_samples=beginning.run_samples,
@@ -181,6 +182,19 @@ def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run
     if any(name.startswith("optimizer.") for name in differing):
         rates = [learning_rate(config.optimizer, run_samples) for config in (checkpoint, run)]
         logger.warning("  the learning rate at %d samples: %.4g before, %.4g now", run_samples, *rates)
+    if run.rounds.synchronous and "optimizer.name" in differing:
+        logger.warning("  %s begins with no memory of the parameters that it steps in another way", run.optimizer.name)
+
+
+def _known(
+    config: RunConfig, shapes: Mapping[str, torch.Size], tensors: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """A checkpoint's state without what another optimizer remembered."""
+    known = set[str]()
+    optimizer = round_optimizer(config)
+    for name, shape in shapes.items():
+        known |= {f"outer/{name}/{key}" for key in optimizer.state_shapes(name, shape)}
+    return {name: tensor for name, tensor in tensors.items() if name in known or not name.startswith("outer/")}
 
 
 def _at_their_round(

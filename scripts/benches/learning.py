@@ -2,7 +2,7 @@
 
 A swarm of real processes with default options, two peers a stage, trains a small model on a text; so do a process
 that does the same without a swarm (`plain`: the steps of the synchronous setting, or DiLoCo with as many workers as a
-stage has peers) and one that takes an AdamW step on every inner batch (`single`), each with all cores, on the same
+stage has peers) and one that takes a step on every inner batch (`single`), each with all cores, on the same
 samples from the same initial weights. Peers keep the anchor of every so many rounds, and all losses are measured
 afterwards, on the same held-out samples. Seconds are those of training alone.
 
@@ -40,7 +40,7 @@ from scripts.benches.shared.lines import FAST, Lines, serve
 from scripts.benches.shared.throttle import Throttle
 from swarm import config as configs
 from swarm.checkpoint.folder import CheckpointFolder
-from swarm.config import DataConfig, ModelConfig, OuterConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, OuterConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 Setting = Literal["synchronous", "diloco", "tiny"]
@@ -77,6 +77,8 @@ class Options(BenchOptions):
     """Tokens of its samples."""
     round_trips_ms: tuple[int, ...] = (0,)
     """Milliseconds that a call and its answer between any two processes of the swarm take longer."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """The optimizer of all sides."""
     max_staleness: int = -1
     """DiLoCo: rounds.max_staleness, if it is not to be the default."""
 
@@ -104,7 +106,8 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
     if setting == "tiny":
         config = configs.load_preset("tiny")
         data = dataclasses.replace(config.data, dataset=options.dataset, seed=seed)
-        return dataclasses.replace(config, data=data)
+        optimizer = dataclasses.replace(config.optimizer, name=options.optimizer)
+        return dataclasses.replace(config, data=data, optimizer=optimizer)
     samples = BATCH_SAMPLES if setting == "synchronous" else ROUND_SAMPLES
     rounds = RoundsConfig(setting=setting, round_samples=samples, inner_batch_samples=BATCH_SAMPLES)
     if options.max_staleness >= 0:
@@ -117,13 +120,14 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
         stages=StagesConfig(num_stages=2),
         data=DataConfig(dataset=options.dataset, seed=seed, sequence_length=options.sequence_length, microbatch_size=8),
         rounds=rounds,
+        optimizer=OptimizerConfig(name=options.optimizer),
         # As in the preset tiny: rounds this short want the plain mean of the peers.
         outer=OuterConfig(learning_rate=1.0, momentum=0.0),
     )
 
 
 def single_config(config: RunConfig) -> RunConfig:
-    """An AdamW step on every inner batch."""
+    """A step on every inner batch."""
     rounds = RoundsConfig(setting="synchronous", round_samples=config.rounds.inner_batch_samples)
     return dataclasses.replace(config, rounds=rounds)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -71,6 +71,8 @@ class Options(BenchOptions):
     """Optimizer steps to train."""
     lora: int = 0
     """Train adapters of this rank (LoRA) beside a model of transformers, and compare with peft's layers."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """The optimizer of both."""
 
     def __post_init__(self) -> None:
         first_with_control = CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1
@@ -182,7 +184,7 @@ def _config(options: Options) -> RunConfig:
         stages=StagesConfig(num_stages=options.stages),
         data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=4, max_tokens=1_000_000),
         rounds=RoundsConfig(setting="synchronous", round_samples=4 * MICROBATCHES_PER_ROUND),
-        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=1.0),
+        optimizer=OptimizerConfig(name=options.optimizer, learning_rate=1e-3, clip_norm=1.0),
     )
 
 

@@ -1,4 +1,4 @@
-"""`[optimizer]`: AdamW and its learning rate."""
+"""`[optimizer]`: what steps along gradients, and its learning rate."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,18 +8,29 @@ from swarm.config.checks import STRICT, require, require_not_negative, require_p
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW: the inner optimizer of DiLoCo, the only one of the synchronous setting."""
+    """AdamW or Muon: the inner optimizer of DiLoCo, the only one of the synchronous setting."""
 
     __pydantic_config__ = STRICT
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`adamw`; or `muon`: Muon for the matrices of layers (with LoRA, of adapters), as torch.optim.Muon has it, and
+    AdamW for everything else: embedding, positions, head, norms, biases."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """AdamW: decay of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """AdamW: decay of the second moment."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW: added to the root of the second moment."""
+    momentum: float = 0.95
+    """Muon: decay of the momentum."""
+    nesterov: bool = True
+    """Muon: Nesterov's momentum."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon: by what the learning rate of a matrix is multiplied. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), with
+    which steps are as large as AdamW's, and its rate and decay do for both (arXiv 2502.16982). `original`:
+    sqrt(max(1, rows / columns))."""
     weight_decay: float = 0.0
     """Decoupled decay, on matrices only."""
     clip_norm: float = 1.0
@@ -42,7 +53,7 @@ class OptimizerConfig:
         require_not_negative(
             "optimizer", self, "weight_decay", "clip_norm", "warmup_samples", "total_samples", "restart_samples"
         )
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), not {getattr(self, name)}")
         require(
             self.schedule not in ("linear", "cosine") or self.total_samples > self.warmup_samples,

@@ -13,6 +13,7 @@ A model of your own
   takes all randomness from the key (`swarm.model.masks.dropout`), keeps nothing between calls, and changes no buffer;
 - holds float32 parameters, named by their place in the whole model, so that the stages' parameters are the
   single-stage model's under any cut; those that do not require a gradient are not trained, and follow from the seed;
+  optimizer.name = "muon" is for matrices whose names begin with `layers.`, and the others are AdamW's;
 - may have `init_parameters(seed)`, which sets every parameter to what follows from the seed and the parameter's
   name. Without it, `initialise` does so.
 

@@ -47,7 +47,8 @@ def check(
     shapes = dict[str, torch.Size]()
     for name, master in masters.items():
         shapes[f"anchor/{name}"] = master.shape
-        remembered = {f"outer/{name}/{key}": shape for key, shape in optimizer.state_shapes(master).items()}
+        of_parameter = optimizer.state_shapes(name, master.shape)
+        remembered = {f"outer/{name}/{key}": shape for key, shape in of_parameter.items()}
         if not tensors.keys().isdisjoint(remembered):
             shapes |= remembered
     if {name: tensor.shape for name, tensor in tensors.items()} != shapes:

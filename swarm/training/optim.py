@@ -1,4 +1,4 @@
-"""Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step).
+"""Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step); muon.py has Muon.
 
 The same numbers give the same bits on every machine, whatever its processor, its GPU or its release of torch, because
 members of a stage compare digests of what their outer steps give, and replay each other's rounds. torch.optim does not
@@ -56,8 +56,8 @@ class Optimizer(ABC):
         self.state: dict[str, dict[str, torch.Tensor]] = {}
 
     @abstractmethod
-    def state_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
-        """Shapes of its state of a parameter after the first step, by key."""
+    def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
+        """Shapes of its state of a parameter of that name and shape after the first step, by key."""
 
     @abstractmethod
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
@@ -71,8 +71,8 @@ class AdamW(Optimizer):
         super().__init__()
         self._config = config
 
-    def state_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
-        return {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+    def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
+        return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         beta1, beta2, epsilon = self._config.beta1, self._config.beta2, self._config.epsilon
@@ -110,8 +110,8 @@ class OuterSgd(Optimizer):
         super().__init__()
         self._momentum = config.momentum
 
-    def state_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
-        return {"momentum_buffer": parameter.shape}
+    def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
+        return {"momentum_buffer": shape}
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         for name, parameter in parameters.items():

@@ -5,7 +5,7 @@ import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from swarm.config import (
     DataConfig,
     LoraConfig,
     ModelConfig,
+    OptimizerConfig,
     RoundsConfig,
     RunConfig,
     StagesConfig,
@@ -43,7 +44,12 @@ from swarm.stage.settings import weights_of
 from swarm.stage.staging import Staging
 
 
-def _config(setting: str = "synchronous", num_kv_heads: int = 0, lora_rank: int = 0) -> RunConfig:
+def _config(
+    setting: str = "synchronous",
+    num_kv_heads: int = 0,
+    lora_rank: int = 0,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+) -> RunConfig:
     assert setting in ("synchronous", "diloco")
     return RunConfig(
         model=ModelConfig(num_layers=6, d_model=64, num_heads=4, num_kv_heads=num_kv_heads),
@@ -53,6 +59,7 @@ def _config(setting: str = "synchronous", num_kv_heads: int = 0, lora_rank: int 
         rounds=RoundsConfig(
             setting="synchronous" if setting == "synchronous" else "diloco", round_samples=4, inner_batch_samples=2
         ),
+        optimizer=OptimizerConfig(name=optimizer),
     )
 
 
@@ -93,11 +100,14 @@ def test_parameters_and_graphs_are_as_computed(num_kv_heads: int, lora_rank: int
     assert sizes.graph_bytes(config, 1) == backend.budget.graph_bytes
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str, lora_rank: int) -> None:
+def test_a_stage_holds_what_is_computed_and_no_copy_more(
+    setting: str, lora_rank: int, optimizer: Literal["adamw", "muon"]
+) -> None:
     """With adapters: two bytes a frozen weight, and four a frozen norm's."""
-    config = _config(setting, lora_rank=lora_rank)
+    config = _config(setting, lora_rank=lora_rank, optimizer=optimizer)
     before_bytes = _tensor_bytes()
     backend = _backend(config)
     for _ in range(2):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -101,11 +101,23 @@ def _weights(member: Member) -> dict[str, torch.Tensor]:
     return {name: value for stage in member.stages for name, value in stage.weights.masters.items()}
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("packing", [True, False])
-def test_synchronous_rounds_follow_one_process(num_stages: int, packing: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_stages", "packing", "optimizer"),
+    [
+        (1, True, "adamw"),
+        (2, False, "adamw"),
+        (3, True, "adamw"),
+        (3, False, "adamw"),
+        (1, False, "muon"),
+        (3, True, "muon"),
+    ],
+)
+def test_synchronous_rounds_follow_one_process(
+    num_stages: int, packing: bool, optimizer: Literal["adamw", "muon"]
+) -> None:
     """Whatever targets each member had: one has nearly all, another none in the first round."""
     config = partial_config(num_stages=num_stages, packing=packing)
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=optimizer))
     members, reference = [Member(config), Member(config), Member(config)], _reference(config)
     for number in range(2):
         losses = [members[member].train(4 * number + index) for index, member in enumerate((0, 1, 2, 1))]
@@ -116,6 +128,8 @@ def test_synchronous_rounds_follow_one_process(num_stages: int, packing: bool) -
         assert mean == pytest.approx(reference.step(number), abs=1e-5)
         for member in members:
             assert_close(_weights(member), dict(reference.weights), 1e-5)
+        digests = [[stage.weights.state_digest() for stage in member.stages] for member in members]
+        assert digests == digests[:1] * 3
 
 
 def test_diloco_rounds_follow_one_process_for_each_member() -> None:

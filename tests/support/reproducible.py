@@ -22,6 +22,7 @@ from swarm.config import (
     OuterConfig,
     RoundsConfig,
     RunConfig,
+    Setting,
     StagesConfig,
 )
 from swarm.model.layers import seeded_generator
@@ -30,6 +31,7 @@ from swarm.stage.anchors import CPU, moved
 from swarm.stage.settings import weights_of
 from swarm.stage.state import digest_of
 from swarm.training import optim
+from swarm.training.muon import Muon
 from tests.compression.all_codecs import CODECS
 
 NUM_ELEMENTS = 3 * 4096 + 77
@@ -59,16 +61,19 @@ def drawn(like: Mapping[str, torch.Tensor], *key: int | str) -> dict[str, torch.
 def of_arithmetic(device: torch.device = CPU) -> dict[str, str]:
     """Weights and moments after some steps on a device, and tiles."""
     shapes = {"matrix": torch.empty(301, 513), "vector": torch.empty(1003), "number": torch.empty(())}
+    hidden = {"layers.0.matrix": torch.empty(301, 77), "layers.1.matrix": torch.empty(40, 203)}
     optimizers = {
         "AdamW": optim.AdamW(OptimizerConfig(weight_decay=0.1)),
+        "Muon": Muon(OptimizerConfig(weight_decay=0.1), same_bits=True),
         "Nesterov": optim.OuterSgd(OuterConfig(momentum=0.9)),
     }
     digests = {}
     for name, optimizer in optimizers.items():
-        weights = moved(drawn(shapes, name), device)
+        stepped = shapes | hidden if name == "Muon" else shapes
+        weights = moved(drawn(stepped, name), device)
         for number in range(4):
             rate = optim.learning_rate(CONFIG.optimizer, 17 * number)
-            optim.step(optimizer, weights, moved(drawn(shapes, name, number), device), rate)
+            optim.step(optimizer, weights, moved(drawn(stepped, name, number), device), rate)
         digests[name] = digest_of(moved(weights | optim.state_tensors(optimizer, weights), CPU))
     coefficients = drawn({"tiles": torch.empty(70, TILE)}, "coefficients")
     coefficients["tiles"][::7] = 0.0
@@ -79,16 +84,21 @@ def of_arithmetic(device: torch.device = CPU) -> dict[str, str]:
 def of_states() -> dict[str, str]:
     """A stage's state at the beginning, and after some rounds."""
     digests = {}
-    settings: tuple[Literal["synchronous", "diloco"], ...] = ("synchronous", "diloco")
-    for setting in settings:
+    runs: tuple[tuple[Setting, Literal["adamw", "muon"]], ...] = (
+        ("synchronous", "adamw"), ("synchronous", "muon"), ("diloco", "adamw")
+    )  # fmt: skip
+    for setting, optimizer in runs:
         rounds = RoundsConfig(setting=setting, round_samples=16, inner_batch_samples=4)
-        config = dataclasses.replace(CONFIG, rounds=rounds)
+        config = dataclasses.replace(
+            CONFIG, rounds=rounds, optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer)
+        )
         weights = weights_of(config, build_stage(config, 0, device="cpu"), lineage="")
-        digests[f"{setting}, initial"] = weights.state_digest()
+        name = f"{setting}, {optimizer}"
+        digests[f"{name}, initial"] = weights.state_digest()
         for number in range(3):
             average = drawn(weights.close().tensors, setting, number)
             weights.commit(average, total_squared_norm=7.0, num_samples=16, num_members=2, lineage="00")
-        digests[f"{setting}, 3 rounds"] = weights.state_digest()
+        digests[f"{name}, 3 rounds"] = weights.state_digest()
     return digests
 
 

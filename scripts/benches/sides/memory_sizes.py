@@ -22,6 +22,17 @@ def num_parameters(config: RunConfig, stage: int) -> int:
     return len(layer_ranges(config)[stage]) * config.lora.rank * sides
 
 
+def num_moments(config: RunConfig, stage: int) -> int:
+    """Numbers that the optimizer remembers: AdamW two for each parameter, Muon one for those in matrices of layers."""
+    twice = 2 * num_parameters(config, stage)
+    if config.optimizer.name == "adamw":
+        return twice
+    if config.lora.is_on:
+        return twice // 2
+    matrices = sum(inputs * outputs for inputs, outputs in _matrices(config).values())
+    return twice - len(layer_ranges(config)[stage]) * matrices
+
+
 def num_own_parameters(config: RunConfig, stage: int) -> int:
     """Parameters of a stage without adapters."""
     matrices = sum(inputs * outputs for inputs, outputs in _matrices(config).values())
@@ -48,7 +59,7 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     size = FLOAT_BYTES * num_parameters(config, stage)
     held = {
         "parameters": size,
-        "optimizer": 2 * size,
+        "optimizer": FLOAT_BYTES * num_moments(config, stage),
         "version": size,
         "gradient_bucket": size,
         # In the synchronous setting this round's is the version.

@@ -2,8 +2,8 @@
 
     python -m scripts.benches.sides.plain_training CONFIG WORKERS ROUNDS POINTS
 
-Synchronous: one AdamW step a round. DiLoCo (arXiv 2311.08105): so many workers, which take their turns in this one
-process, each take inner AdamW steps on their share of every round, and an outer step follows. All cores compute.
+Synchronous: one optimizer step a round. DiLoCo (arXiv 2311.08105): so many workers, which take their turns in this one
+process, each take inner steps on their share of every round, and an outer step follows. All cores compute.
 Its last line of stdout is a JSON list of points: tokens, seconds of training until then, held-out loss.
 """
 
@@ -23,6 +23,7 @@ from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.training import optim
+from swarm.training.optimizers import gradient_optimizer
 
 
 class Training(Protocol):
@@ -48,7 +49,7 @@ class PlainDiloco:
         self._config = config
         self._whole = Reference(config, data)
         self._anchor = {name: value.clone() for name, value in self._whole.weights.items()}
-        self._inner = [optim.AdamW(config.optimizer) for _ in range(num_workers)]
+        self._inner = [gradient_optimizer(config.optimizer, same_bits=False) for _ in range(num_workers)]
         self._outer = optim.OuterSgd(config.outer)
 
     @property
@@ -61,10 +62,10 @@ class PlainDiloco:
         size = self._config.microbatches_per_round
         loss, amounts = 0.0, list[int]()
         learnt: list[Mapping[str, torch.Tensor]] = []
-        for worker, adamw in enumerate(self._inner):
+        for worker, optimizer in enumerate(self._inner):
             indices = range(number * size + worker, (number + 1) * size, len(self._inner))
             self._whole.load(self._anchor)
-            own_loss, num_targets = self._inner_steps(adamw, indices, number)
+            own_loss, num_targets = self._inner_steps(optimizer, indices, number)
             loss, amounts = loss + own_loss, [*amounts, num_targets]
             learnt.append({name: self._anchor[name] - value for name, value in self._whole.weights.items()})
         weights = torch.tensor(amounts) / sum(amounts)
@@ -74,7 +75,7 @@ class PlainDiloco:
         optim.step(self._outer, self._anchor, average, self._config.outer.learning_rate)
         return loss / sum(amounts)
 
-    def _inner_steps(self, adamw: optim.AdamW, indices: Sequence[int], number: int) -> tuple[float, int]:
+    def _inner_steps(self, optimizer: optim.Optimizer, indices: Sequence[int], number: int) -> tuple[float, int]:
         """Gives the sum of the losses, and the number of targets."""
         rounds, size = self._config.rounds, self._config.data.microbatch_size
         batch = rounds.inner_batch_samples // size
@@ -83,7 +84,7 @@ class PlainDiloco:
             chosen = indices[first : first + batch]
             of_step = self._whole.accumulate_mean(dict.fromkeys(chosen, 1))
             loss, num_targets = loss + of_step[0], num_targets + of_step[1]
-            self._whole.update_with(adamw, number * rounds.round_samples + first * len(self._inner) * size)
+            self._whole.update_with(optimizer, number * rounds.round_samples + first * len(self._inner) * size)
         return loss, num_targets
 
 

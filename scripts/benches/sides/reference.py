@@ -17,6 +17,7 @@ from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.training import optim, samples
+from swarm.training.optimizers import gradient_optimizer
 from swarm.training.samples import Samples
 
 
@@ -67,7 +68,7 @@ class Reference:
         self._data = data
         self._summed_loss = model.summed_loss
         self._parameters = model.parameters
-        self._adamw = optim.AdamW(config.optimizer)
+        self._optimizer = gradient_optimizer(config.optimizer, same_bits=config.rounds.synchronous)
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -111,15 +112,15 @@ class Reference:
 
     def update(self, number: int) -> None:
         """Take round `number`'s optimizer step with the sum."""
-        self.update_with(self._adamw, number * self._config.rounds.round_samples)
+        self.update_with(self._optimizer, number * self._config.rounds.round_samples)
 
-    def update_with(self, adamw: optim.AdamW, run_samples: int) -> None:
+    def update_with(self, optimizer: optim.Optimizer, run_samples: int) -> None:
         """Take an optimizer's step with the sum, at the rate after so many samples of the run."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
         torch._foreach_mul_(list(gradients.values()), factor)
         rate = optim.learning_rate(self._config.optimizer, run_samples)
-        optim.step(adamw, self._parameters, gradients, rate)
+        optim.step(optimizer, self._parameters, gradients, rate)
         for parameter in self._parameters.values():
             parameter.grad = None
 

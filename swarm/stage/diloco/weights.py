@@ -24,6 +24,7 @@ from swarm.stage.diloco.fragments import Fragments
 from swarm.stage.weights import FrozenContribution, Round, StageWeights
 from swarm.training import optim
 from swarm.training.inner_steps import InnerSteps
+from swarm.training.optimizers import gradient_optimizer, round_optimizer
 from swarm.training.samples import NOTHING, Amount
 
 LATE_VERSIONS = 2
@@ -44,7 +45,7 @@ class DilocoWeights(StageWeights):
 
     def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> None:
         self._events = events or NoEvents()
-        self._adamw = optim.AdamW(config.optimizer)
+        self._inner = gradient_optimizer(config.optimizer, same_bits=False)
         self._fragments = Fragments(trained_parameters(module), config.averaging.num_fragments)
         self._closing: _Closing | None
         """The newest of this round, also after it was reopened: its result may be decided all the same."""
@@ -53,7 +54,7 @@ class DilocoWeights(StageWeights):
         super().__init__(
             config,
             module,
-            ends_rounds=optim.OuterSgd(config.outer),
+            ends_rounds=round_optimizer(config),
             batch_samples=config.rounds.inner_batch_samples,
             anchor_device=CPU,
             lineage=lineage,
@@ -97,7 +98,7 @@ class DilocoWeights(StageWeights):
         torch._foreach_mul_(list(gradients.values()), bucket.scale)
         factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
         torch._foreach_mul_(list(gradients.values()), factor)
-        optim.step(self._adamw, self.masters, gradients, self.learning_rate)
+        optim.step(self._inner, self.masters, gradients, self.learning_rate)
         self._events.write(Step(bucket=bucket.number, samples=bucket.num_samples))
         self.inner_steps.add(bucket.num_samples, bucket.versions, newest=self.version.number)
         self.round.stepped += bucket.amount

@@ -1,4 +1,4 @@
-"""A stage's weights in the synchronous setting: one AdamW step a round, on the mean of all its gradients.
+"""A stage's weights in the synchronous setting: one optimizer step a round, on the mean of all its gradients.
 
 Owned by the compute thread. There are no inner steps: gradients are summed until the round closes, and every microbatch
 is computed with the weights that began its round.
@@ -14,6 +14,7 @@ from swarm.errors import NotReady
 from swarm.stage.buckets import GradientBucket, Source, Tensors, Version
 from swarm.stage.weights import FrozenContribution, Round, StageWeights
 from swarm.training import optim
+from swarm.training.optimizers import round_optimizer
 from swarm.training.samples import NOTHING, Amount
 
 
@@ -21,13 +22,12 @@ class SynchronousWeights(StageWeights):
     """One sum of gradients, and one step a round."""
 
     def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str) -> None:
-        self._adamw = optim.AdamW(config.optimizer)
         self._earlier: Version | None
         """The weights of the round before, once a microbatch has been computed with them."""
         super().__init__(
             config,
             module,
-            ends_rounds=self._adamw,
+            ends_rounds=round_optimizer(config),
             batch_samples=None,
             # Microbatches of the round before are computed with its anchor.
             anchor_device=next(module.parameters()).device,
@@ -98,7 +98,7 @@ class SynchronousWeights(StageWeights):
                 torch.mul(value, factor, out=clipped[name])
             gradients = clipped
             del clipped
-        optim.step(self._adamw, self.masters, gradients, rate)
+        optim.step(self._ends_rounds, self.masters, gradients, rate)
         del gradients  # Memory for what follows.
         self.buckets.clear()
         self._versions.publish()

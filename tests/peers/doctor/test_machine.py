@@ -11,7 +11,7 @@ from peers.doctor.finding import State
 from peers.doctor.needs import PROGRAM_BYTES, Needs
 from peers.shared.devices import Device
 from swarm import config as configs
-from swarm.config import LoraConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import LoraConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 
 GIB = 1 << 30
 CPU = Device(name="cpu", free_bytes=8 * GIB)
@@ -120,6 +120,15 @@ def test_needs_are_the_formulas_of_the_docs() -> None:
         gpu = Needs.of(config, 0, on_gpu=True)
         assert (gpu.device, gpu.ram) == (on_device * size + loss, (total - on_device) * size + PROGRAM_BYTES)
         assert gpu.checkpoint == (12 if setting == "synchronous" else 8) * size
+
+
+def test_muon_has_one_moment_of_a_matrix() -> None:
+    """Of the layers' matrices: 4 d_model^2 of attention and 3 d_model * feed-forward width each."""
+    plain, muon = (_config(optimizer=OptimizerConfig(name=name)) for name in ("adamw", "muon"))
+    model = plain.model
+    matrices = model.num_layers * (4 * model.d_model**2 + 3 * model.d_model * model.feed_forward_width)
+    difference = Needs.of(plain, 0, on_gpu=True).device - Needs.of(muon, 0, on_gpu=True).device
+    assert difference == 4 * matrices
 
 
 def test_with_adapters_the_model_takes_two_bytes_a_parameter() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import AveragingConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.training.optim import learning_rate
-from tests.checkpoint.states import CONFIG, cut, write_cut
+from tests.checkpoint.states import CONFIG, cut, trained, write_cut
 from tests.support.whole_swarm import whole_swarm
 
 SYNCHRONOUS = RunConfig(
@@ -250,6 +251,31 @@ def test_the_same_configuration_needs_no_word(caplog: pytest.LogCaptureFixture) 
 def test_without_another_optimizer_the_learning_rate_stays(caplog: pytest.LogCaptureFixture) -> None:
     say_changes(BEFORE, dataclasses.replace(BEFORE, averaging=NOW.averaging), round_number=7, run_samples=500)
     assert caplog.messages[1:] == ["  averaging.codec: 'fp32' before, 'int8' now"]
+
+
+@pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
+async def test_another_optimizer_begins_without_the_memory_of_the_one_before(
+    tmp_path: Path, before: Literal["adamw", "muon"], now: Literal["adamw", "muon"], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The weights are the checkpoint's; AdamW's moments of what both optimizers leave to it stay."""
+    configs = {
+        name: dataclasses.replace(cut(2), optimizer=dataclasses.replace(CONFIG.optimizer, name=name))
+        for name in (before, now)
+    }
+    (tmp_path / "checkpoints").mkdir()
+    write_cut(tmp_path / "checkpoints", configs[before], 3)
+    resume = ResumeOptions(folder=tmp_path / "checkpoints")
+    async with whole_swarm(configs[now], tmp_path / "logs", num_peers=(), resume=resume) as swarm:
+        peer = await swarm.start(0)
+        assert peer.server is not None
+        state = (await peer.server.member.snapshot()).tensors
+    expected = trained(configs[before], 0, 3).state_tensors()
+    is_shared = {name: "layers" not in name or "norm" in name for name in expected}
+    kept = {name for name in expected if name.startswith("anchor/") or is_shared[name]}
+    assert state.keys() == kept
+    assert all(torch.equal(state[name], expected[name]) for name in kept)
+    assert f"  optimizer.name: {before!r} before, {now!r} now" in caplog.messages
+    assert f"  {now} begins with no memory of the parameters that it steps in another way" in caplog.messages
 
 
 @pytest.mark.parametrize("is_changed", [True, False])

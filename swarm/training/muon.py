@@ -1,0 +1,130 @@
+"""Muon: steps along orthogonal matrices for the layers' weights, and AdamW for everything else.
+
+Which parameters are which follows from their names and shapes alone, so that every cut of a model decides the same; a
+tied embedding is an embedding at both of its stages. Used by optimizers.py.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from swarm.config import OptimizerConfig
+from swarm.training.optim import AdamW, Parameters
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NUM_ITERATIONS = 5
+EPSILON = 1e-7
+"""Those of torch.optim.Muon, which took them from K. Jordan's (https://kellerjordan.github.io/posts/muon/)."""
+EXACT_BITS = 53
+"""A float64 holds every integer of so many bits."""
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def is_hidden_matrix(name: str, shape: torch.Size) -> bool:
+    """Whether Muon steps a parameter: a matrix of a layer, or of an adapter there."""
+    return name.startswith("layers.") and len(shape) == 2
+
+
+class Muon(AdamW):
+    """Muon, as torch.optim.Muon has it, for the matrices of layers, and AdamW for the other parameters.
+
+    Momentum is M <- mu M + (1 - mu) G, and the step is along the orthogonal matrix that is nearest to M, or with
+    Nesterov's momentum to (1 - mu) G + mu M; see `orthogonal`. Matrices decay as with AdamW.
+    """
+
+    def __init__(self, config: OptimizerConfig, *, same_bits: bool) -> None:
+        """
+        Args:
+            same_bits: whether others take the same steps, and have to get the same bits. See `orthogonal`.
+        """
+        super().__init__(config)
+        self._same_bits = same_bits
+
+    def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
+        return {"momentum_buffer": shape} if is_hidden_matrix(name, shape) else super().state_shapes(name, shape)
+
+    def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
+        hidden = {name: value for name, value in parameters.items() if is_hidden_matrix(name, value.shape)}
+        super().update({name: value for name, value in parameters.items() if name not in hidden}, gradients, rate)
+        for name, matrix in hidden.items():
+            if name not in self.state:
+                self.state[name] = {"momentum_buffer": torch.zeros_like(matrix)}
+            direction = self._direction(gradients[name], self.state[name]["momentum_buffer"])
+            step = orthogonal(direction, same_bits=self._same_bits).mul_(rate * self._adjustment(matrix.shape))
+            matrix.mul_(1.0 - rate * self._config.weight_decay).sub_(step)
+
+    def _direction(self, gradient: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """Update the momentum; gives what is to be made orthogonal."""
+        momentum = self._config.momentum
+        buffer.add_(torch.sub(gradient, buffer).mul_(1.0 - momentum))
+        return torch.sub(buffer, gradient).mul_(momentum).add_(gradient) if self._config.nesterov else buffer
+
+    def _adjustment(self, shape: torch.Size) -> float:
+        """By what the rate of a matrix of this shape is multiplied."""
+        rows, columns = shape
+        if self._config.adjust_lr_fn == "original":
+            return math.sqrt(max(1.0, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+
+def orthogonal(matrix: torch.Tensor, *, same_bits: bool) -> torch.Tensor:
+    """About the orthogonal matrix that is nearest to `matrix`, in its type: singular values become 0.7 to 1.2.
+
+    These are five iterations of Newton and Schulz with the polynomial aX + b(XX')X + c(XX')^2 X, after a division by
+    the Frobenius norm.
+
+    Args:
+        same_bits: compute in float64 from matrices of so few bits that no product is ever rounded. Then the order in
+            which a processor adds makes no difference, nor does a fused operation, and all machines get the same bits.
+            Otherwise a GPU computes in bfloat16, as torch.optim.Muon does, and a CPU in the matrix's own type.
+    """
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    product, norm = (exact_product, _exact_norm) if same_bits else (torch.matmul, _norm)
+    # Apple's GPUs have no float64.
+    device = "cpu" if same_bits and matrix.device.type == "mps" else matrix.device
+    values = wide.to(device, _computing_type(matrix, same_bits=same_bits))
+    values = values / max(norm(values), EPSILON)
+    a, b, c = COEFFICIENTS
+    for _ in range(NUM_ITERATIONS):
+        gram = product(values, values.T)
+        # Each of these is an operation of its own: torch.addmm would round once where these round twice, or not.
+        polynomial = product(gram, gram).mul_(c).add_(gram.mul_(b))
+        values = product(polynomial, values).add_(values.mul_(a))
+    result = values.T if wide is not matrix else values
+    return result.to(matrix.device, matrix.dtype)
+
+
+def _computing_type(matrix: torch.Tensor, *, same_bits: bool) -> torch.dtype:
+    if same_bits:
+        return torch.float64
+    return matrix.dtype if matrix.device.type == "cpu" else torch.bfloat16
+
+
+def _norm(matrix: torch.Tensor) -> float:
+    return float(matrix.norm())
+
+
+def _exact_norm(matrix: torch.Tensor) -> float:
+    """The Frobenius norm, of a matrix in float64, with the same bits everywhere."""
+    values, unit = _integers(matrix, matrix.shape[1])
+    return unit * math.sqrt(math.fsum((values * values).sum(dim=1).tolist()))
+
+
+def exact_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product of two matrices in float64, each rounded to as many bits as leave every sum of products exact.
+
+    These are 20 bits below the matrix's largest element where 4,097 to 8,192 products are summed up, and 22 at 300.
+    """
+    num_terms = left.shape[1]
+    (lefts, left_unit), (rights, right_unit) = _integers(left, num_terms), _integers(right, num_terms)
+    return torch.matmul(lefts, rights).mul_(left_unit * right_unit)
+
+
+def _integers(matrix: torch.Tensor, num_terms: int) -> tuple[torch.Tensor, float]:
+    """A matrix as integers and their unit, such that sums of `num_terms` products of two of them are exact."""
+    bits = (EXACT_BITS - (num_terms - 1).bit_length()) // 2
+    _, exponent = math.frexp(float(matrix.abs().max()))
+    unit = math.ldexp(1.0, exponent - bits)
+    return torch.div(matrix, unit).round_(), unit

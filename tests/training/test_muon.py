@@ -1,0 +1,156 @@
+"""Muon's steps are torch's own, and where others repeat them, the same bits on any machine."""
+
+import dataclasses
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import _muon
+
+from swarm.config import LoraConfig, ModelConfig, OptimizerConfig, RunConfig, StagesConfig
+from swarm.model.adapters import trained_parameters
+from swarm.model.stages import build_stage
+from swarm.training import optim
+from swarm.training.muon import Muon, exact_product, is_hidden_matrix, orthogonal
+from swarm.training.optimizers import gradient_optimizer
+
+CONFIG = OptimizerConfig(name="muon", momentum=0.9, weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-6)
+SHAPES = {
+    "layers.0.up.weight": (6, 4),
+    "layers.1.down.weight": (4, 6),
+    "head.output.weight": (5, 4),
+    "norm.weight": (4,),
+}
+
+
+def _parameters(seed: int, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def _gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in _parameters(100 + step, dtype).items()}
+
+
+def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch's Muon, which makes matrices orthogonal in bfloat16 whatever they are, compute in float64."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.double().clone())
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("same_bits", "tolerance"), [(False, 1e-12), (True, 1e-5)])
+def test_steps_are_those_of_torchs_own_optimizers_in_float64(
+    adjust_lr_fn: Literal["original", "match_rms_adamw"], nesterov: bool, same_bits: bool, tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Where all are to get the same bits, matrices have about 24 bits for so few products, and a step no more."""
+    _in_float64(monkeypatch)
+    config = dataclasses.replace(CONFIG, adjust_lr_fn=adjust_lr_fn, nesterov=nesterov)
+    ours, theirs = _parameters(0, torch.float64), _parameters(0, torch.float64)
+    optimizer = Muon(config, same_bits=same_bits)
+    muon = torch.optim.Muon(
+        [theirs["layers.0.up.weight"], theirs["layers.1.down.weight"]],
+        weight_decay=0.3, momentum=0.9, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn,
+    )  # fmt: skip
+    groups: list[dict[str, Any]] = [
+        {"params": [theirs["head.output.weight"]], "weight_decay": 0.3},
+        {"params": [theirs["norm.weight"]]},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
+    for step, rate in enumerate([0.1, 0.05, 0.02, 0.02]):
+        optim.step(optimizer, ours, _gradients(step, torch.float64), rate)
+        for name, gradient in _gradients(step, torch.float64).items():
+            theirs[name].grad = gradient
+        for reference in (muon, adamw):
+            for group in reference.param_groups:
+                group["lr"] = rate
+            reference.step()  # type: ignore[no-untyped-call]  # torch's Muon
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(ours[name], parameter, rtol=tolerance, atol=tolerance)
+    state = optim.state_tensors(optimizer, ours)
+    assert state.keys() == {
+        *(f"{name}/momentum_buffer" for name in ("layers.0.up.weight", "layers.1.down.weight")),
+        *(
+            f"{name}/{key}"
+            for name in ("head.output.weight", "norm.weight")
+            for key in ("step", "exp_avg", "exp_avg_sq")
+        ),
+    }
+    for name in ("layers.0.up.weight", "layers.1.down.weight"):
+        expected = muon.state[theirs[name]]["momentum_buffer"]
+        torch.testing.assert_close(state[f"{name}/momentum_buffer"], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (150, 40), (40, 150), (1, 5)])
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_singular_values_become_about_one(shape: tuple[int, int], same_bits: bool) -> None:
+    """In float32 as well, and whatever the matrix's size."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for scale in (1.0, 1e-5, 1e12):
+        result = orthogonal(matrix * scale, same_bits=same_bits)
+        values = torch.linalg.svdvals(result)
+        assert result.dtype is torch.float32
+        assert 0.2 < float(values.min()) <= float(values.max()) < 1.25
+
+
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_nothing_is_learnt_from_no_gradient(same_bits: bool) -> None:
+    assert not orthogonal(torch.zeros(3, 4), same_bits=same_bits).any()
+
+
+def test_no_sum_of_products_is_rounded() -> None:
+    """So any order gives the same bits: here the terms are summed up in reverse, and by fused operations or not."""
+    generator = torch.Generator().manual_seed(2)
+    left, right = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((9, 700), (700, 8)))
+    product = exact_product(left, right)
+    assert torch.equal(product, exact_product(left.flip(1), right.flip(0)))
+    assert torch.equal(product, exact_product(right.T, left.T).T)
+    assert not torch.equal(left @ right, left.flip(1) @ right.flip(0)), "or the test shows nothing"
+    torch.testing.assert_close(product, left @ right, rtol=0, atol=1e-4)
+
+
+def test_the_steps_that_peers_take_alone_are_torchs_to_float_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    _in_float64(monkeypatch)
+    matrix = torch.randn(96, 64, generator=torch.Generator().manual_seed(3))
+    expected = _muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    for same_bits in (True, False):
+        result = orthogonal(matrix, same_bits=same_bits)
+        torch.testing.assert_close(result, expected.float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_every_cut_makes_the_same_choice(num_stages: int, positions: Literal["rope", "learned"]) -> None:
+    """Of a tied matrix, too, which is the head of the last stage."""
+    config = RunConfig(
+        model=ModelConfig(
+            num_layers=3, d_model=8, num_heads=2, vocab_size=16, tied_embeddings=True, positions=positions,
+            max_positions=512 if positions == "learned" else 0,
+        ),
+        stages=StagesConfig(num_stages=num_stages),
+    )  # fmt: skip
+    chosen: dict[str, bool] = {}
+    for stage in range(num_stages):
+        for name, parameter in build_stage(config, stage, device="cpu").named_parameters():
+            assert chosen.setdefault(name, is_hidden_matrix(name, parameter.shape)) == is_hidden_matrix(
+                name, parameter.shape
+            )
+    others = {"embedding.weight", "head.norm.weight"} | ({"positions.weight"} if positions == "learned" else set())
+    norms = {name for name in chosen if name.endswith("norm.weight")}
+    assert {name for name, is_hidden in chosen.items() if not is_hidden} == others | norms
+    assert sum(chosen.values()) == 3 * 7
+
+
+def test_adapters_are_matrices_of_their_layer() -> None:
+    config = RunConfig(
+        model=ModelConfig(num_layers=2, d_model=8, num_heads=2, vocab_size=16), stages=StagesConfig(num_stages=1),
+        lora=LoraConfig(rank=2), optimizer=CONFIG,
+    )  # fmt: skip
+    parameters = trained_parameters(build_stage(config, 0, device="cpu"))
+    assert all(is_hidden_matrix(name, parameter.shape) for name, parameter in parameters.items())
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    gradients = {name: torch.ones_like(parameter) for name, parameter in before.items()}
+    optim.step(gradient_optimizer(CONFIG, same_bits=True), parameters, gradients, 0.1)
+    assert all(not torch.equal(before[name], parameter) for name, parameter in parameters.items())
