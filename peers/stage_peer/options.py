@@ -115,6 +115,12 @@ class PeerOptions:
     metrics."""
     metrics_host: str = "127.0.0.1"
     """Address of --metrics-port: Prometheus on another machine needs 0.0.0.0, say."""
+    dashboard_port: int | None = None
+    """Show the run at this port as a page in the browser, as swarm-dashboard does, for as long as this peer is there;
+    0 takes a free one. Needs the extra serve."""
+    dashboard_host: str = "127.0.0.1"
+    """IP address of --dashboard-port: others than this machine see the page at 0.0.0.0, say. What they must enter is in
+    SWARM_VIEW_TOKEN; a locked run is shown to them with one only."""
     events: Path | None = None
     """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
     ready_file: Path | None = None
@@ -139,7 +145,7 @@ class PeerOptions:
             raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset, --config or --model")
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")
-        cli.require_ports(self, ["port", "dht_port", "metrics_port"])
+        cli.require_ports(self, ["port", "dht_port", "metrics_port", "dashboard_port"])
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) is not None and self.checkpoint is None:
                 option = f"--{name.replace('_', '-')}"

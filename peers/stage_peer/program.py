@@ -37,11 +37,12 @@ from peers.stage_peer.claim import Claim
 from peers.stage_peer.contents import Contents
 from peers.stage_peer.identity_file import claim_identity
 from peers.stage_peer.incarnation import Incarnation, Rivals
-from peers.stage_peer.listen import Listen, Outside
+from peers.stage_peer.listen import Announced, Listen, Outside
 from peers.stage_peer.mover import Mover
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_addresses import outside_of
 from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
+from peers.stage_peer.own_dashboard import OwnDashboard, require_page
 from peers.stage_peer.own_model import OwnModel, open_model
 from peers.stage_peer.reach import Reach
 from peers.stage_peer.rebalancer import Rebalancer
@@ -80,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     token = entrance.token
     options = dataclasses.replace(options, name=options.name or default_name())
     require_ready_file(options.ready_file)
+    require_page(options, os.environ, is_locked=token is not None)
     cache = cache_folder()
     device = device_of(options.device, random.SystemRandom())
     if options.threads:
@@ -234,7 +236,12 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         is_new=not (options.joins or start.returns or options.resume),
     )  # fmt: skip
     reach = Reach(member, start.node, start.listen, insecure=options.insecure)
+    page = OwnDashboard(options, identity.peer_id, reach.port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
+
+    def serves(stage: int, announced: Announced) -> None:
+        arrival.serves(stage, announced)
+        page.begin()
 
     async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
         resumes = options.resume is not None and bool(file.names(options.resume))
@@ -270,11 +277,12 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
             tasks.create_task(stop_or_expiry(stop, identity, clock)),
             tasks.create_task(rivals.watch()),
             tasks.create_task(contents.keep_tokenizer()),
+            tasks.create_task(page.run()),
             waiting,
         ]
         mover = Mover(
             make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=start.events, stop=stop,
-            on_serving=arrival.serves, listen=reach,
+            on_serving=serves, listen=reach,
         )  # fmt: skip
         await mover.run(stage)
         for task in background:

@@ -1,0 +1,124 @@
+"""--dashboard-port: the page of swarm-dashboard at a peer, from a process of its own that ends with the peer's.
+
+Made and run by program.py. The page's process asks this peer as it would any other. It has a lower priority, and
+never holds up the peer's event loop.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from peers.commands import command_line
+from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
+from peers.shared import cli
+from peers.shared.cache import cache_folder
+from peers.shared.token_option import VARIABLE
+from peers.stage_peer.options import PeerOptions
+from swarm.credentials.token import Token
+from swarm.rpc.entry import Entry, endpoint_of
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 10
+"""Of the page: what the peer computes goes before it. Where all cores are busy the page has a tenth of one, no less."""
+END_SECONDS = 5.0
+"""For the page to be closed and its history to be written, once the peer ends."""
+
+
+def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_locked: bool) -> None:
+    """Raise ValueError for a --dashboard-port that cannot be had, which else would show only once the peer serves."""
+    host, port = options.dashboard_host, options.dashboard_port
+    if port is None:
+        return
+    if not is_ip(host):
+        raise ValueError(f"--dashboard-host takes an IP address, not {host!r}")
+    if any(find_spec(name) is None for name in ("starlette", "uvicorn", "websockets")):
+        raise ValueError(
+            "--dashboard-port needs starlette, uvicorn and websockets: .venv/bin/pip install -c constraints.txt "
+            "-e '.[serve]'"
+        )
+    if is_locked and not ipaddress.ip_address(host).is_loopback and not environment.get(TOKEN_VARIABLE):
+        raise ValueError(
+            f"--dashboard-host {host} would show a locked run to everybody: set {TOKEN_VARIABLE} in the environment to "
+            "what viewers must enter, or leave --dashboard-host out"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ValueError(f"--dashboard-port {port}: {reason}; choose another port") from None
+
+
+def is_ip(text: str) -> bool:
+    """Whether this is an IP address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+class OwnDashboard:
+    """One peer's page."""
+
+    def __init__(self, options: PeerOptions, peer_id: str, port: int, token: Token | None) -> None:
+        """
+        Args:
+            port: of the peer's gRPC server.
+            token: of a locked run, with which the page's process looks at it.
+        """
+        listens_everywhere = not options.host or ipaddress.ip_address(options.host).is_unspecified
+        self._entry = Entry(PeerId(peer_id), endpoint_of("127.0.0.1" if listens_everywhere else options.host, port))
+        self._options = options
+        self._token = token
+        self._serves = asyncio.Event()
+
+    def begin(self) -> None:
+        """The peer serves, and can be asked."""
+        self._serves.set()
+
+    async def run(self) -> None:
+        """Show the page from when the peer serves until cancelled, if there is a port for it. What goes wrong there is
+        said, and ends nothing but the page."""
+        if self._options.dashboard_port is None:
+            return
+        await self._serves.wait()
+        token = {} if self._token is None else {VARIABLE: str(self._token)}
+        page = await asyncio.create_subprocess_exec(
+            *("nice", "-n", str(NICENESS), *command_line("dashboard", cli.arguments(self._page_options()))),
+            stdin=asyncio.subprocess.PIPE,
+            env={**os.environ, **token},
+            # Ctrl-C is the peer's, which goes on for a while.
+            start_new_session=True,
+        )
+        try:
+            code = await page.wait()
+            logger.warning("the dashboard has ended with exit code %d; the peer goes on without", code)
+        finally:
+            assert page.stdin is not None
+            page.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(page.wait(), END_SECONDS)
+            if page.returncode is None:
+                page.kill()
+                await page.wait()
+
+    def _page_options(self) -> DashboardOptions:
+        options = self._options
+        assert options.dashboard_port is not None
+        return DashboardOptions(
+            peer=(str(self._entry),),
+            host=options.dashboard_host,
+            port=options.dashboard_port,
+            # Two peers of one machine may each have a page.
+            history=cache_folder() / "dashboard" / self._entry.peer_id,
+            insecure=options.insecure,
+            embed=True,
+        )
