@@ -15,6 +15,7 @@ from swarm.config.checks import (
 
 MOST_END_TOKENS = 64
 """Of one model."""
+BLOCK_TYPES = ("tp", "spd", "parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,12 @@ class ModelConfig:
     """Use the embedding matrix as the output head as well."""
     dropout: float = 0.0
     """Probability of zeroing, after the embedding and after each attention and feed-forward block."""
+    block_types: str | tuple[str, ...] = ""
+    """`tp`, `spd` or `parallel` for all layers, or a list with one of them for each: how the shards of a layer work
+    together (docs/block-types.md). Of these, `tp` computes what the model computes without this field, and the others
+    do not."""
+    num_shards: int = 1
+    """With block_types: into how many shards the heads and the feed-forward columns of each layer are divided."""
     autocast: Literal["off", "bf16"] = "off"
     """Run matrix products in bfloat16, with float32 weights and gradients."""
     gradient_checkpointing: bool = False
@@ -137,6 +144,32 @@ class ModelConfig:
             "model.weights is for the built-in model, not for a model.custom_class",
         )
         require(0.0 <= self.dropout < 1.0, f"model.dropout must be in [0, 1), not {self.dropout}")
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        require_at_least_one("model", self, "num_shards")
+        if not self.block_types:
+            require(self.num_shards == 1, "model.num_shards is for layers that have model.block_types")
+            return
+        named = [self.block_types] if isinstance(self.block_types, str) else self.block_types
+        for name in named:
+            require(name in BLOCK_TYPES, f"model.block_types: there is no {name[:80]!r}, only {', '.join(BLOCK_TYPES)}")
+        require(
+            isinstance(self.block_types, str) or len(self.block_types) == self.num_layers,
+            f"model.block_types has {len(self.block_types)} entries for {self.num_layers} layers",
+        )
+        require(self.num_shards > 1, "model.block_types needs a model.num_shards of 2 or more")
+        for what, number in (
+            ("model.num_heads", self.num_heads),
+            ("model.num_kv_heads", self.kv_heads),
+            ("model.d_ff", self.feed_forward_width),
+        ):
+            require(
+                number % self.num_shards == 0,
+                f"{what} ({number}) must be a multiple of model.num_shards ({self.num_shards})",
+            )
+        for field, is_set in (("bottleneck_dim", self.bottleneck_dim), ("custom_class", self.custom_class)):
+            require(not is_set, f"model.block_types is not for a model with a model.{field}")
 
     def _check_positions(self) -> None:
         require_at_least_one("model", self, "rope_original_positions")
@@ -162,6 +195,13 @@ class ModelConfig:
                 least <= token < self.vocab_size,
                 f"model.{name} must be at least {least} and below model.vocab_size ({self.vocab_size}), not {token}",
             )
+
+    @property
+    def types_of_blocks(self) -> tuple[str, ...]:
+        """The type of each layer's block; empty where they have none."""
+        if isinstance(self.block_types, str):
+            return (self.block_types,) * self.num_layers if self.block_types else ()
+        return self.block_types
 
     @property
     def kv_heads(self) -> int:

@@ -18,7 +18,8 @@ from swarm.config import ModelConfig
 from swarm.model.functions import rotate
 from swarm.model.masks import DropoutKey
 from swarm.model.norms import make_norm
-from swarm.model.projection import Projection
+from swarm.model.projection import Projection, WritingProjection
+from swarm.model.shards import Shards
 
 
 def rotary_tables(model: ModelConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,7 +200,11 @@ def has_grouped_kernel(
 class CausalSelfAttention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245) to the same and earlier positions."""
 
-    def __init__(self, model: ModelConfig, output_width: int) -> None:
+    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None = None) -> None:
+        """
+        Args:
+            shards: those that have the heads, which are all in `model`.
+        """
         super().__init__()
         head_width = model.width_of_heads
         self.num_heads = model.num_heads
@@ -209,7 +214,9 @@ class CausalSelfAttention(nn.Module):
         self.v = Projection(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
         self.q_norm = make_norm(model, head_width) if model.qk_norm else nn.Identity()
         self.k_norm = make_norm(model, head_width) if model.qk_norm else nn.Identity()
-        self.output = Projection(model.num_heads * head_width, output_width, bias=model.attention_output_bias)
+        self.output = WritingProjection(
+            model.num_heads * head_width, output_width, bias=model.attention_output_bias, shards=shards
+        )
 
     def forward(
         self,

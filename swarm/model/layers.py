@@ -10,6 +10,7 @@ trained columns of the residual stream (D, or model.bottleneck_dim), C its other
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,8 @@ from swarm.model.functions import product, swiglu
 from swarm.model.loss import summed_loss
 from swarm.model.masks import DropoutKey, dropout, key_digest
 from swarm.model.norms import make_norm
-from swarm.model.projection import Projection
+from swarm.model.projection import Projection, WritingProjection
+from swarm.model.shards import SUBLAYERS, Shards, Sublayer
 
 FIXED_STD = 0.2
 """Standard deviation of the columns that a bottleneck leaves out. It was the best of 0.02, 0.2 and 1 for a small model.
@@ -45,11 +47,13 @@ def draw(parameter: Tensor, bound: float, seed: int, name: str) -> None:
 class SwiGLU(nn.Module):
     """Gated feed-forward: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, model: ModelConfig, output_width: int) -> None:
+    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None = None) -> None:
         super().__init__()
         self.gate = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
         self.up = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
-        self.down = Projection(model.feed_forward_width, output_width, bias=model.feed_forward_bias)
+        self.down = WritingProjection(
+            model.feed_forward_width, output_width, bias=model.feed_forward_bias, shards=shards
+        )
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
         output_BTR: Tensor = self.down(swiglu(self.gate(hidden_BTD, key), self.up(hidden_BTD, key)), key)
@@ -59,10 +63,12 @@ class SwiGLU(nn.Module):
 class GELU(nn.Module):
     """Plain feed-forward: down(gelu(up(x))), GELU as its tanh approximation has it (arXiv 1606.08415, section 2)."""
 
-    def __init__(self, model: ModelConfig, output_width: int) -> None:
+    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None = None) -> None:
         super().__init__()
         self.up = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
-        self.down = Projection(model.feed_forward_width, output_width, bias=model.feed_forward_bias)
+        self.down = WritingProjection(
+            model.feed_forward_width, output_width, bias=model.feed_forward_bias, shards=shards
+        )
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
         output_BTR: Tensor = self.down(F.gelu(self.up(hidden_BTD, key), approximate="tanh"), key)
@@ -76,16 +82,21 @@ class TransformerLayer(nn.Module):
     layer writes all of them, because nothing travels after it.
     """
 
-    def __init__(self, model: ModelConfig, layer: int) -> None:
+    def __init__(self, model: ModelConfig, layer: int, shards: Shards | None = None) -> None:
+        """
+        Args:
+            shards: where several have the layer's heads and feed-forward columns; `model` is of those that this process
+                holds. Then hidden_BTR is their streams, one below the other [N, B, T, R].
+        """
         super().__init__()
         self.writes_all = layer == model.num_layers - 1
         width = model.d_model if self.writes_all else model.hidden_width
         self.site = f"layers.{layer}"
         self.probability = model.dropout
         self.attention_norm = make_norm(model, model.d_model)
-        self.attention = CausalSelfAttention(model, width)
+        self.attention = CausalSelfAttention(model, width, shards)
         self.feed_forward_norm = make_norm(model, model.d_model)
-        self.feed_forward = (SwiGLU if model.feed_forward == "swiglu" else GELU)(model, width)
+        self.feed_forward = (SwiGLU if model.feed_forward == "swiglu" else GELU)(model, width, shards)
 
     def forward(
         self,
@@ -95,6 +106,7 @@ class TransformerLayer(nn.Module):
         sin_TJ: Tensor | None,
         key: DropoutKey | None,
         reach: KeyValueCache | CacheRows | Documents | None = None,
+        sublayers: Sequence[Sublayer] = SUBLAYERS,
     ) -> Tensor:
         """
         Args:
@@ -102,14 +114,19 @@ class TransformerLayer(nn.Module):
             cos_TJ, sin_TJ: as rotary_tables makes them, where positions are rotary.
             reach: what positions attend to, if not to those before them in their row: to those that a cache has, to
                 which they are added, or to their document.
+            sublayers: what is computed of the layer.
         """
-        attend = attention if reach is None else functools.partial(reach.attend, self.site)
         if self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
-        mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ, attend, key)
-        hidden_BTR = hidden_BTR + dropout(mixed_BTR, self.probability, key, f"{self.site}.attention")
-        wide_BTR = self.feed_forward(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)), key)
-        return hidden_BTR + dropout(wide_BTR, self.probability, key, f"{self.site}.feed_forward")
+        if "attention" in sublayers:
+            attend = attention if reach is None else functools.partial(reach.attend, self.site)
+            normed_BTD = self.attention_norm(all_columns(hidden_BTR, fixed_BTC))
+            mixed_BTR = self.attention(normed_BTD, cos_TJ, sin_TJ, attend, key)
+            hidden_BTR = hidden_BTR + dropout(mixed_BTR, self.probability, key, f"{self.site}.attention")
+        if "feed_forward" in sublayers:
+            wide_BTR = self.feed_forward(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)), key)
+            hidden_BTR = hidden_BTR + dropout(wide_BTR, self.probability, key, f"{self.site}.feed_forward")
+        return hidden_BTR
 
 
 def all_columns(hidden_BTR: Tensor, fixed_BTC: Tensor | None) -> Tensor:

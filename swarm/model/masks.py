@@ -34,11 +34,12 @@ class DropoutKey:
 def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site: str) -> Tensor:
     """Zero each element with `probability` and scale the rest to keep the mean; without a key, do nothing.
 
-    The mask follows from the key, the site's name and an element's place, on whatever device.
+    The mask follows from the key, the site's name and an element's place, on whatever device. Streams of several shards
+    [N, B, T, D] have one mask, so that what they add up to has it too.
     """
     if key is None or probability == 0.0:
         return hidden_BTD
-    dropped_BTD = random_mask(hidden_BTD.shape, probability, hidden_BTD.device, key.seed, key.microbatch, site)
+    dropped_BTD = random_mask(hidden_BTD.shape[-3:], probability, hidden_BTD.device, key.seed, key.microbatch, site)
     return hidden_BTD.masked_fill(dropped_BTD, 0.0) * (1.0 / (1.0 - probability))
 
 

@@ -3,7 +3,11 @@
 Used by attention.py and layers.py; adapters.py adds the adapters. An adapter reads what its matrix reads, and its
 output is added: y = W x + alpha / rank * B A x. Training begins with B = 0, so with the model as it was.
 
-Shape suffixes: B samples, T positions, D inputs, E outputs, R rank.
+With shards (shards.py) a matrix that reads the residual stream gives each shard's outputs from the shard's own stream,
+and puts them side by side. So heads and feed-forward columns are in one tensor, as without shards. A matrix that writes
+gives each shard's part of the sum apart.
+
+Shape suffixes: N shards, B samples, T positions, D inputs, E outputs, R rank.
 """
 
 import torch
@@ -13,6 +17,7 @@ from torch import Tensor, nn
 from swarm.config import LoraConfig
 from swarm.model.functions import product
 from swarm.model.masks import DropoutKey, dropout
+from swarm.model.shards import Shards
 
 
 class Adapter(nn.Module):
@@ -30,12 +35,18 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.empty(num_outputs, lora.rank, device=a_RD.device))
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None) -> Tensor:
+        """hidden_BTD to output_BTE, or streams_NBTD to all shards' outputs side by side."""
         narrow_BTR = F.linear(dropout(hidden_BTD, self._probability, key, self._site), self.a)
-        return F.linear(narrow_BTR, self.b) * self._scale
+        return _side_by_side(narrow_BTR, self.b) * self._scale
+
+    def apart(self, hidden_BTD: Tensor, key: DropoutKey | None, num_parts: int) -> Tensor:
+        """hidden_BTD, which has the inputs of several shards side by side, to the output of each [N, B, T, E]."""
+        kept_BTD = dropout(hidden_BTD, self._probability, key, self._site)
+        return F.linear(_apart(kept_BTD, self.a, num_parts), self.b) * self._scale
 
 
 class Projection(nn.Linear):
-    """A matrix, perhaps with a bias, perhaps with an adapter."""
+    """A matrix that reads the residual stream, perhaps with a bias, perhaps with an adapter."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)
@@ -46,9 +57,47 @@ class Projection(nn.Linear):
         self.adapter = adapter
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
-        """
+        """hidden_BTD to output_BTE, or streams_NBTD to all shards' outputs side by side.
+
         Args:
             key: names the microbatch, for the adapter's dropout.
         """
-        output_BTE = product(hidden_BTD, self.weight, self.bias)
+        output_BTE = _side_by_side(hidden_BTD, self.weight, self.bias)
         return output_BTE if self.adapter is None else output_BTE + self.adapter(hidden_BTD, key)
+
+
+class WritingProjection(Projection):
+    """A matrix that writes to the residual stream."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool, shards: Shards | None) -> None:
+        super().__init__(num_inputs, num_outputs, bias=bias)
+        self._shards = shards
+
+    def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
+        """hidden_BTD to output_BTE, or with shards to what each of them adds [N, B, T, E].
+
+        Each adds its share of the bias, so that their sum has it once.
+        """
+        if self._shards is None:
+            return super().forward(hidden_BTD, key)
+        output_NBTE = _apart(hidden_BTD, self.weight, self._shards.num_held)
+        if self.bias is not None:
+            output_NBTE = output_NBTE + self.bias / self._shards.num_shards
+        if self.adapter is not None:
+            output_NBTE = output_NBTE + self.adapter.apart(hidden_BTD, key, self._shards.num_held)
+        return output_NBTE
+
+
+def _side_by_side(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """The product with a matrix; of streams_NBTD each with its share of the rows, one beside the other."""
+    if hidden_BTD.ndim < 4:
+        return product(hidden_BTD, weight_ED, bias_E)
+    weights, num_parts = weight_ED.chunk(len(hidden_BTD)), len(hidden_BTD)
+    biases = [None] * num_parts if bias_E is None else bias_E.chunk(num_parts)
+    return torch.cat([product(*part) for part in zip(hidden_BTD, weights, biases, strict=True)], dim=-1)
+
+
+def _apart(hidden_BTD: Tensor, weight_ED: Tensor, num_parts: int) -> Tensor:
+    """The product of each share of the inputs with its share of a matrix's columns [N, B, T, E]."""
+    parts = zip(hidden_BTD.chunk(num_parts, dim=-1), weight_ED.chunk(num_parts, dim=1), strict=True)
+    return torch.stack([product(hidden_BTd, weight_Ed) for hidden_BTd, weight_Ed in parts])

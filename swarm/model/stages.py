@@ -50,6 +50,7 @@ from swarm.model.layers import (
 )
 from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import DropoutKey, dropout
+from swarm.model.shards import Shards, Span, spans
 
 _Module = TypeVar("_Module", bound="StageModule")
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
@@ -98,16 +99,28 @@ class StageModule(nn.Module):
     With tied embeddings the last stage has the embedding's matrix too, for its head.
     """
 
-    def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
+    def __init__(self, config: RunConfig, stage: int, layer_range: range, shards: Shards | None = None) -> None:
+        """
+        Args:
+            shards: of layers that have a block type, where other processes hold some of them. This one has its parts of
+                their matrices, as shards.part_of has them.
+        """
         super().__init__()
         self.model = config.model
+        if config.model.block_types and shards is None:
+            shards = Shards(num_shards=config.model.num_shards, num_held=config.model.num_shards)
+        if shards is not None and shards.num_held < shards.num_shards and config.lora.dropout:
+            raise ValueError("lora.dropout is not for shards in several processes: each has a part of what it zeroes")
+        self.shards = shards
+        self.spans = list[Span]() if shards is None else spans(config.model, layer_range)
         self.is_first = stage == 0
         is_last = stage == config.stages.num_stages - 1
         has_embedding = self.is_first or (is_last and config.model.tied_embeddings)
         self.embedding = Embedding(config.model) if has_embedding else None
         has_positions = self.is_first and config.model.positions == "learned"
         self.positions = Positions(config.model) if has_positions else None
-        self.layers = nn.ModuleDict({str(layer): TransformerLayer(config.model, layer) for layer in layer_range})
+        held = config.model if shards is None else shards.held(config.model)
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(held, layer, shards) for layer in layer_range})
         self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
         self.head = Head(config.model) if is_last else None
 
@@ -153,8 +166,12 @@ class StageModule(nn.Module):
             fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
             is_rotary = self.model.positions == "rope"
             tables = rotary_tables(self.model, positions_T) if is_rotary else (None, None)
-            for layer in self.layers.values():
-                hidden_BTR = self._run_layer(layer, hidden_BTR, fixed_BTC, *tables, dropout_key, reach)
+            context = (fixed_BTC, *tables, dropout_key, reach)
+            if self.shards is not None:
+                hidden_BTR = self._run_spans(self.shards, hidden_BTR, context)
+            else:
+                for layer in self.layers.values():
+                    hidden_BTR = self._run_layer(layer, hidden_BTR, *context)
             if cache is not None:
                 cache.advance(num_positions)
             if self.head is not None:
@@ -162,6 +179,15 @@ class StageModule(nn.Module):
                 embedding_VD = None if self.embedding is None else self.embedding.weight
                 hidden_BTR = self.head(hidden_BTR, embedding_VD, targets_BT)
         return hidden_BTR.float()
+
+    def _run_spans(self, shards: Shards, hidden_BTD: Tensor, context: Sequence[object]) -> Tensor:
+        """All layers, where they have block types (shards.py)."""
+        for span in self.spans:
+            begun_NBTD = streams_NBTD = shards.begin(hidden_BTD)
+            for layer, sublayers in span:
+                streams_NBTD = self._run_layer(self.layers[str(layer)], streams_NBTD, *context, sublayers)
+            hidden_BTD = hidden_BTD + shards.meet(streams_NBTD - begun_NBTD)
+        return hidden_BTD
 
     def _run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
         output_BTR: Tensor

@@ -15,17 +15,27 @@ from swarm.config import RunConfig, StagesConfig
 from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import StageModule, filled, initialise
+from swarm.model.shards import Shards, spans
+from swarm.model.stages import StageModule, filled, initialise, layer_ranges
 from swarm.training import samples
 from swarm.training.samples import TOKENS, Samples
 
 
 class Transformer(StageModule):
-    """All layers, with the embedding and the head; adapters are added by `build_transformer`."""
+    """All layers, with the embedding and the head; adapters are added by `build_transformer`.
 
-    def __init__(self, config: RunConfig) -> None:
+    Where shards meet only at the ends of stages, they do so here at the ends of the run's stages.
+    """
+
+    def __init__(self, config: RunConfig, shards: Shards | None = None) -> None:
+        """
+        Args:
+            shards: as StageModule has them.
+        """
         uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
-        super().__init__(uncut, 0, range(config.model.num_layers))
+        super().__init__(uncut, 0, range(config.model.num_layers), shards)
+        if self.shards is not None:
+            self.spans = [span for layers in layer_ranges(config) for span in spans(config.model, layers)]
 
     def forward(
         self,

@@ -55,6 +55,13 @@ def test_what_may_change(run: RunConfig, name: str, value: Any, may_change: bool
     assert other(before, run) == {}
 
 
+def test_stages_may_not_change_where_shards_meet_at_their_ends() -> None:
+    cut = {"stages.num_stages": (2, 3)}
+    for kind, found in (("spd", changes.allowed), ("parallel", changes.forbidden)):
+        run = _set(DILOCO, "model", dataclasses.replace(DILOCO.model, block_types=kind, num_shards=2))
+        assert found(_set(run, "stages.num_stages", 2), run) == cut
+
+
 def test_the_setting_may_not() -> None:
     assert changes.forbidden(DILOCO, SYNCHRONOUS) == {"rounds.setting": ("diloco", "synchronous")}
     assert changes.forbidden(SYNCHRONOUS, DILOCO) == {"rounds.setting": ("synchronous", "diloco")}

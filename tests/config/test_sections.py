@@ -49,6 +49,37 @@ from swarm.config import RunConfig
             "model.bos_token_id must be at least -1 and below model.vocab_size (256), not -2",
         ),
         (f"[model]\neos_token_ids = {[0] * 65}", "model.eos_token_ids must name at most 64 tokens, not 65"),
+        ("[model]\nnum_shards = 2", "model.num_shards is for layers that have model.block_types"),
+        ("[model]\nblock_types = 'tp'", "model.block_types needs a model.num_shards of 2 or more"),
+        ("[model]\nnum_shards = 0", "model.num_shards must be at least 1, not 0"),
+        (
+            "[model]\nnum_shards = 2\nblock_types = ['tp', 'tp', 'spd']",
+            "model.block_types has 3 entries for 4 layers",
+        ),
+        (
+            "[model]\nnum_shards = 2\nblock_types = ['tp', 'tp', 'dp', 'spd']",
+            "model.block_types: there is no 'dp', only tp, spd, parallel",
+        ),
+        (
+            "[model]\nnum_shards = 3\nblock_types = 'spd'",
+            "model.num_heads (4) must be a multiple of model.num_shards (3)",
+        ),
+        (
+            "[model]\nnum_shards = 4\nblock_types = 'spd'\nnum_kv_heads = 2",
+            "model.num_kv_heads (2) must be a multiple of model.num_shards (4)",
+        ),
+        (
+            "[model]\nnum_shards = 4\nblock_types = 'spd'\nd_ff = 90",
+            "model.d_ff (90) must be a multiple of model.num_shards (4)",
+        ),
+        (
+            "[model]\nnum_shards = 2\nblock_types = 'spd'\nbottleneck_dim = 16",
+            "model.block_types is not for a model with a model.bottleneck_dim",
+        ),
+        (
+            "[model]\nnum_shards = 2\nblock_types = 'spd'\ncustom_class = 'a:B'",
+            "model.block_types is not for a model with a model.custom_class",
+        ),
         ("[wire]\ndtype = 'int4'", "wire.dtype: Input should be"),
         ("[averaging]\nnum_fragments = 2", "averaging.num_fragments (2) must not exceed the layers of a stage (1)"),
         (

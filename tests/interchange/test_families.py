@@ -134,6 +134,7 @@ def test_a_window_bounds_the_length_of_sequences(window: int | None, longest: in
         ({"tied_embeddings": True, "num_kv_heads": 1}, "LlamaForCausalLM"),
         ({"qkv_bias": True}, "Qwen2ForCausalLM"),
         ({"qk_norm": True}, "Qwen3ForCausalLM"),
+        ({"block_types": "tp", "num_shards": 2}, "LlamaForCausalLM"),
     ],
 )
 def test_a_run_of_ours_has_a_family(fields: dict[str, Any], architecture: str) -> None:
@@ -147,6 +148,10 @@ def test_a_run_of_ours_has_a_family(fields: dict[str, Any], architecture: str) -
         ({"custom_class": "a:B"}, "custom_class has no counterpart"),
         ({"bottleneck_dim": 8}, "bottleneck_dim has no counterpart"),
         ({"norm": "layer"}, "no architecture of transformers"),
+        (
+            {"block_types": ("tp", "spd", "tp", "parallel"), "num_shards": 2},
+            "parallel and spd blocks has no counterpart",
+        ),
     ],
 )
 def test_what_no_architecture_computes_is_said(fields: dict[str, Any], fault: str) -> None:

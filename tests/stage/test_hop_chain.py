@@ -54,12 +54,15 @@ from tests.support.proxy import Direction, Proxy
 from tests.support.rounding import RoundingModel, rounding_reference
 
 _DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, dropout=0.2))
+_SHARDS = dataclasses.replace(
+    SYNCHRONOUS, model=dataclasses.replace(_DROPOUT.model, block_types=("parallel", "tp", "spd"), num_shards=2)
+)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, _DROPOUT, LORA])
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, _DROPOUT, LORA, _SHARDS])
 @pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
 async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, graph_bytes: int) -> None:
     """Several microbatches in flight; graphs kept or computed again."""

@@ -60,6 +60,9 @@ def family_of(model: ModelConfig) -> Family:
         raise ValueError("a model.custom_class has no counterpart in transformers")
     if model.bottleneck_dim:
         raise ValueError("a model with a model.bottleneck_dim has no counterpart in transformers")
+    other = sorted({*model.types_of_blocks} - {"tp"})
+    if other:
+        raise ValueError(f"a model with {' and '.join(other)} blocks has no counterpart in transformers")
     for family in FAMILIES:
         # What a family cannot say is lost when its configuration is written, and read again.
         try:

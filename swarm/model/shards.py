@@ -1,0 +1,153 @@
+"""Shards of layers: groups of heads and of feed-forward columns, and the one way in which they talk to each other.
+
+Used by stages.py, which runs them, and by projection.py, whose matrices they have in parts. Each shard n has a residual
+stream x_n of its own, which it reads and adds to. All begin with the same stream x, compute a span of sublayers side by
+side, and meet again: x + sum over n of (x_n - x). A block's type (`model.block_types`) says how long spans are:
+
+- tp: a sublayer, the attention or the feed-forward block (Megatron-LM, arXiv 1909.08053);
+- spd: a layer, whose feed-forward block reads what the shard's own heads have added (SPD, arXiv 2502.20727);
+- parallel: as many layers of this type as follow each other within a stage (compare Parallel Track, arXiv 2602.07306).
+
+A span takes two sums over the shards: one of what they have added, and in the backward one of the gradients of what
+they began with. Nothing else is exchanged, and all sums go through `Shards.reduce`. The shards may all be in this
+process, or be spread over several, each of which holds its parts of the matrices.
+
+Shape suffixes: N shards held by this process, B samples, T positions, D model width.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from swarm.config import ModelConfig
+
+Sublayer = Literal["attention", "feed_forward"]
+SUBLAYERS: tuple[Sublayer, ...] = ("attention", "feed_forward")
+Span = list[tuple[int, tuple[Sublayer, ...]]]
+"""Layers, each with what is computed of it, between two meetings."""
+
+_READ = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
+_WRITE = ("attention.output", "feed_forward.down")
+_CUT_AXES = {
+    **{f".{name}.{parameter}": 0 for name in _READ for parameter in ("weight", "bias", "adapter.b")},
+    **{f".{name}.{parameter}": 1 for name in _WRITE for parameter in ("weight", "adapter.a")},
+}
+"""By the end of a parameter's name, along which axis it is cut: what reads the stream by outputs, what writes to it by
+inputs."""
+
+
+def sum_here(parts_N: Tensor) -> Tensor:
+    """The sum over shards that are all in this process."""
+    return parts_N.sum(dim=0)
+
+
+def sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """The sum over shards that are spread over the processes of a group; blocks until all of them ask for it."""
+
+    def reduce(parts_N: Tensor) -> Tensor:
+        total = parts_N.sum(dim=0)
+        dist.all_reduce(total, group=group)
+        return total
+
+    return reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """The shards of a model, and how those of this process reach the others.
+
+    Attributes:
+        num_shards: of all processes together.
+        num_held: by this process.
+        reduce: from what the shards of this process have, [N, ...], to the sum over all shards, [...]. With several
+            processes all of them call it in the same order.
+    """
+
+    num_shards: int
+    num_held: int
+    reduce: Callable[[Tensor], Tensor] = sum_here
+
+    def held(self, model: ModelConfig) -> ModelConfig:
+        """The sizes of layers that have the heads and feed-forward columns of this process alone."""
+        return dataclasses.replace(
+            model,
+            num_heads=model.num_heads * self.num_held // self.num_shards,
+            num_kv_heads=model.kv_heads * self.num_held // self.num_shards,
+            head_width=model.width_of_heads,
+            d_ff=model.feed_forward_width * self.num_held // self.num_shards,
+            block_types="",
+            num_shards=1,
+        )
+
+    def begin(self, hidden_BTD: Tensor) -> Tensor:
+        """The stream that every shard begins with [N, B, T, D]. Its gradient is the sum of all shards' gradients."""
+        return cast(Tensor, _Begin.apply(hidden_BTD, self))  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+    def meet(self, added_NBTD: Tensor) -> Tensor:
+        """The sum of what all shards have added [B, T, D]. Each of them gets the sum's gradient."""
+        return cast(Tensor, _Meet.apply(added_NBTD, self))  # type: ignore[no-untyped-call]
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_BTD: Tensor, shards: Shards) -> Tensor:
+        ctx.shards = shards
+        return hidden_BTD.expand(shards.num_held, *hidden_BTD.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NBTD: Tensor) -> tuple[Tensor, None]:
+        return ctx.shards.reduce(gradient_NBTD), None
+
+
+class _Meet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, added_NBTD: Tensor, shards: Shards) -> Tensor:
+        ctx.num_held = shards.num_held
+        return shards.reduce(added_NBTD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor, None]:
+        return gradient_BTD.expand(ctx.num_held, *gradient_BTD.shape), None
+
+
+def spans(model: ModelConfig, layers: range) -> list[Span]:
+    """The spans of adjacent layers, between whose ends shards may run side by side: those of one stage."""
+    found: list[Span] = []
+    for layer in layers:
+        kind = model.types_of_blocks[layer]
+        if kind == "tp":
+            found += [[(layer, (sublayer,))] for sublayer in SUBLAYERS]
+        elif kind == "parallel" and layer > layers.start and model.types_of_blocks[layer - 1] == "parallel":
+            found[-1].append((layer, SUBLAYERS))
+        else:
+            found.append([(layer, SUBLAYERS)])
+    return found
+
+
+def cut_axis(name: str) -> int | None:
+    """Along which axis shards have parts of a parameter of the whole model; None if each of them has all of it.
+
+    Of those within layers that are not cut (norms, and biases of matrices that write to the stream), each process has
+    a part of the gradient, and their sum is the whole one.
+    """
+    return next((axis for end, axis in _CUT_AXES.items() if name.endswith(end)), None)
+
+
+def part_of(name: str, whole: Tensor, process: int, num_processes: int) -> Tensor:
+    """What one of several processes, which hold as many shards each, has of a parameter; a view."""
+    axis = cut_axis(name)
+    return whole if axis is None else whole.chunk(num_processes, dim=axis)[process]
+
+
+def whole_of(name: str, parts: list[Tensor]) -> Tensor:
+    """A parameter of the whole model, from what all processes have of it, in their order."""
+    axis = cut_axis(name)
+    return parts[0] if axis is None else torch.cat(parts, dim=axis)
