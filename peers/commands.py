@@ -1,16 +1,17 @@
 """Entry points of the commands, and the command lines with which other processes start them.
 
 Each program is imported late, after its process has been prepared. A program is a module in peers/ with
-`main(argv) -> exit code`.
+`main(argv) -> exit code`. What is imported here takes next to no time: until a program is there, Ctrl-C ends the
+process on the spot, and before this module is there, nothing can see to that.
 """
 
 import gc
+import os
+import signal
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from types import ModuleType
-
-from peers.shared import cli, process
+from types import FrameType, ModuleType
 
 LEAST_BYTES = 1000 << 20
 """Addresses that a stage peer takes until it serves the smallest stage, on a CPU: for libraries' code and for stacks of
@@ -78,6 +79,11 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
             than the program. Then --help is, too.
         address_bytes: that it takes.
     """
+    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_interruptible:
+        signal.signal(signal.SIGINT, _end)
+    from peers.shared import cli, process  # Not sooner: it takes a while.
+
     process.prepare_environment()
     process.keep_freed_memory()
 
@@ -90,10 +96,25 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
             else:
                 explained(sys.argv[1:])
         process.require_addresses(address_bytes)
-        exit_code: int = load(module).main(sys.argv[1:])
+        program = load(module)
+        try:
+            if is_interruptible:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            exit_code: int = program.main(sys.argv[1:])
+        finally:
+            if is_interruptible:
+                signal.signal(signal.SIGINT, _end)
         return exit_code
 
     sys.exit(process.run_program(prog, main))
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End the process at once, as long as it has nothing to clear away.
+
+    A KeyboardInterrupt in the middle of an import leaves libraries half made, and what follows from that is any error.
+    """
+    os._exit(128 + number)
 
 
 def load(module: str) -> ModuleType:

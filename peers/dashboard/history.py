@@ -16,6 +16,7 @@ from peers.dashboard.news import Kind, Line, news
 from peers.dashboard.rounds import Rounds
 from peers.dashboard.series import Series
 from peers.status.view import SwarmView
+from swarm.machine.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,10 @@ class HistoryFile:
             aside = self._path.with_suffix(".unreadable")
             self._path.replace(aside)
             logger.warning(
-                "%s is no history (%d faults): begins anew, and it is %s now", self._path, error.error_count(), aside
+                "%s is no history (%s): begins anew, and it is %s now",
+                self._path,
+                counted(error.error_count(), "fault"),
+                aside,
             )
             return History(run=run)
         return found if found.run == run else History(run=run)

@@ -3,14 +3,12 @@
 Used by program.py.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 
+from peers.shared.joining import Joining
+from peers.shared.network import entries_of
 from swarm.config import RunConfig
-from swarm.rpc.entry import Entry
-from swarm.rpc.invite import Invite
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import PeerRecord
 
 
 def how_to_join(
@@ -21,18 +19,12 @@ def how_to_join(
     Args:
         records: what is announced at each stage.
     """
-    serving = [[record for record in row if record.state is PeerState.SERVING] for _, row in sorted(records.items())]
-    # One of each stage, then a second of each: they do not all go at once.
-    spread = [record for column in zip_longest(*serving) for record in column if record is not None]
-    entries = [Entry(PeerId(record.peer_id), record.endpoint) for record in spread]
+    entries = entries_of(row for _, row in sorted(records.items()))
     if not entries:
         return {}
-    invite = Invite.fitting(config.run_id, entries, is_locked=bool(config.owner))
-    word = f"{invite}#TOKEN" if config.owner else str(invite)
-    options = " --insecure" if insecure else ""
-    own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
+    joining = Joining.at(config, entries, insecure=insecure)
     return {
-        "Give a machine to the run": f"swarm-peer {word}{own_class}{options}",
-        "Feed it text": f"swarm-trainer {word} --steps 100{options}",
-        "Watch it in a terminal": f"swarm-status {word} --watch{options}",
+        "Give a machine to the run": joining.peer,
+        "Feed it text": joining.trainer,
+        "Watch it in a terminal": joining.status,
     }

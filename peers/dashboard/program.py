@@ -128,7 +128,7 @@ def watched(options: DashboardOptions, lookout: Lookout) -> Iterator[Watched]:
     folder = options.history or cache_folder() / "dashboard"
     folder.mkdir(parents=True, exist_ok=True)
     # A file beside it: the history itself is replaced each time.
-    lock = require_sole_writer(folder / f"{run_id}.lock", f"the history of {run_id} in {folder}")
+    lock = require_sole_writer(folder / f"{run_id}.lock", f"--history {folder}, of {run_id},")
     try:
         file = HistoryFile(folder / f"{run_id}.json")
         watcher = Watcher(

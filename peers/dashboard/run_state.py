@@ -13,18 +13,20 @@ from peers.status.figure import Column, figures, needed_columns
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView, TrainerRow
 from swarm.config import RunConfig
+from swarm.machine.words import counted
 
 
 def about(config: RunConfig) -> dict[str, Any]:
     """What stays the same as long as the run does."""
     model, rounds = config.model, config.rounds
+    stages, tokens = counted(config.stages.num_stages, "stage"), counted(config.data.sequence_length, "token")
     return {
         "name": config.run,
         "run": config.run_id,
         "facts": {
             "Setting": "synchronous" if rounds.synchronous else "DiLoCo",
-            "Model": f"{model.num_layers} layers of {model.d_model} in {config.stages.num_stages} stages",
-            "Round": f"rounds of {rounds.round_samples:,} samples of {config.data.sequence_length:,} tokens",
+            "Model": f"{counted(model.num_layers, 'layer')} of {model.d_model} in {stages}",
+            "Round": f"rounds of {counted(rounds.round_samples, 'sample')} of {tokens}",
             "Access": "locked" if config.owner else "open to all",
         },
         "samples_per_microbatch": config.data.microbatch_size,

@@ -13,6 +13,7 @@ from peers.doctor.finding import Finding, fine, not_checked, wrong
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
+from swarm.machine.words import counted
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.probe import Distance, Rates, measure_distance, measure_rates
 from swarm.stage.boundary import request_specs
@@ -95,7 +96,7 @@ def judge_clock(found: Distances) -> Finding:
     if not answers:
         return not_checked("clock", "no peer to compare it with answers")
     offset = statistics.median(distance.clock_offset_seconds for distance in answers)
-    others = "1 peer's" if len(answers) == 1 else f"those of {len(answers)} peers"
+    others = "1 peer's" if len(answers) == 1 else f"those of {counted(len(answers), 'peer')}"
     if abs(offset) <= CLOCK_SECONDS:
         return fine("clock", f"within {max(0.1, abs(offset)):.1f} s of {others}")
     side = "behind" if offset > 0 else "ahead of"
@@ -109,7 +110,7 @@ def judge_round_trip(found: Distances) -> Finding:
     answers = [distance.round_trip_seconds for distance in reached(found)]
     if not answers:
         return not_checked("round trip", "no peer answers")
-    text = f"{1000 * min(answers):.0f} to {1000 * max(answers):.0f} ms to {len(answers)} peers"
+    text = f"{1000 * min(answers):.0f} to {1000 * max(answers):.0f} ms to {counted(len(answers), 'peer')}"
     if len(answers) == 1:
         text = f"{1000 * answers[0]:.0f} ms to 1 peer"
     if statistics.median(answers) <= LONG_SECONDS:

@@ -14,6 +14,7 @@ from peers.doctor.finding import Finding, fine, not_checked, wrong
 from peers.doctor.needs import Needs
 from peers.shared.devices import Device, device_of, free_ram_bytes, here
 from swarm.machine.out_of_memory import in_words
+from swarm.machine.words import counted
 
 OWN_FILES, FILES_OF_A_PEER = 192, 8
 """What a stage peer has open itself, and for each other peer of the run, at the most."""
@@ -38,7 +39,7 @@ def device(name: str) -> tuple[Finding, Device | None]:
         return fine("device", f"{text}, {in_words(found.free_bytes)} free"), found
     if name == "auto" and found.kind == "cpu" and driver:
         return wrong("device", _why_no_gpu(driver, torch.version.cuda, [str(one.message) for one in complaints])), found
-    threads = f", {torch.get_num_threads()} threads" if found.kind == "cpu" else ""
+    threads = f", {counted(torch.get_num_threads(), 'thread')}" if found.kind == "cpu" else ""
     return fine("device", f"{found.name}{threads}"), found
 
 

@@ -17,6 +17,7 @@ from peers.stage_peer.listen import Outside
 from swarm.credentials.identity import Identity
 from swarm.dht import addresses
 from swarm.errors import SwarmError
+from swarm.machine.words import counted
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.entry import endpoint_of
@@ -105,7 +106,7 @@ def judge(
         reached: endpoints of gRPC that those that dialled back got an answer at; likewise of the DHT.
         num_asked: how many dialled back.
     """
-    asked = "1 peer" if num_asked == 1 else f"{num_asked} peers"
+    asked = counted(num_asked, "peer")
     opened = "--port and --dht-port fix both, and a firewall or router has to let them in"
     of_grpc = (
         f"{reached[0]} is reached from outside, by {asked}"

@@ -9,6 +9,7 @@ from peers.generate.options import GenerateOptions
 from peers.shared import process
 from swarm.errors import SwarmError
 from swarm.generation.text_model import TextModel
+from swarm.machine.words import counted
 
 HELP = "/reset begins anew, /exit ends, and Ctrl-C stops an answer"
 _MARK = "> "
@@ -43,8 +44,8 @@ class Conversation:
         longest = self._model.engine.longest
         if len(prompt) >= longest:
             raise ValueError(
-                f"the conversation has {len(prompt)} tokens, and the model takes {longest} with the answer: /reset "
-                "begins anew"
+                f"the conversation has {counted(len(prompt), 'token')}, and the model takes {longest} with the answer: "
+                "/reset begins anew"
             )
         max_tokens = min(self._options.most_tokens, longest - len(prompt))
         said = ""

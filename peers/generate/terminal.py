@@ -5,6 +5,7 @@ import sys
 from peers.generate.options import GenerateOptions
 from peers.shared.process import printable
 from swarm.generation.text_model import TextModel
+from swarm.machine.words import counted
 
 
 async def write(model: TextModel, options: GenerateOptions) -> None:
@@ -13,12 +14,16 @@ async def write(model: TextModel, options: GenerateOptions) -> None:
     longest, prompt = model.engine.longest, model.encode(options.prompt)
     max_tokens = min(options.most_tokens, longest - len(prompt))
     if max_tokens < 1:
-        raise ValueError(f"--prompt has {len(prompt)} tokens, and the model takes {longest} with what follows")
+        has = counted(len(prompt), "token")
+        raise ValueError(f"--prompt has {has}, and the model takes {longest} with what follows")
     say(options.prompt)
-    async with model.continued(prompt, options.sampling, max_tokens, options.stop) as text:
-        async for piece in text.pieces():
-            say(piece)
-    say("\n")
+    try:
+        async with model.continued(prompt, options.sampling, max_tokens, options.stop) as text:
+            async for piece in text.pieces():
+                say(piece)
+    finally:
+        # Also where it breaks off: what is wrong is a line of its own.
+        say("\n")
 
 
 def say(text: str) -> None:

@@ -7,8 +7,7 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from rich.console import Console
-
+from peers.shared.screen import Screen
 from peers.status.view import TrainerRow
 from swarm.metrics import log as metrics_log
 from swarm.metrics.plot import plot_loss
@@ -61,7 +60,7 @@ class Output:
         sample = self.folder / "sample.txt"
         if sample.exists():
             print(sample.read_text(encoding="utf-8"))
-        console = Console()
+        console = Screen()
         console.print_json(data=summary)
         console.print(f"Figures, plot and logs are in {self.folder}", highlight=False, soft_wrap=True)
         for run in sorted((self.folder / "wandb").glob("offline-run-*"))[-1:]:

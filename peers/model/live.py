@@ -36,6 +36,7 @@ from swarm.credentials.certificates import Role
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
+from swarm.machine.words import counted
 from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
@@ -98,8 +99,8 @@ class StageReader:
         if 2 * len(pinned.sources) <= num_asked:
             self._transfer.forget()
             raise IntegrityError(
-                f"of {num_asked} peers of stage {self.stage} only {len(pinned.sources)} have the same weights at round "
-                f"{round_number}: they do not agree, or do not answer"
+                f"of {counted(num_asked, 'peer')} of stage {self.stage} only {len(pinned.sources)} have the same "
+                f"weights at round {round_number}: they do not agree, or do not answer"
             )
         if len(pinned.sources) == 1 and self._pinned is None:
             logger.warning("stage %d has a single peer: there is no other to compare its weights with", self.stage)

@@ -31,6 +31,7 @@ from swarm.interchange.export import Origin, Target, export_model
 from swarm.interchange.families.known import family_of
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import DTYPES, Source, located, parameter_shapes
+from swarm.machine.words import counted
 from swarm.model.stages import trained_shapes
 
 _DTYPES = {"fp32": DTYPES["F32"], "fp16": DTYPES["F16"], "bf16": DTYPES["BF16"]}
@@ -157,7 +158,9 @@ def push(options: PushModelOptions) -> None:
         print(f"  {path.name}  {path.stat().st_size:,} bytes")
     total = sum(path.stat().st_size for path in files)
     if options.dry_run:
-        print(f"{len(files)} files, {total:,} bytes, would go to https://huggingface.co/{options.repository}")
+        print(
+            f"{counted(len(files), 'file')}, {total:,} bytes, would go to https://huggingface.co/{options.repository}"
+        )
         return
     # Only now: it takes a while to import, and nothing else needs it.
     import huggingface_hub

@@ -82,6 +82,11 @@ class KnownPeers:
         """The records of a stage that have not expired, this process's own included."""
         return self.records.get(stage, ())
 
+    @property
+    def round(self) -> int:
+        """The newest that a peer has announced."""
+        return max((record.round for row in self.records.values() for record in row), default=0)
+
     def others(self, stage: int) -> list[PeerRecord]:
         """The other peers that serve a stage."""
         return self._others(stage, PeerState.SERVING)
@@ -108,8 +113,7 @@ class KnownPeers:
 
     def entries(self, limit: int) -> list[Entry]:
         """Up to `limit` other peers that serve and are reached directly, spread over the stages, to be asked."""
-        spread = _spread(map(self.others, sorted(self.records)))
-        return [Entry(PeerId(r.peer_id), ends[0]) for r in spread if (ends := direct(r.endpoints))][:limit]
+        return entries_of(map(self.others, sorted(self.records)))[:limit]
 
     def dht_addresses(self, limit: int) -> list[str]:
         """The addresses at which the DHT is entered at up to `limit` other peers, spread over the stages."""
@@ -149,6 +153,12 @@ async def agree_on_config(
             configs.check_same(own, published)
     node.belong_to(keys.of_run(published.run_id, published.stages.num_stages), authority)
     return published
+
+
+def entries_of(rows: Iterable[Sequence[PeerRecord]]) -> list[Entry]:
+    """Those of each stage's peers that serve and are reached directly: one of each stage, then a second of each."""
+    spread = _spread([record for record in row if record.state is PeerState.SERVING] for row in rows)
+    return [Entry(PeerId(r.peer_id), ends[0]) for r in spread if (ends := direct(r.endpoints))]
 
 
 def _spread(rows: Iterable[Sequence[PeerRecord]]) -> list[PeerRecord]:

@@ -12,12 +12,13 @@ import logging
 import mmap
 import os
 import resource
+import select
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 from swarm.errors import SwarmError
 from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
@@ -28,6 +29,7 @@ Result = TypeVar("Result")
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_NO_READER = 128 + signal.SIGPIPE
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # mallopt(3)
@@ -138,8 +140,8 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
     """Run a program and turn every fault that is not a bug into one line on stderr.
 
     A ValueError is the user's fault (exit code 2); SwarmError, OSError and a lack of memory come from the world (1);
-    and Ctrl-C gives 130. Of an ExceptionGroup the first fault is reported, or a lack of memory. Log level `debug` shows
-    the traceback as well.
+    Ctrl-C gives 130; and where nobody reads the output any more (`| head`), it is 141, without a word. Of an
+    ExceptionGroup the first fault is reported, or a lack of memory. Log level `debug` shows the traceback as well.
 
     Returns:
         The exit code.
@@ -148,12 +150,18 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
         Exception: anything else, a bug, with its traceback.
     """
     try:
-        return main()
+        exit_code = main()
+        sys.stdout.flush()
+        return exit_code
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         faults = list(leaves(error))
+        if any(isinstance(fault, BrokenPipeError) for fault in faults) and _has_lost_reader(sys.stdout):
+            # What is still to be written would be complained about when Python ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_NO_READER
         shortages = [shortage for fault in faults if (shortage := _shortage(fault)) is not None]
         if not all(isinstance(fault, _FAULTS) or _shortage(fault) for fault in faults):
             raise
@@ -164,6 +172,17 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
         fault = faults[0]
         print(f"{prog}: error: {_describe(fault)}", file=sys.stderr)
         return EXIT_USAGE if isinstance(fault, ValueError) else EXIT_FAILURE
+
+
+def _has_lost_reader(stream: TextIO) -> bool:
+    """Whether it is a pipe whose other end is closed."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ import errno
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from peers.shared.joining import Joining
 from peers.shared.membership import Membership
 from peers.shared.network import say_who_may_join
 from peers.stage_peer.listen import Announced
@@ -77,16 +77,13 @@ class Arrival:
     def _say_how_to_join(self, stage: int, announced: Announced) -> None:
         """Print the lines with which others come."""
         config, known, entries = self._membership.config, self._membership.known, self._entries(announced)
-        invite = self._invite(entries)
-        word = f"{invite}#TOKEN" if self._token else str(invite)
-        insecure = " --insecure" if self._options.insecure else ""
-        own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
+        joining = Joining.at(config, entries, insecure=self._options.insecure)
         last = config.stages.num_stages - 1
         kind = "new run" if self._is_new else "run"
         print(f"Serving stage {stage} (of 0 to {last}) of {kind} {config.run_id} on {self._device}")
-        print(f"  join:   swarm-peer {word}{own_class}{insecure}")
-        print(f"  train:  swarm-trainer {word} --steps 100{insecure}")
-        print(f"  watch:  swarm-status {word} --watch{insecure}", flush=True)
+        print(f"  join:   {joining.peer}")
+        print(f"  train:  {joining.trainer}")
+        print(f"  watch:  {joining.status}", flush=True)
         if self._token:
             print("  TOKEN comes from the run's owner: swarm-keys issue FILE --role peer, or trainer", flush=True)
         addresses = list(dict.fromkeys([*announced.dht_addresses[:2], *known.dht_addresses(4)]))[:5]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
+from swarm.machine.words import counted
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 
@@ -50,8 +51,8 @@ class Around:
         """Why no microbatch comes, as far as this peer can tell."""
         if not self.num_calls and self.num_others:
             return (
-                f"no connection has reached this peer yet, of {self.num_others} others that would use it: see that "
-                f"they can connect to {self.endpoint} (firewall, router, VPN), and that --announce is right"
+                f"no connection has reached this peer yet, though {counted(self.num_others, 'other')} would use it: "
+                f"see that they can connect to {self.endpoint} (firewall, router, VPN), and that --announce is right"
             )
         if self.empty_stages:
             stages = ", ".join(map(str, self.empty_stages))
@@ -92,8 +93,9 @@ class StageNews:
             return
         self._said_at = now
         logger.info(
-            "round %d committed: %d samples, averaged by %d of %d peers in %.1f s; this one manages %.3g samples/s",
-            report.round, report.num_samples, report.num_members, report.num_alive, report.aggregate_seconds,
+            "round %d committed: %s, averaged by %d of %s in %.1f s; this one manages %.3g samples/s",
+            report.round, counted(report.num_samples, "sample"), report.num_members,
+            counted(report.num_alive, "peer"), report.aggregate_seconds,
             samples_per_second,
         )  # fmt: skip
 

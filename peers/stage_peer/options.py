@@ -206,7 +206,7 @@ class PeerOptions:
 
     @property
     def label(self) -> str:
-        """What the peer is called where no name was given: in its log, and in its key's file."""
+        """What its key's file is called, and the peer in its log where no name was given and its stage is fixed."""
         return "auto" if self.first_stage == "auto" else f"stage {self.first_stage}"
 
     @property

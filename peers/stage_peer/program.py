@@ -75,11 +75,13 @@ PROG = "swarm-peer"
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
-    process.setup_logging(options.name or options.label, options.log_level)
+    name = options.name or default_name()
+    # Where the stage is fixed, it tells more than a process id.
+    process.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock = SystemClock()
     entrance = find_entrance(options, os.environ, role=Role.PEER, clock=clock)
     token = entrance.token
-    options = dataclasses.replace(options, name=options.name or default_name())
+    options = dataclasses.replace(options, name=name)
     require_ready_file(options.ready_file)
     require_page(options, os.environ, is_locked=token is not None)
     cache = cache_folder()

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from swarm.audit.verdict import Report
+from swarm.machine.words import counted
 
 _FIGURES = (
     "rounds_committed", "rounds_aborted", "duplicates", "missing", "replayed", "rolled_back", "digests_compared",
@@ -17,14 +18,17 @@ _FIGURES = (
 
 def render(report: Report) -> RenderableType:
     """The table, and what was found below it."""
-    table = Table("figure", "value", title=f"{report.setting} run {report.run}, {report.files} files")
+    table = Table("figure", "value", title=f"{report.setting} run {report.run}, {counted(report.files, 'file')}")
     for name in _FIGURES:
         table.add_row(name, str(getattr(report, name)))
     table.add_row("lost_share", f"{report.lost_share:.4f}")
     for stage in report.stages:
-        counts = f"{stage.rounds} rounds, {stage.first_attempt} at the first attempt, {stage.microbatches} microbatches"
+        microbatches = counted(stage.microbatches, "microbatch")
+        counts = f"{counted(stage.rounds, 'round')}, {stage.first_attempt} at the first attempt, {microbatches}"
         table.add_row(f"stage {stage.stage}", counts + (f", {stage.lost} lost" if stage.lost else ""))
     lines = [escape(violation) for violation in report.violations]
     if (more := report.num_violations - len(lines)) > 0:
         lines.append(f"and {more} more")
-    return Group(table, *lines, "proven" if report.proven else f"refuted: {report.num_violations} violations")
+    return Group(
+        table, *lines, "proven" if report.proven else f"refuted: {counted(report.num_violations, 'violation')}"
+    )

@@ -18,16 +18,20 @@ class Column:
 
     Attributes:
         heading: above it.
+        rank: where a terminal has no room for all, the columns with the highest ranks are left out.
         cell: a format string; `row` in it is the record that has the figure.
         is_shown: the column is there only if this holds for some row: else it would take room from names.
         is_text: left-justified.
+        least_width: characters down to which it may be cut to make room; None where all of it is needed.
         styles: the style of a row's cell, by the figure's value.
     """
 
     heading: str
+    rank: int
     cell: str
     is_shown: Callable[[Any], bool] | None = None
     is_text: bool = False
+    least_width: int | None = None
     styles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def text(self, row: object) -> str:

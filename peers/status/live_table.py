@@ -3,7 +3,8 @@
 Used by swarm-local and by swarm-status. Never asks anybody anything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from peers.status.figure import Column, needed_columns
+from peers.shared.joining import remedy
+from peers.shared.screen import Screen
+from peers.status.figure import needed_columns
+from peers.status.fitting_table import FittingTable, Strip
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView, TrainerRow
 
@@ -25,7 +29,7 @@ class LiveTable:
     """Shows one view after another while its `with` block runs."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or Screen()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._printed: dict[str, str] = {}
 
@@ -74,42 +78,49 @@ def plain_lines(view: SwarmView) -> dict[str, str]:
     return lines
 
 
-def _peers(view: SwarmView) -> Table:
-    rows = [(row.stage, peer) for row in view.stages for peer in row.peers]
-    columns = needed_columns(PeerRow, [peer for _, peer in rows])
-    # Without lines between the columns: all of them are to fit.
-    table = Table(title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("stage", justify="right")
-    _add(table, columns)
+def _peers(view: SwarmView) -> FittingTable:
+    rows: list[tuple[int, PeerRow | None]] = []
     for row in view.stages:
-        for peer in row.peers:
-            table.add_row(str(row.stage), *_cells(peer, columns))
-        if row.stage in view.empty_stages:
-            table.add_row(str(row.stage), Text("no peer", style="bold red"))
-    return table
+        rows += [(row.stage, peer) for peer in row.peers]
+        rows += [(row.stage, None)] if row.stage in view.empty_stages else []
+    strips = _strips(PeerRow, [peer for _, peer in rows], if_none=Text("no peer", style="bold red"))
+    stages = Strip(heading="stage", cells=[Text(str(stage)) for stage, _ in rows], rank=0)
+    # Without lines between the columns: as many as possible are to fit.
+    frame = partial(
+        Table, title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    return FittingTable([stages, *strips], frame)
 
 
-def _trainers(rows: Sequence[TrainerRow]) -> Table:
-    table, columns = Table(), needed_columns(TrainerRow, rows)
-    _add(table, columns)
-    for row in rows:
-        table.add_row(*_cells(row, columns))
-    return table
+def _trainers(rows: Sequence[TrainerRow]) -> FittingTable:
+    return FittingTable(_strips(TrainerRow, rows), Table)
 
 
-def _add(table: Table, columns: Mapping[str, Column]) -> None:
-    for column in columns.values():
-        table.add_column(column.heading, justify="left" if column.is_text else "right")
-
-
-def _cells(row: object, columns: Mapping[str, Column]) -> list[Text]:
-    # As text and not as markup: names come from strangers.
-    return [Text(column.text(row), style=column.styles.get(getattr(row, name), "")) for name, column in columns.items()]
+def _strips(record: type, rows: Sequence[object | None], if_none: Text | None = None) -> list[Strip]:
+    """The columns that the rows need. A row that is None has one cell alone, `if_none`, and that in the first."""
+    strips = []
+    for number, (name, column) in enumerate(needed_columns(record, [row for row in rows if row is not None]).items()):
+        absent = if_none if if_none is not None and number == 0 else Text()
+        # As text and not as markup: names come from strangers.
+        cells = [
+            absent if row is None
+            else Text(
+                column.text(row), style=column.styles.get(getattr(row, name), ""), no_wrap=True, overflow="ellipsis"
+            )
+            for row in rows
+        ]  # fmt: skip
+        strips.append(
+            Strip(
+                heading=column.heading, cells=cells, rank=column.rank, is_text=column.is_text,
+                least_width=column.least_width,
+            )
+        )  # fmt: skip
+    return strips
 
 
 def _warnings(view: SwarmView) -> list[str]:
     return [
-        *(f"stage {stage} has no peer: start one with swarm-peer --stage {stage}" for stage in view.empty_stages),
+        *(f"stage {stage} has no peer: {remedy(view.join_command, stage, view.round)}" for stage in view.empty_stages),
         *(
             f"no peer of stage {stage} answers ({', '.join(names)}): just died, frozen, or out of reach from here"
             for stage, names in view.silent_stages.items()

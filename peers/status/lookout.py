@@ -5,6 +5,7 @@ a peer it imports neither torch nor hivemind.
 """
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
@@ -12,7 +13,8 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from peers.shared.entrance import Entrance
-from peers.shared.network import agree_on_config
+from peers.shared.joining import Joining
+from peers.shared.network import agree_on_config, entries_of
 from peers.shared.token_option import admitted
 from peers.status.observe import observe, warn_once
 from peers.status.view import SwarmView
@@ -68,7 +70,9 @@ class Lookout:
         )
         self._records = dict(zip(numbers, rows, strict=True))
         self._on_peers([record for row in rows for record in row if record.state is PeerState.SERVING])
-        return await observe(self.config.run_id, self._records, trainers, self._channels, claims=claims)
+        view = await observe(self.config.run_id, self._records, trainers, self._channels, claims=claims)
+        joining = Joining.at(self.config, entries_of(rows), insecure=self._channels.is_insecure)
+        return dataclasses.replace(view, join_command=joining.peer)
 
 
 async def views(lookouts: Sequence[Lookout]) -> list[SwarmView]:

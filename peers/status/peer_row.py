@@ -36,7 +36,7 @@ class PeerRow:
         "What it is called.",
         is_label=True,
         announced=lambda record: record.name,
-        column=Column(heading="peer", cell="{row.name}", is_text=True),
+        column=Column(heading="peer", rank=1, cell="{row.name}", is_text=True, least_width=12),
     )
     peer_id: str = figure(
         "Its id, which belongs to its key.", is_label=True, announced=lambda record: record.peer_id
@@ -46,7 +46,7 @@ class PeerRow:
         "does not answer within five seconds.",
         default="unreachable",
         answered=lambda said: said.reply.state,
-        column=Column(heading="state", cell="{row.way}", is_text=True, styles=_STATE_STYLES),
+        column=Column(heading="state", rank=2, cell="{row.way}", is_text=True, styles=_STATE_STYLES),
     )
     moving_from: int | None = figure(
         "The stage that it comes from, while it is listed where it goes.", default=None, unit="stage"
@@ -73,7 +73,11 @@ class PeerRow:
         is_label=True,
         announced=lambda record: record.device,
         column=Column(
-            heading="device", cell="{row.device}", is_shown=lambda row: row.device not in ("", "cpu"), is_text=True
+            heading="device",
+            rank=10,
+            cell="{row.device}",
+            is_shown=lambda row: row.device not in ("", "cpu"),
+            is_text=True,
         ),
     )
     reached: str = figure(
@@ -84,7 +88,7 @@ class PeerRow:
         announced=lambda record: "direct" if direct(record.endpoints) else "tunnel",
         answered=lambda said: _reached(said.reply.lines),
         column=Column(
-            heading="reached", cell="{row.reached}", is_shown=lambda row: row.reached != "direct", is_text=True
+            heading="reached", rank=9, cell="{row.reached}", is_shown=lambda row: row.reached != "direct", is_text=True
         ),
     )
     punched_connections: int = figure(
@@ -118,41 +122,41 @@ class PeerRow:
         default=0.0,
         unit="samples/s",
         answered=lambda said: said.reply.samples_per_second,
-        column=Column(heading="samples/s", cell="{row.samples_per_second:.1f}"),
+        column=Column(heading="samples/s", rank=4, cell="{row.samples_per_second:.1f}"),
     )
     queue_length: int = figure(
         "Forwards and backwards that wait for its compute thread.",
         default=0,
         answered=lambda said: said.reply.queue_length,
-        column=Column(heading="queue", cell="{row.queue_length}"),
+        column=Column(heading="queue", rank=6, cell="{row.queue_length}"),
     )
     round: int = figure(
         "The round that it is at; the announced one where it does not answer.",
         default=0,
         announced=lambda record: record.round,
         answered=lambda said: said.reply.round,
-        column=Column(heading="round", cell="{row.round}"),
+        column=Column(heading="round", rank=3, cell="{row.round}"),
     )
     samples: int = figure(
         "What it holds towards this round.",
         default=0,
         unit="samples",
         answered=lambda said: said.reply.round_samples,
-        column=Column(heading="samples", cell="{row.samples}"),
+        column=Column(heading="samples", rank=7, cell="{row.samples}"),
     )
     forwards: int = figure(
         "Forwards that it has computed since it started.",
         default=0,
         only_grows=True,
         answered=lambda said: said.reply.counters.forwards,
-        column=Column(heading="forwards", cell="{row.forwards}"),
+        column=Column(heading="forwards", rank=15, cell="{row.forwards}"),
     )
     backwards: int = figure(
         "Backwards that it has computed since it started.",
         default=0,
         only_grows=True,
         answered=lambda said: said.reply.counters.backwards,
-        column=Column(heading="backwards", cell="{row.backwards}"),
+        column=Column(heading="backwards", rank=16, cell="{row.backwards}"),
     )
     committed: int = figure(
         "Microbatches that count at its stage through it, since it started: they were acknowledged to it.",
@@ -166,14 +170,14 @@ class PeerRow:
         default=0,
         only_grows=True,
         answered=lambda said: said.reply.counters.rerouted_backwards,
-        column=Column(heading="re-routed", cell="{row.rerouted_backwards}"),
+        column=Column(heading="re-routed", rank=17, cell="{row.rerouted_backwards}"),
     )
     sessions: int = figure(
         "Texts that are being written with its help, those included for which it only stands by. The table has these "
         "figures where it helps with some, or has done so.",
         default=0,
         answered=lambda said: said.reply.generation.sessions,
-        column=Column(heading="texts", cell="{row.sessions}", is_shown=lambda row: row.generated_tokens > 0),
+        column=Column(heading="texts", rank=13, cell="{row.sessions}", is_shown=lambda row: row.generated_tokens > 0),
     )
     generated_tokens: int = figure(
         "Tokens of such texts that it has sampled or passed on since it started.",
@@ -181,7 +185,9 @@ class PeerRow:
         only_grows=True,
         unit="tokens",
         answered=lambda said: said.reply.generation.tokens,
-        column=Column(heading="tokens", cell="{row.generated_tokens}", is_shown=lambda row: row.generated_tokens > 0),
+        column=Column(
+            heading="tokens", rank=14, cell="{row.generated_tokens}", is_shown=lambda row: row.generated_tokens > 0
+        ),
     )
     held_rounds: int = figure(
         "Rounds whose weights it holds for such texts, and for evaluations.",
@@ -200,7 +206,7 @@ class PeerRow:
         default=0,
         unit="peers",
         answered=lambda said: said.last.num_members,
-        column=Column(heading="members", cell="{row.members}/{row.alive_peers}"),
+        column=Column(heading="members", rank=8, cell="{row.members}/{row.alive_peers}"),
     )
     recent_rounds: tuple[int, ...] = figure(
         f"The rounds in whose averages it took part, among the last {MOST_ROUNDS} that it has committed.",
@@ -270,6 +276,7 @@ class PeerRow:
         answered=lambda said: said.inner.count,
         column=Column(
             heading="steps",
+            rank=12,
             cell="{row.inner_steps} x {row.samples_per_inner_step:.0f}",
             is_shown=lambda row: row.configured_samples_per_inner_step > 0,
         ),
@@ -294,6 +301,7 @@ class PeerRow:
         answered=lambda said: said.inner.mean_staleness,
         column=Column(
             heading="late",
+            rank=11,
             cell="{row.staleness:.1f}/{row.largest_staleness}",
             is_shown=lambda row: row.largest_staleness > 0,
         ),
@@ -314,6 +322,7 @@ class PeerRow:
         answered=lambda said: said.reply.loop_lag_seconds,
         column=Column(
             heading="lag",
+            rank=5,
             cell="{row.loop_lag_seconds:.1f} s",
             is_shown=lambda row: row.loop_lag_seconds >= LARGE_LAG_SECONDS,
         ),

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from peers.shared import cli, process
+from peers.shared.screen import Screen
 from peers.status import audit_report
 from peers.status.live_table import LiveTable, render
 from peers.status.lookout import Way, lookouts_on, views, ways_to
@@ -82,7 +81,7 @@ def audit_files(options: StatusOptions) -> int:
     if options.json:
         print(json.dumps(report.to_json()))
     else:
-        Console(soft_wrap=True).print(audit_report.render(report))
+        Screen(soft_wrap=True).print(audit_report.render(report))
     return 0 if report.proven else process.EXIT_FAILURE
 
 
@@ -106,7 +105,7 @@ async def look(options: StatusOptions, view: Look) -> None:
             elif options.watch and sys.stdout.isatty():
                 table.show(*seen)
             else:
-                Console().print(*map(render, seen), sep="\n")
+                Screen(soft_wrap=True).print(*map(render, seen), sep="\n")
 
         if options.watch:
             await process.before_stop(watch(view, show, options.interval))

@@ -34,27 +34,27 @@ class TrainerRow:
         "What it is called.",
         is_label=True,
         announced=lambda record: record.name,
-        column=Column(heading="trainer", cell="{row.name}", is_text=True),
+        column=Column(heading="trainer", rank=1, cell="{row.name}", is_text=True, least_width=12),
     )
     step: int = figure(
         "The step that it has seen last.",
         default=0,
         announced=lambda record: record.step,
-        column=Column(heading="step", cell="{row.step}"),
+        column=Column(heading="step", rank=2, cell="{row.step}"),
     )
     loss: float | None = figure(
         "The loss of this step.",
         default=None,
         unit="nats per token",
         announced=lambda record: record.loss,
-        column=Column(heading="loss", cell="{row.loss_text}"),
+        column=Column(heading="loss", rank=3, cell="{row.loss_text}"),
     )
     tokens_per_second: float = figure(
         "What the whole swarm trained on, in this step.",
         default=0.0,
         unit="tokens/s",
         announced=lambda record: record.tokens_per_second,
-        column=Column(heading="tokens/s", cell="{row.tokens_per_second:,.0f}"),
+        column=Column(heading="tokens/s", rank=4, cell="{row.tokens_per_second:,.0f}"),
     )
     bans: tuple[Mapping[str, Any], ...] = figure(
         "The peers of stage 0 that it leaves alone since they failed it, as it says itself; as of a peer.",
@@ -83,11 +83,18 @@ class SwarmView:
     trainers: tuple[TrainerRow, ...] = ()
     events: tuple[str, ...] = ()
     """What happened, oldest first: peers killed, joined, ended."""
+    join_command: str = "swarm-peer INVITE"
+    """With which one more peer comes to the run."""
 
     @property
     def empty_stages(self) -> list[int]:
         """Stages at which no peer serves, is on its way there, or is announced and does not answer."""
         return [row.stage for row in self._unserved if row.stage not in self.silent_stages]
+
+    @property
+    def round(self) -> int:
+        """The newest that a peer is at, or has announced."""
+        return max((peer.round for row in self.stages for peer in row.peers), default=0)
 
     @property
     def silent_stages(self) -> dict[int, list[str]]:

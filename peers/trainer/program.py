@@ -15,20 +15,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
 from peers.shared.entrance import find_entrance
 from peers.shared.event_file import begin, open_events, start_of
+from peers.shared.joining import Joining, remedy
 from peers.shared.membership import Membership
-from peers.shared.network import (
-    REFRESH_SECONDS,
-    default_name,
-    say_who_may_join,
-)
+from peers.shared.network import REFRESH_SECONDS, default_name, say_who_may_join
 from peers.shared.own_figures import OwnFigures, exporting
 from peers.shared.reader import reading
+from peers.shared.screen import Screen
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import stop_or_expiry
 from peers.shared.tokenizer import have_tokenizer
@@ -45,6 +42,7 @@ from swarm.events.kinds import Events, Leave
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
 from swarm.machine.clock import Loop, SystemClock
+from swarm.machine.words import counted
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.lease_service import LeaseClient
@@ -108,7 +106,10 @@ async def run(
     )  # fmt: skip
     report = Report(
         config, steps=0 if options.evaluate_only else options.steps, output=options.output, metrics=metrics,
-        console=Console(stderr=True), clock=member.clock,
+        console=Screen(stderr=True), clock=member.clock,
+        remedy=lambda stage: remedy(
+            Joining.at(config, member.known.entries(4), insecure=options.insecure).peer, stage, member.known.round
+        ),
     )  # fmt: skip
     with metrics, report:
         session = make_session(options, member, data, watcher, report, events)
@@ -232,7 +233,9 @@ def open_corpus(
         raise ValueError("this run does not say which text it is trained on: name yours with --dataset")
     if datasets and len(datasets) != len(config.data.datasets):
         names = ", ".join(config.data.source_names)
-        raise ValueError(f"--dataset names {len(datasets)} datasets, and the run has {names}: name all, in this order")
+        raise ValueError(
+            f"--dataset names {counted(len(datasets), 'dataset')}, and the run has {names}: name all, in this order"
+        )
     local = dataclasses.replace(config.data, dataset=datasets) if datasets else config.data
     local = local if tokenizer is None else dataclasses.replace(local, tokenizer=tokenizer)
     # Before a text is tokenized that may take minutes.

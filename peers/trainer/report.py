@@ -37,11 +37,13 @@ class Report(contextlib.AbstractContextManager["Report"]):
     """Hears of every step; the progress bar is there while its `with` block runs."""
 
     def __init__(
-        self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock
-    ) -> None:
+        self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock,
+        remedy: Callable[[int], str],
+    ) -> None:  # fmt: skip
         """
         Args:
             steps: that are asked for; 0 for an evaluation alone.
+            remedy: what the user can do about a stage without a peer.
         """
         self._clock = clock
         self._config = config
@@ -50,6 +52,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._output = output
         self._metrics = metrics
         self._console = console
+        self._remedy = remedy
         self._waits, self._busy = Repeats(clock, WAITS_SECONDS), Repeats(clock)
         self._said_at: dict[int, float] = {}
         """By stage that is waited for, when the last line about it was."""
@@ -88,7 +91,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         if now - self._said_at.get(stage, -math.inf) < GAP_SECONDS or not self._waits.count((stage, obstacle.causes)):
             return
         self._said_at[stage] = now
-        logger.warning("waiting: %s", obstacle.in_words(stage))
+        cure = f": {self._remedy(stage)}" if obstacle.is_empty_stage else ""
+        logger.warning("waiting: %s%s", obstacle.in_words(stage), cure)
         what = "has no peer" if obstacle.is_empty_stage else "takes no work"
         self._metrics.event(self.figures.step_number, f"stage {stage} {what}")
 

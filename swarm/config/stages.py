@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from swarm.config.checks import STRICT, require, require_usable_numbers
+from swarm.machine.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class StagesConfig:
         if self.layers_per_stage:
             require(
                 len(self.layers_per_stage) == self.num_stages,
-                f"stages.layers_per_stage has {len(self.layers_per_stage)} entries for {self.num_stages} stages",
+                f"stages.layers_per_stage has {counted(len(self.layers_per_stage), 'entry')} for "
+                f"{counted(self.num_stages, 'stage')}",
             )
             require(min(self.layers_per_stage) >= 0, "stages.layers_per_stage must not be negative")

@@ -14,6 +14,8 @@ from swarm.content.line import Kind, Line
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
 from swarm.machine.arriving import Arriving
 from swarm.machine.clock import Clock
+from swarm.machine.repeats import Repeats
+from swarm.machine.words import counted
 from swarm.rpc.segments import Segments
 from swarm.types import PeerRecord
 
@@ -55,6 +57,7 @@ class Fetcher:
         self._donors = donors
         self._clock = clock
         self._rng = rng
+        self._failures = Repeats(clock)
         self._distrusted: set[str] = set()
         self._proven: list[str] = []
         """Peers that have sent something, and are asked first."""
@@ -73,7 +76,8 @@ class Fetcher:
             for _ in range(MAX_SOURCES):
                 workers.create_task(self._work(donors, pieces, missing, arriving))
         if missing.num_missing:
-            raise PeerUnavailable(f"no peer that answers has it: {missing.num_missing} of {len(pieces)} pieces missing")
+            of = counted(len(pieces), "piece")
+            raise PeerUnavailable(f"no peer that answers has it: {missing.num_missing} of {of} missing")
 
     async def _work(
         self, donors: Iterator[PeerRecord], pieces: Sequence[Piece], missing: Segments, arriving: Arriving | None
@@ -98,13 +102,13 @@ class Fetcher:
                 except Overloaded as error:
                     # It serves others first. Another donor may send this piece meanwhile.
                     if self._clock.monotonic() - given_at >= PATIENCE_SECONDS:
-                        logger.info("%s is no source: %s", donor.peer_id, error)
+                        self._say(donor, error)
                         break
                     if arriving is not None:
                         arriving.held_up(donor.name or donor.peer_id[:8], str(error))
                     pause_seconds = min(error.retry_after_seconds, LONGEST_RETRY_SECONDS)
                 except SwarmError as error:
-                    logger.info("%s is no source: %s", donor.peer_id, error)
+                    self._say(donor, error)
                     if isinstance(error, IntegrityError | MalformedMessage):
                         self._distrusted.add(donor.peer_id)
                     break
@@ -113,6 +117,11 @@ class Fetcher:
                 await self._clock.sleep(pause_seconds)
             else:
                 return
+
+    def _say(self, donor: PeerRecord, error: SwarmError) -> None:
+        """Log what is wrong with a donor. It is asked again each time that something is to be fetched."""
+        if self._failures.count((donor.peer_id, str(error))):
+            logger.info("%s is no source: %s", donor.peer_id, error)
 
     def _ranked(self) -> Iterator[PeerRecord]:
         trusted = [donor for donor in self._donors() if donor.peer_id not in self._distrusted]

@@ -52,6 +52,8 @@ class WeightsCache:
         self._waits = waits
         self._kept = _open(folder, digest)
         self._lock = asyncio.Lock()
+        self._said_bytes = 0
+        """Of which the log says that they are being fetched; 0 once they are here."""
 
     def here(self, shapes: Mapping[str, Size]) -> Weights | None:
         """Where these parameters can be read on this machine; None if they cannot."""
@@ -101,12 +103,16 @@ class WeightsCache:
         total = sum(index.entries[name].num_bytes for names in parts.values() for name in names)
         if shutil.disk_usage(self._folder).free < total:
             raise Fatal(f"no room in {self._folder} for {total / 1e6:.0f} MB of weights")
-        logger.info("fetching %.1f MB of the weights that the run begins with from other peers", total / 1e6)
+        if total != self._said_bytes:
+            # It is tried again and again while no peer answers that has them.
+            logger.info("fetching %.1f MB of the weights that the run begins with from other peers", total / 1e6)
+            self._said_bytes = total
         arriving = Arriving("the weights that the run begins with", total)
         with self._waits.on(arriving.in_words):
             for part, names in parts.items():
                 tensors = await self._fetch_tensors(index, names, arriving)
                 await asyncio.to_thread(weights.write_part, self._folder, part, tensors)
+        self._said_bytes = 0
         return kept
 
     async def _have_index(self, source: Source) -> None:

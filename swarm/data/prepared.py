@@ -32,6 +32,7 @@ from swarm.data.documents import Documents
 from swarm.data.sources import Source, Text
 from swarm.data.tokenizers import TokenIds, Tokenizer
 from swarm.errors import in_one_line
+from swarm.machine.words import counted
 from swarm.training.samples import TARGETS
 
 logger = logging.getLogger(__name__)
@@ -126,20 +127,21 @@ def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> No
     for path, reason in sorted(skipped.items())[:_MOST_NAMED]:
         logger.warning("skipped %s: %s", path, reason)
     if skipped:
-        logger.warning("skipped %d of the %d files of %s", len(skipped), num_files, dataset)
+        logger.warning("skipped %d of the %s of %s", len(skipped), counted(num_files, "file"), dataset)
 
 
 def _say_counts(dataset: str, config: DataConfig, counts: Mapping[str, int], num_samples: int) -> None:
     """What became of rows; a warning where some are not learnt as they are."""
-    what, length = "conversations" if config.format == "chat" else "completions", config.sequence_length
-    logger.info("%s has %d %s in %d samples of %d tokens", dataset, counts["taken"], what, num_samples, length)
+    what, length = "conversation" if config.format == "chat" else "completion", config.sequence_length
+    taken, samples = counted(counts["taken"], what), counted(num_samples, "sample")
+    logger.info("%s has %s in %s of %d tokens", dataset, taken, samples, length)
     for number, fate in (
-        (counts["cut"], f"were cut to {length + 1} tokens"),
-        (counts["dropped"], f"are left out: they have more than {length + 1} tokens"),
-        (counts["without_target"], f"are left out: no token of theirs within {length + 1} is to be learnt"),
+        (counts["cut"], f"cut to {length + 1} tokens"),
+        (counts["dropped"], f"left out, longer than {length + 1} tokens"),
+        (counts["without_target"], f"left out, without a token to be learnt within {length + 1}"),
     ):
         if number:
-            logger.warning("%d %s of %s %s", number, what, dataset, fate)
+            logger.warning("%s of %s %s", counted(number, what), dataset, fate)
 
 
 def _write(path: Path, source: Source, recipe: Recipe) -> None:

@@ -15,6 +15,7 @@ import torch
 from swarm.generation.choice import choose
 from swarm.generation.room import Room
 from swarm.generation.sampling import Sampling
+from swarm.machine.words import counted
 from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.transformer import Transformer
 
@@ -185,8 +186,8 @@ def require_room(engine: Engine, prompt: Sequence[int], max_tokens: int) -> None
         raise ValueError("the prompt has no tokens")
     if len(prompt) + max_tokens > engine.longest:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens, and {max_tokens} more make a sequence longer than the model's "
-            f"{engine.longest}"
+            f"the prompt has {counted(len(prompt), 'token')}, and {max_tokens} more make a sequence longer than the "
+            f"model's {engine.longest}"
         )
 
 

@@ -71,7 +71,7 @@ class Obstacle:
     def in_words(self, stage: int) -> str:
         """One line: what is wrong, and what happens or is to be done next."""
         if self.is_empty_stage:
-            return f"stage {stage} has no peer; start one with swarm-peer --stage {stage} --initial-peers ..."
+            return f"stage {stage} has no peer"
         seconds = math.ceil(self.seconds)
         again = f"tried again in {seconds} s" if seconds else "tried again at once"
         who = {1: "the peer", 2: "both peers"}.get(self.num_peers, f"all {self.num_peers} peers")

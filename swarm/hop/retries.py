@@ -26,6 +26,7 @@ from swarm.errors import (
 from swarm.hop.obstacle import Obstacle, left_alone, reason_of
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
+from swarm.machine.words import counted
 from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord
@@ -271,7 +272,9 @@ class Retries:
         # Peers that join, move, leave or lack a round's weights say nothing about the others.
         self.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)
         if self.num_failures >= self._limits.max_failures:
-            raise RetriesExhausted(f"stage {self._stage}: {self.num_failures} peers failed in a row; the last: {error}")
+            raise RetriesExhausted(
+                f"stage {self._stage}: {counted(self.num_failures, 'peer')} failed in a row; the last: {error}"
+            )
 
 
 def most_sent_on(num_peers: int) -> int:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
+from swarm.machine.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +19,10 @@ JOIN_SECONDS = 25.0
 """How long it is tried."""
 RETRY_SECONDS = 0.5
 """Time between two attempts."""
-SAY_SECONDS = 4.0
-"""After which a line says what is looked for; it comes again after as long."""
+FIRST_SECONDS = 2.0
+"""After which a line says what is looked for, and for how long at most."""
+SAY_SECONDS = 5.0
+"""Between two such lines."""
 
 Result = TypeVar("Result")
 
@@ -42,12 +45,14 @@ async def patiently(
     faults: list[PeerUnavailable] = []
 
     async def say() -> None:
+        seconds = FIRST_SECONDS
         while True:
-            await clock.sleep(SAY_SECONDS)
+            await clock.sleep(seconds)
+            seconds = SAY_SECONDS
             why = f", the last time because {faults[-1]}" if faults else ""
             logger.warning(
-                "looking for %s: %.0f s so far, of %.0f; tried %d times%s", looking_for, clock.monotonic() - began_at,
-                JOIN_SECONDS, len(faults) + 1, why,
+                "looking for %s: %.0f s so far, of %.0f; tried %s%s", looking_for, clock.monotonic() - began_at,
+                JOIN_SECONDS, counted(len(faults) + 1, "time"), why,
             )  # fmt: skip
 
     saying = asyncio.create_task(say())

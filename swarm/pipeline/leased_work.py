@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from swarm.config import RunConfig
 from swarm.hop.obstacle import OnWaiting
 from swarm.machine.clock import Clock
+from swarm.machine.words import counted
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.window import Window
@@ -220,7 +221,10 @@ class LeasedWork:
     def let_go(self) -> None:
         """Leases could not be renewed: by the time another trainer has them, nothing of ours may still count."""
         if self._in_flight:
-            logger.warning("the leases were not renewed in time: %d microbatches given up", len(self._in_flight))
+            logger.warning(
+                "the leases were not renewed in time: %s given up",
+                counted(len(self._in_flight), "microbatch"),
+            )
         self._give_up_queue()
         for task in self.tasks:
             task.cancel()

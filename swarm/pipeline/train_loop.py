@@ -21,6 +21,7 @@ from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle, OnWaiting
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
+from swarm.machine.words import counted
 from swarm.pipeline.leased_work import LeasedWork, Work
 from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.pipeline.tally import StepTotals, Tally
@@ -198,4 +199,5 @@ class TrainLoop(HopListener):
             often = f", and {num - 1} before it since this was said last" if num > 1 else ""
             logger.warning("microbatch %d failed%s: %s", work.microbatch.index, often, error)
         if self._num_failures >= MAX_FAILURES:
-            raise RetriesExhausted(f"{self._num_failures} microbatches failed one after another; the last: {error}")
+            failed = counted(self._num_failures, "microbatch")
+            raise RetriesExhausted(f"{failed} failed one after another; the last: {error}")

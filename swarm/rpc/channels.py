@@ -114,7 +114,7 @@ class ChannelPool:
             identity: this peer's own. A member of a locked run shows it, and calls only peers of the run.
             clock: tells whether certificates hold.
         """
-        self._insecure = insecure
+        self.is_insecure = insecure
         self._identity = identity
         self._authority = identity.authority if identity is not None else None
         self._clock = clock or SystemClock()
@@ -136,8 +136,8 @@ class ChannelPool:
             PeerUnavailable: the peer announces TLS and this one does without, or the other way round; or, in a
                 locked run, it is no peer of the run.
         """
-        if self._insecure == bool(record.certificate_pem):
-            secure, insecure = (record.endpoint, "this peer") if self._insecure else ("this peer", record.endpoint)
+        if self.is_insecure == bool(record.certificate_pem):
+            secure, insecure = (record.endpoint, "this peer") if self.is_insecure else ("this peer", record.endpoint)
             raise PeerUnavailable(f"{secure} uses TLS and {insecure} does not: use --insecure on all peers or none")
         self._require_member(record)
         key, now = (record.place, record.certificate_pem, bulk), self._clock.monotonic()
@@ -210,7 +210,7 @@ class ChannelPool:
         road = None if ways is None else Road(ways, self._dialler, self._clock, first=first)
         if road is not None:
             endpoint, options = road.target, (*options, *road.options)
-        if self._insecure:
+        if self.is_insecure:
             return _Opened(grpc.aio.insecure_channel(endpoint, options=options), road)
         credentials = tls.pinned_credentials(certificate_pem, self._identity)
         return _Opened(grpc.aio.secure_channel(endpoint, credentials, options=(*options, *tls.PINNED_OPTIONS)), road)

@@ -13,6 +13,7 @@ import math
 
 from swarm.errors import Fatal
 from swarm.machine.out_of_memory import what_was_asked
+from swarm.machine.words import counted
 from swarm.stage.graphs import GraphBudget
 
 logger = logging.getLogger(__name__)
@@ -58,10 +59,10 @@ class Shortage:
             self.num_reductions += 1
             self._budget.halve()
             logger.warning(
-                "out of memory (no room for %s, %d in flight): this peer takes %d microbatches at most from now on",
+                "out of memory (no room for %s, %d in flight): this peer takes %s at most from now on",
                 asked,
                 in_flight,
-                self.most_in_flight,
+                counted(int(self.most_in_flight), "microbatch"),
             )
             return
         self._num_failures += 1

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from swarm.errors import Overloaded
 from swarm.machine.clock import Clock
+from swarm.machine.words import counted
 
 LARGEST_NUM_SLOTS = 64
 """Of what is learnt. Each holds the tensors that came in and, as long as there is memory, a graph."""
@@ -133,7 +134,7 @@ class Slots:
         if self.num_free <= num_kept:
             retry_seconds = _retry_seconds(busy_seconds)
             self._refused[caller] = now + PATIENCE_SECONDS + 2 * retry_seconds
-            reason = f"{self.num_held} microbatches are in flight"
+            reason = f"{counted(self.num_held, 'microbatch')} in flight"
             raise Overloaded(reason, retry_after_seconds=retry_seconds)
         self._refused.pop(caller, None)
         self._held[caller] += 1

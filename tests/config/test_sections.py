@@ -21,7 +21,7 @@ from swarm.config import RunConfig
         ),
         ("[model]\nnum_heads = 4\nnum_kv_heads = 3", "model.num_kv_heads (3) must divide model.num_heads (4)"),
         ("[model]\nnum_layers = 2", "stages.num_stages (3) must not exceed model.num_layers (2)"),
-        ("[stages]\nlayers_per_stage = [4]", "stages.layers_per_stage has 1 entries for 3 stages"),
+        ("[stages]\nlayers_per_stage = [4]", "stages.layers_per_stage has 1 entry for 3 stages"),
         ("[stages]\nlayers_per_stage = [1, 1, 1]", "stages.layers_per_stage adds up to 3, model.num_layers is 4"),
         (
             "[model]\ntied_embeddings = true\ncustom_class = 'a:B'",

@@ -122,3 +122,23 @@ async def test_a_disk_without_room_is_said(
     caplog.set_level(logging.INFO)
     with pytest.raises(Fatal, match="cannot be kept in"):
         await cache_of(tmp_path / "cache", config, FakeLine(whole=full.content)).of(parameter_shapes(config, 1))
+
+
+async def test_what_is_tried_again_and_again_is_said_once(
+    tmp_path: Path, run: tuple[RunConfig, Weights], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A joiner goes on looking while no peer has the weights of its stage, or one of them fails it each time."""
+    config, full = run
+    line = FakeLine(whole=lambda sha256: full.content(sha256) if sha256 == full.index.digest else None, dies=nothing)
+    line.faults["dies"] = after(0, PeerUnavailable("it hung up"))
+    cache, shapes = cache_of(tmp_path / "cache", config, line), parameter_shapes(config, 1)
+    with caplog.at_level(logging.INFO, "swarm.content"):
+        for _ in range(5):
+            with pytest.raises(PeerUnavailable):
+                await cache.of(shapes)
+    said = [record.getMessage().partition(":")[0].partition(" MB")[0] for record in caplog.records]
+    assert len(said) == len(set(said)) == 2
+    assert any(text.startswith("fetching ") for text in said)
+    line.shelves["whole"] = full.content
+    await cache.of(shapes)
+    assert cache.here(shapes) is not None

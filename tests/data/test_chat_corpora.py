@@ -118,8 +118,8 @@ def test_what_became_of_rows_is_told_each_time(tmp_path: Path, cache: Path, capl
             corpora.prepare(config, cache_dir=cache)
         assert caplog.messages == [
             f"{config.dataset} has 20 completions in 20 samples of 9 tokens",
-            f"5 completions of {config.dataset} were cut to 10 tokens",
-            f"3 completions of {config.dataset} are left out: no token of theirs within 10 is to be learnt",
+            f"5 completions of {config.dataset} cut to 10 tokens",
+            f"3 completions of {config.dataset} left out, without a token to be learnt within 10",
         ]
 
 

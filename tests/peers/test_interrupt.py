@@ -1,9 +1,10 @@
-"""Ctrl-C and SIGTERM while a program prepares its text, or a peer joins: both take for ever here."""
+"""Ctrl-C and SIGTERM at any moment: while a program starts, prepares its text, or joins; and readers that go away."""
 
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,3 +127,111 @@ def test_a_peer_that_looks_for_others_ends_at_once(
         process.kill()
     assert (process.returncode, output) == (exit_code, said)
     assert len(errors.splitlines()) <= 1
+
+
+PROGRAMS = ["peer", "trainer", "status", "keys", "local", "doctor", "dashboard", "generate", "model"]
+INTERRUPTED_AT = """
+import os, signal, sys
+# What starts tests in the background may have them ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Interrupt:
+    def find_spec(name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt)
+from peers import commands
+sys.argv = ["swarm-x", *{arguments!r}]
+commands.{program}()
+"""
+
+
+def _interrupt_at_import(program: str, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = INTERRUPTED_AT.format(program=program, module=module, arguments=arguments)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_in_a_program_s_first_imports_ends_it_without_a_word(program: str) -> None:
+    """A KeyboardInterrupt there would be a traceback."""
+    ended = _interrupt_at_import(program, "peers.shared.cli")
+    assert (ended.returncode, ended.stderr, ended.stdout) == (130, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["tyro", "asyncio", "rich", "numpy", "torch", "grpc"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_in_any_import_ends_a_program_without_a_word(program: str, module: str) -> None:
+    ended = _interrupt_at_import(program, module, "--steps")
+    # Those that do not import it come to their options, which are wrong.
+    assert ended.returncode in (130, 2)
+    assert ended.returncode == 2 or (ended.stderr, ended.stdout) == ("", "")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_at_any_moment_of_a_start_is_one_line_at_most(program: str, tmp_path: Path) -> None:
+    script = "import signal; signal.signal(2, signal.default_int_handler); print(flush=True)\n"
+    script += f"from peers import commands; commands.{program}()"
+    for tenths in range(1, 30, 2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, f"swarm://1x{tenths}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, cwd=tmp_path,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(tenths / 10)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+        assert "Traceback" not in errors, tenths
+        assert len(errors.splitlines()) <= 1, tenths
+        if process.returncode not in (1, 2):  # It had found out by then that there is no such run.
+            assert process.returncode == 130, tenths
+
+
+def _ends_unread(script: str, first: str) -> bool:
+    """Whether a script ends as it should once nobody reads on after how its output begins."""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(len(first)) == first.encode()
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    return process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_reader_that_goes_away_ends_a_program_without_a_word(tmp_path: Path) -> None:
+    """Also one that prints from a task, and in a group of errors."""
+    script = """
+import asyncio, sys
+from peers.shared import process
+from peers.shared.screen import Screen
+
+async def watch():
+    screen = Screen()
+    while True:
+        screen.print("a look " * 10)
+        await asyncio.sleep(0)
+
+async def main():
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch())
+
+sys.exit(process.run_program("swarm-x", lambda: asyncio.run(main())))
+"""
+    assert _ends_unread(script, "a look")
+
+
+def test_what_nobody_reads_any_more_is_no_fault_at_the_end_either() -> None:
+    script = "import sys; from peers.shared import process; sys.stdin.read()\n"
+    script += "sys.exit(process.run_program('swarm-x', lambda: print('a line') or 0))"
+    assert _ends_unread(script, "")

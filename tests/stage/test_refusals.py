@@ -426,14 +426,14 @@ async def test_whom_all_refuse_hears_why(monkeypatch: pytest.MonkeyPatch) -> Non
             raise NotAllowed("a token has expired")
 
         monkeypatch.setattr(chain.at(1)[0].stage.admission, "admit", refuse)
-        with pytest.raises(RetriesExhausted, match="stage 1: 1 peers failed in a row; the last: a token has expired"):
+        with pytest.raises(RetriesExhausted, match="stage 1: 1 peer failed in a row; the last: a token has expired"):
             await chain.train(0)
 
 
 async def test_too_many_failures_end_in_one_clear_error() -> None:
     async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
         await chain.peers[0].stop()
-        with pytest.raises(RetriesExhausted, match="stage 0: 1 peers failed in a row; the last: "):
+        with pytest.raises(RetriesExhausted, match="stage 0: 1 peer failed in a row; the last: "):
             await chain.train(0)
 
 

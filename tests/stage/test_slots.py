@@ -216,7 +216,7 @@ def test_newcomers_are_never_kept_from_a_free_slot_by_each_other() -> None:
     assert not _taken(slots, "c")
     slots.give_back("a")
     assert _taken(slots, "d")
-    with pytest.raises(Overloaded, match="1 microbatches are in flight"):
+    with pytest.raises(Overloaded, match="1 microbatch in flight"):
         slots.take("b", busy_seconds=RETRY)
 
 

@@ -23,6 +23,7 @@ from swarm.averaging.members.survey import Survey
 from swarm.averaging.messages import Standing
 from swarm.averaging.place import Place
 from swarm.errors import IntegrityError, SwarmError
+from swarm.machine.words import counted
 from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -192,10 +193,10 @@ class CatchUp:
         if is_losing:
             seconds = pace.seconds / pace.num_replayed
             logger.warning(
-                "%d rounds behind, and falling back: this peer takes %.1f s to fetch and replay a round (%.3g MB, "
+                "%s behind, and falling back: this peer takes %.1f s to fetch and replay a round (%.3g MB, "
                 "%.3g MB/s), and the group commits one every %.1f s. It takes a new snapshot, but like this it will "
                 "never arrive: that needs a faster line or machine, or longer rounds (rounds.round_samples)",
-                behind,
+                counted(behind, "round"),
                 seconds,
                 num_bytes / 1e6,
                 num_bytes / 1e6 / seconds,
@@ -203,8 +204,8 @@ class CatchUp:
             )
         elif behind and now - self._said_at >= SAY_SECONDS and (left := pace.seconds_left) is not None:
             logger.info(
-                "%d rounds behind: %d were replayed in %.0f s, in which the group committed %d; there in about %.0f s",
-                behind,
+                "%s behind: %d replayed in %.0f s, in which the group committed %d; there in about %.0f s",
+                counted(behind, "round"),
                 pace.num_replayed,
                 pace.seconds,
                 pace.num_committed,
@@ -251,7 +252,9 @@ class CatchUp:
         self._sources = list(fetched.sources)
         self._snapshot_bytes = num_bytes
         self.num_downloads += 1
-        logger.info("installed the snapshot of round %d, from %d donors", standing.round, len(fetched.sources))
+        logger.info(
+            "installed the snapshot of round %d, from %s", standing.round, counted(len(fetched.sources), "donor")
+        )
 
     async def _size_limit(self) -> int:
         if not self._max_bytes:

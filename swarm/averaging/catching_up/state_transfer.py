@@ -19,6 +19,7 @@ from swarm.averaging.transport import Transport
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
 from swarm.machine.arriving import Arriving
 from swarm.machine.waits import Waits
+from swarm.machine.words import counted
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -127,9 +128,8 @@ class StateTransfer:
                 for donor in partial.sources:
                     workers.create_task(self._work(donor, partial, arriving))
         if partial.segments.num_missing:
-            raise PeerUnavailable(
-                f"no source is left, {partial.segments.num_missing} of {partial.num_segments} segments are missing"
-            )
+            segments = counted(partial.num_segments, "segment")
+            raise PeerUnavailable(f"no source is left, {partial.segments.num_missing} of {segments} missing")
         self._partial = None
         return Fetched(
             snapshot=partial.snapshot,

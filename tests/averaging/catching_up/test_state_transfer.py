@@ -147,7 +147,7 @@ async def test_segments_that_are_here_are_not_fetched_again() -> None:
     transfer = transfer_over(line)
     # Two of three segments come, and then nobody answers any more.
     line.tamper = after(2, lambda donor, reply: line.broken.update(line.holders))
-    with pytest.raises(PeerUnavailable, match="1 of 3 segments are missing"):
+    with pytest.raises(PeerUnavailable, match="1 of 3 segments missing"):
         await fetch(transfer, 1, 2)
     assert sum(line.num_bytes.values()) == 128
     line.broken.clear()

@@ -78,7 +78,7 @@ def test_that_nothing_comes_is_said_once_each_time(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("seen", "why"),
     [
-        (around(num_calls=0), "no connection has reached this peer yet, of 2 others that would use it: see that they "),
+        (around(num_calls=0), "no connection has reached this peer yet, though 2 others would use it: see that they "),
         (around(num_calls=0, empty_stages=[1]), "no connection has reached this peer yet"),
         (around(empty_stages=[1]), "stage 1 without a peer"),
         (around(empty_stages=[1, 4], has_trainer=False), "stages 1, 4 without a peer"),

@@ -42,7 +42,7 @@ def test_a_missing_trainers_file_is_no_proof(tmp_path: Path, capsys: pytest.Capt
     run.round(0)
     files = [str(path) for path in run.files if path.name != "trainer.jsonl"]
     assert status.main(["--audit", *files]) == process.EXIT_FAILURE
-    assert capsys.readouterr().out.splitlines()[-1] == "refuted: 1 violations"
+    assert capsys.readouterr().out.splitlines()[-1] == "refuted: 1 violation"
 
 
 def test_what_is_no_event_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,11 @@
 """What the table says on a terminal, and the lines it becomes elsewhere."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Console
 
 from peers.status.live_table import LiveTable, plain_lines, render
 from peers.status.peer_row import PeerRow
@@ -23,7 +23,7 @@ VIEW = SwarmView(
 
 
 def _draw(view: SwarmView) -> str:
-    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console = Console(file=io.StringIO(), width=120, color_system=None, soft_wrap=True)
     console.print(render(view))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -33,7 +33,7 @@ def test_table_shows_peers_trainers_events_and_the_empty_stage() -> None:
     drawn = _draw(VIEW)
     for text in ("run demo", "host-1", "serving", "12.3", "71", "9", "trainer-1", "2.500", "killed peer 1-0"):
         assert text in drawn
-    assert "stage 1 has no peer: start one with swarm-peer --stage 1" in drawn
+    assert "stage 1 has no peer: start one with swarm-peer INVITE --stage 1" in drawn
 
 
 def test_of_a_stage_whose_peers_do_not_answer_nobody_is_told_to_start_one() -> None:
@@ -58,13 +58,20 @@ def test_who_leaves_whom_alone_is_a_line_that_changes_only_with_its_cause() -> N
     assert "trainer-1 leaves ffffffff alone until " in drawn
 
 
-def _table(view: SwarmView, number: int) -> list[tuple[str, str]]:
-    """Heading and first cell of each column, from left to right, of the first or the second table."""
-    drawn = render(view)
-    assert isinstance(drawn, Group)
-    table = drawn.renderables[number]
-    assert isinstance(table, Table)
-    return [(str(column.header), str(next(iter(column.cells)))) for column in table.columns]
+def _draw_on_terminal(view: SwarmView, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True, legacy_windows=False)
+    console.print(render(view))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _columns(drawn: str, first: str) -> list[tuple[str, str]]:
+    """Heading and first cell of each column, from left to right, of the table whose headings begin with a word."""
+    lines = drawn.splitlines()
+    (number,) = [number for number, line in enumerate(lines) if re.match(rf"[\u2503 ]+{first}[\u2503 ] ", line)]
+    gap = r" *[\u2503\u2502] *| {2,}"
+    headings, cells = (re.split(gap, lines[at].strip("\u2503\u2502 ")) for at in (number, number + 2))
+    return list(zip(headings, cells, strict=True))
 
 
 def test_every_column_has_its_place_and_its_own_figure() -> None:
@@ -74,7 +81,7 @@ def test_every_column_has_its_place_and_its_own_figure() -> None:
         averaged_bytes=51, inner_steps=10, samples_per_inner_step=11.0, configured_samples_per_inner_step=52,
         staleness=12.3, largest_staleness=13, loop_lag_seconds=14.56,
     )  # fmt: skip
-    assert _table(replace(VIEW, stages=(StageRow(stage=15, peers=(peer,)),)), 0) == [
+    assert _columns(_draw(replace(VIEW, stages=(StageRow(stage=15, peers=(peer,)),))), "stage") == [
         ("stage", "15"),
         ("peer", "host-1"),
         ("state", "leaving"),
@@ -91,7 +98,12 @@ def test_every_column_has_its_place_and_its_own_figure() -> None:
         ("late", "12.3/13"),
         ("lag", "14.6 s"),
     ]
-    assert _table(VIEW, 1) == [("trainer", "trainer-1"), ("step", "3"), ("loss", "2.500"), ("tokens/s", "1,234")]
+    assert _columns(_draw(VIEW), "trainer") == [
+        ("trainer", "trainer-1"),
+        ("step", "3"),
+        ("loss", "2.500"),
+        ("tokens/s", "1,234"),
+    ]
 
 
 def test_a_late_event_loop_is_shown_and_usual_ones_are_not() -> None:
@@ -150,7 +162,7 @@ def test_without_a_terminal_only_news_is_printed(capsys: pytest.CaptureFixture[s
         table.show(replace(VIEW, trainers=(TrainerRow(name="trainer-1", step=4, loss=2.25, tokens_per_second=10),)))
     assert capsys.readouterr().out.splitlines() == [
         "step 2: killed peer 1-0",
-        "stage 1 has no peer: start one with swarm-peer --stage 1",
+        "stage 1 has no peer: start one with swarm-peer INVITE --stage 1",
         "step 3: loss 2.500, 1,234 tokens/s",
         "step 4: loss 2.250, 10 tokens/s",
     ]
@@ -176,3 +188,53 @@ def test_a_terminal_gets_the_table() -> None:
         table.show(VIEW)
     assert isinstance(console.file, io.StringIO)
     assert "host-1" in console.file.getvalue()
+
+
+BUSY = PeerRow(
+    name="a-rather-long-host-name-of-a-cloud-12345", peer_id="cd", state="moving", moving_to=2,
+    samples_per_second=123.4, queue_length=12, round=12345, samples=1024, forwards=123456, backwards=123456,
+    rerouted_backwards=99, alive_peers=12, members=11, loop_lag_seconds=1.5, reached="relayed", device="cuda:0",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+def test_a_narrow_terminal_has_the_most_important_columns_whole_and_says_what_is_left_out(width: int) -> None:
+    drawn = _draw_on_terminal(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, BUSY)),)), width)
+    lines = drawn.splitlines()
+    assert max(map(len, lines)) <= width
+    (headings,) = [line.split() for line in lines if "state" in line.split() and "stage" in line.split()]
+    assert headings[:3] == ["stage", "peer", "state"]
+    (row,) = [line for line in lines if "moving to 2" in line]
+    assert "a-rather-lo" in row
+    said = " ".join(drawn.split())
+    missing = said.partition("no room for ")[2].partition(": a wider terminal")[0].split(", ")
+    everything = {
+        heading for heading, _ in _columns(_draw(replace(VIEW, stages=(StageRow(stage=0, peers=(BUSY,)),))), "stage")
+    }
+    assert set(headings) | set(missing) - {""} == everything
+    assert (missing == [""]) == (width == 200)
+    if width >= 60:
+        assert "12345" in row
+        assert "round" in headings
+    if width >= 80:
+        assert {"samples/s", "lag"} <= set(headings)
+
+
+def test_without_a_terminal_a_table_has_all_columns() -> None:
+    """Whatever the width that rich takes a pipe to have."""
+    console = Console(file=io.StringIO(), width=40, color_system=None, soft_wrap=True)
+    console.print(render(replace(VIEW, stages=(StageRow(stage=0, peers=(BUSY,)), StageRow(stage=1)))))
+    assert isinstance(console.file, io.StringIO)
+    drawn = console.file.getvalue()
+    (row,) = [line for line in drawn.splitlines() if BUSY.name in line]
+    assert row.split()[-1] == "s"
+    assert "no room for" not in drawn
+    assert "stage 1 has no peer: " in drawn, "a line of its own, however long, that can be copied"
+
+
+def test_a_stage_that_was_lost_is_not_begun_anew_by_mistake() -> None:
+    (line,) = [line for line in plain_lines(replace(VIEW, join_command="swarm-peer swarm://x")) if "no peer" in line]
+    assert line == "stage 1 has no peer: start one with swarm-peer swarm://x --stage 1"
+    later = replace(VIEW, stages=(StageRow(stage=0, peers=(replace(PEER, round=3),)), StageRow(stage=1)))
+    (line,) = [line for line in plain_lines(later) if "no peer" in line]
+    assert "swarm-peer INVITE --stage 1 --resume DIR" in line

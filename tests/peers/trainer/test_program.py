@@ -97,8 +97,9 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
     sample = "" if interrupted else "it goes on"
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         report = Report(
-            SYNCHRONOUS, steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True), clock=ManualClock()
-        )
+            SYNCHRONOUS, steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True), clock=ManualClock(),
+            remedy=str,
+        )  # fmt: skip
         wandb_run = cast(WandbRun, _Wandb())
         assert await finish(report, tmp_path, corpus, sample, wandb_run, interrupted=interrupted) == exit_code
     assert caplog.messages == [f"{tmp_path / name} is not written: Is a directory" for name in stuck]

@@ -36,7 +36,7 @@ class Metrics:
 def _report(folder: Path, clock: Clock | None = None, *, metrics: Metrics | None = None) -> Report:
     return Report(
         RunConfig(), steps=9, output=folder, metrics=cast(MetricsLog, metrics or Metrics()),
-        console=Console(quiet=True), clock=clock or ManualClock(),
+        console=Console(quiet=True), clock=clock or ManualClock(), remedy=lambda stage: f"start one at {stage}",
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_why_a_stage_takes_no_work_is_told_once_a_cause_until_the_next_step(
     clock.advance(GAP_SECONDS)
     for obstacle in (silent, Obstacle(num_peers=0), silent, busy):
         report.waiting(1, obstacle)
-    expected = "waiting: stage 1 has no peer; start one with swarm-peer --stage 1 --initial-peers ..."
+    expected = "waiting: stage 1 has no peer: start one at 1"
     assert caplog.messages == [expected], "they are announced no longer"
     report.step(_step(1, 8), None)
     clock.advance(GAP_SECONDS)

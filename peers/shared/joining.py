@@ -1,0 +1,58 @@
+"""The command lines with which others come to a run, and what fills a stage that no peer serves. They hold no token.
+
+Used by swarm-peer, which prints them, by status, the dashboard and the trainer.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from swarm.config import RunConfig
+from swarm.rpc.entry import Entry
+from swarm.rpc.invite import Invite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """Of one run.
+
+    Attributes:
+        peer: gives a machine to the run.
+        trainer: feeds it text.
+        status: watches it.
+    """
+
+    peer: str = "swarm-peer INVITE"
+    trainer: str = "swarm-trainer INVITE --steps 100"
+    status: str = "swarm-status INVITE --watch"
+
+    @classmethod
+    def at(cls, config: RunConfig, entries: Sequence[Entry], *, insecure: bool) -> Self:
+        """With an invite that names as many of these peers as it has room for, the first ones; without any, INVITE."""
+        if not entries:
+            return cls()
+        invite = Invite.fitting(config.run_id, entries, is_locked=bool(config.owner))
+        word = f"{invite}#TOKEN" if config.owner else str(invite)
+        options = " --insecure" if insecure else ""
+        own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
+        return cls(
+            peer=f"swarm-peer {word}{own_class}{options}",
+            trainer=f"swarm-trainer {word} --steps 100{options}",
+            status=f"swarm-status {word} --watch{options}",
+        )
+
+
+def remedy(join_command: str, stage: int, run_round: int) -> str:
+    """What to do about a stage without a peer. What it had learnt by then is not to be given up by mistake.
+
+    Args:
+        run_round: at which the run's other peers are.
+    """
+    command = f"{join_command} --stage {stage}"
+    if run_round == 0:
+        return f"start one with {command}"
+    return (
+        f"what it had learnt was with its peers. If they are gone for good, start one with {command} --resume DIR, "
+        "where DIR has a checkpoint; if there is none, with --start-over in place of --resume DIR"
+    )

@@ -1,0 +1,72 @@
+"""A table with as many of its columns as the terminal has room for; elsewhere, with all of them.
+
+Used by live_table.py. Each column has a rank, and those of the highest ranks are left out first; a line says which.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+ANY_WIDTH = 1 << 16
+"""Characters: more than any table has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strip:
+    """One column with its cells.
+
+    Attributes:
+        rank: the lower, the more important.
+        is_text: left-justified.
+        least_width: characters down to which it may be cut; None where all of it is needed.
+    """
+
+    heading: str
+    cells: Sequence[Text]
+    rank: int
+    is_text: bool = False
+    least_width: int | None = None
+
+
+class FittingTable:
+    """Drawn by rich, each time as wide as there is room."""
+
+    def __init__(self, strips: Sequence[Strip], frame: Callable[[], Table]) -> None:
+        """
+        Args:
+            strips: the columns, from left to right.
+            frame: makes a table without columns, which has the title and the lines between cells.
+        """
+        self._strips = strips
+        self._frame = frame
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width if console.is_terminal else ANY_WIDTH
+        shown = list(self._strips)
+        while len(shown) > 1 and self._least_width(shown, console, options) > width:
+            shown.remove(max(shown, key=lambda strip: strip.rank))
+        yield from console.render(self._table(shown), options.update(width=width))
+        if missing := [strip.heading for strip in self._strips if strip not in shown]:
+            yield Text(
+                f"no room for {', '.join(missing)}: a wider terminal shows more, and swarm-status --json all",
+                style="dim",
+            )
+
+    def _least_width(self, strips: Sequence[Strip], console: Console, options: ConsoleOptions) -> int:
+        table = self._table(strips, is_cut=True)
+        return Measurement.get(console, options.update(width=ANY_WIDTH), table).maximum
+
+    def _table(self, strips: Sequence[Strip], *, is_cut: bool = False) -> Table:
+        table = self._frame()
+        for strip in strips:
+            table.add_column(
+                strip.heading, justify="left" if strip.is_text else "right", no_wrap=strip.least_width is None,
+                max_width=strip.least_width if is_cut else None,
+            )  # fmt: skip
+        for cells in zip(*(strip.cells for strip in strips), strict=True):
+            table.add_row(*cells)
+        return table

@@ -1,0 +1,18 @@
+"""Numbers of things, as people say them. Used wherever a line for people counts something."""
+
+_ENDINGS = (("y", "ies"), ("ch", "ches"))
+"""Of nouns that do not simply take an s; of those with y, such as have a consonant before it."""
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 peer`, `2 peers`, `1,200 microbatches`, `0 entries`.
+
+    Args:
+        noun: of one of them.
+    """
+    if number == 1:
+        return f"1 {noun}"
+    for ending, plural in _ENDINGS:
+        if noun.endswith(ending):
+            return f"{number:,} {noun.removesuffix(ending)}{plural}"
+    return f"{number:,} {noun}s"

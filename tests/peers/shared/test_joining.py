@@ -1,0 +1,48 @@
+"""The lines with which others come to a run are such that they work."""
+
+import dataclasses
+
+from peers.shared import cli
+from peers.shared.joining import Joining, remedy
+from peers.stage_peer.options import PeerOptions
+from swarm import config as configs
+from swarm.rpc.entry import Entry
+from swarm.rpc.invite import Invite
+
+CONFIG = configs.load_preset("tiny")
+ENTRY = Entry.parse(f"{'a' * 40}@192.0.2.1:5001")
+
+
+def _options(line: str) -> PeerOptions:
+    program, *words = line.split()
+    assert program == "swarm-peer"
+    return cli.parse(PeerOptions, prog=program, argv=words)
+
+
+def test_a_stage_that_nobody_has_served_needs_a_peer_and_no_more() -> None:
+    told = remedy(Joining.at(CONFIG, [ENTRY], insecure=True).peer, 1, run_round=0)
+    options = _options(told.removeprefix("start one with "))
+    assert (options.stage, options.insecure, options.resume, options.start_over) == (1, True, None, False)
+    assert options.invite is not None
+    assert Invite.parse(options.invite).entries == (ENTRY,)
+
+
+def test_what_a_stage_has_learnt_is_taken_from_a_checkpoint_or_given_up_knowingly() -> None:
+    """As a peer refuses to begin anew in silence (resume.choose)."""
+    told = remedy(Joining.at(CONFIG, [ENTRY], insecure=False).peer, 1, run_round=7)
+    line = told.partition("start one with ")[2].partition(",")[0]
+    assert _options(line).resume is not None
+    assert _options(line.replace("--resume DIR", "--start-over")).start_over
+
+
+def test_a_locked_run_s_line_says_where_the_token_goes() -> None:
+    locked = dataclasses.replace(CONFIG, owner="ab" * 32)
+    joining = Joining.at(locked, [ENTRY], insecure=False)
+    for line in dataclasses.astuple(joining):
+        word, _, token = line.split()[1].partition("#")
+        assert Invite.parse(word).is_locked
+        assert token == "TOKEN"
+
+
+def test_where_no_peer_is_known_the_invite_is_to_be_filled_in() -> None:
+    assert Joining.at(CONFIG, [], insecure=False).peer == "swarm-peer INVITE"
