@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peers.shared.joining import Joining
+from peers.shared.lan import Announcer
 from peers.shared.membership import Membership
 from peers.shared.network import say_who_may_join
 from peers.stage_peer.listen import Announced
@@ -31,19 +32,21 @@ class Arrival:
 
     def __init__(
         self, *, options: PeerOptions, membership: Membership, device: str, token: Token | None,
-        is_new: bool,
+        is_new: bool, announcer: Announcer | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             device: that it computes on.
             is_new: whether this peer begins the run. A run's id is that of every run of the same configuration and
                 text, so that nothing else tells a user who forgot --initial-peers.
+            announcer: tells the local network as well, if that is wanted.
         """
         self._options = options
         self._membership = membership
         self._device = device
         self._token = token
         self._is_new = is_new
+        self._announcer = announcer
         self._has_said = False
 
     def serves(self, stage: int, announced: Announced) -> None:
@@ -56,6 +59,8 @@ class Arrival:
         if is_first:
             say_who_may_join(self._membership.identity.authority)
             self._say_how_to_join(stage, announced)
+            if self._announcer is not None:
+                self._announcer.tell(self._invite(self._entries(announced)))
         if self._options.ready_file is None:
             return
         try:

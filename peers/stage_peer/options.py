@@ -23,6 +23,9 @@ class PeerOptions:
 
     invite: InviteOption = None
     """To a run that is there already, swarm://..., as every swarm-peer prints it; without one a new run begins."""
+    lan: bool = False
+    """Announce the run's invite in the local network, for those that look for it with --lan. Without INVITE and without
+    a new run's options, first take the run that another peer announces there. Needs the extra lan."""
     stage: int | Literal["auto"] | None = None
     """Stage to serve, from 0, and to stay at. auto takes the one that needs a peer most, and moves when another one
     does. Left out, it is auto with an invite, and else 0, also where others serve that already."""
@@ -139,7 +142,7 @@ class PeerOptions:
         cli.require_at_least(self, {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1})
         if sum(source is not None for source in (self.config, self.preset, self.model)) > 1:
             raise ValueError("--config, --preset and --model exclude each other")
-        if not self.names_a_run and not self.joins:
+        if not self.names_a_run and not self.joins and not self.lan:
             raise ValueError("a new run needs --preset NAME, --config FILE or --model DIR; to join one, say its INVITE")
         if not self.names_a_run and (self.dataset or self.tokenizer or self.stages):
             raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset, --config or --model")
@@ -180,11 +183,16 @@ class PeerOptions:
         return joins(self)
 
     @property
+    def seeks(self) -> bool:
+        """Whether the run that it joins has to be found in the local network."""
+        return self.lan and not self.names_a_run and not self.joins
+
+    @property
     def first_stage(self) -> int | Literal["auto"]:
         """The stage to begin with."""
         if self.stage is not None:
             return self.stage
-        return "auto" if self.invite is not None else 0
+        return "auto" if self.invite is not None or self.seeks else 0
 
     @property
     def outside(self) -> tuple[Outside, ...]:

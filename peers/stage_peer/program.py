@@ -26,6 +26,7 @@ from peers.shared.cache import cache_folder
 from peers.shared.devices import device_of
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.event_file import begin, open_events, start_of
+from peers.shared.lan import Announcer, found_invite, require_installed
 from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS, agree_on_config, default_name
 from peers.shared.own_figures import OwnFigures, exporting
@@ -79,6 +80,10 @@ def main(argv: Sequence[str]) -> int:
     # Where the stage is fixed, it tells more than a process id.
     process.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock = SystemClock()
+    if options.lan:
+        require_installed()
+    if options.seeks:
+        options = dataclasses.replace(options, invite=found_invite())
     entrance = find_entrance(options, os.environ, role=Role.PEER, clock=clock)
     token = entrance.token
     options = dataclasses.replace(options, name=name)
@@ -233,9 +238,10 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
         checkpoints=options.resume,
     )  # fmt: skip
+    announcer = Announcer(config.run_id) if options.lan else None
     arrival = Arrival(
         options=options, membership=member, device=str(start.device), token=start.entrance.token,
-        is_new=not (options.joins or start.returns or options.resume),
+        is_new=not (options.joins or start.returns or options.resume), announcer=announcer,
     )  # fmt: skip
     reach = Reach(member, start.node, start.listen, insecure=options.insecure)
     page = OwnDashboard(options, identity.peer_id, reach.port, start.entrance.token)
@@ -271,7 +277,9 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         # Not before: until here nobody looks at it, and Ctrl-C and SIGTERM end the process by themselves.
         stop = process.stop_event()
         begin(start.events, options.events, start_of(config, peer_id=member.peer_id, name=options.name, stage=stage))
+        announcing = [tasks.create_task(announcer.run())] if announcer is not None else []
         background = [
+            *announcing,
             publishing,
             watching,
             reaching,

@@ -57,7 +57,9 @@ class StatusOptions(ViewOptions):
 
     def __post_init__(self) -> None:
         if self.audit and (self.num_ways or self.runs or self.watch):
-            raise ValueError("--audit reads files: it goes with no INVITE, --peer, --initial-peers, --runs or --watch")
+            raise ValueError(
+                "--audit reads files: it goes with no INVITE, --lan, --peer, --initial-peers, --runs or --watch"
+            )
         if not self.audit:
             self.require_one_way("swarm-status")
         cli.require_positive(self, ["interval"])

@@ -21,6 +21,8 @@ class ViewOptions:
     invites: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="INVITE ...")]] = ()
     """To the run, swarm://..., as every swarm-peer prints it: the first of its peers that answers is asked. Several
     invites show several runs side by side."""
+    lan: bool = False
+    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     peer: tuple[str, ...] = ()
     """Peers to ask instead (PEER_ID@HOST:PORT, as a swarm-peer has it in its log)."""
     initial_peers: tuple[str, ...] = ()
@@ -36,21 +38,23 @@ class ViewOptions:
     @property
     def num_ways(self) -> int:
         """In how many ways they say where the runs are."""
-        return [bool(self.invites), bool(self.peer), bool(self.initial_peers)].count(True)
+        return [bool(self.invites), self.lan, bool(self.peer), bool(self.initial_peers)].count(True)
 
     def require_one_way(self, prog: str) -> None:
         """Raise ValueError unless they say in one way where the runs are."""
         if self.num_ways > 1:
-            raise ValueError("INVITE, --peer and --initial-peers are ways to the same: leave all but one out")
+            raise ValueError("INVITE, --lan, --peer and --initial-peers are ways to the same: leave all but one out")
         if self.num_ways == 0:
             raise ValueError(f"which run? say {prog} INVITE, with the invite that every swarm-peer prints")
 
     def entrances(self, environment: Mapping[str, str], clock: "Clock") -> "list[Entrance]":
-        """One for each invite; else a single one. Raises what find_entrance raises."""
+        """One for each invite; else a single one. Raises what find_entrance and found_invite raise."""
         from peers.shared.entrance import find_entrance
+        from peers.shared.lan import found_invite
         from swarm.credentials.certificates import Role
 
-        ways = [_Way(invite, (), self.token, self.insecure) for invite in self.invites]
+        invites = [found_invite()] if self.lan else self.invites
+        ways = [_Way(invite, (), self.token, self.insecure) for invite in invites]
         return [
             find_entrance(way, environment, role=Role.TRAINER, clock=clock, peers=self.peer)
             for way in ways or [_Way(None, self.initial_peers, self.token, self.insecure)]

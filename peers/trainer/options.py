@@ -19,6 +19,8 @@ class TrainerOptions:
 
     invite: InviteOption = None
     """To the run, swarm://..., as every swarm-peer prints it."""
+    lan: bool = False
+    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of the swarm's peers, instead of an invite."""
     token: str | None = None
@@ -63,7 +65,9 @@ class TrainerOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if not joins(self):
+        if joins(self) and self.lan:
+            raise ValueError("INVITE, --initial-peers and --lan are ways to the same: leave all but one out")
+        if not joins(self) and not self.lan:
             raise ValueError("which run? say swarm-trainer INVITE, with the invite that every swarm-peer prints")
         cli.require_at_least(
             self,

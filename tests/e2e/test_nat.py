@@ -85,16 +85,19 @@ def test_every_kind_of_connection_will_do(
 def test_peers_with_ipv4_alone_and_peers_with_ipv6_alone_train_together_through_one_that_has_both(
     internet: Internet, children: Supervisor, tmp_path: Path
 ) -> None:
-    """The only peer of stage 0 has IPv4, the only one of stage 2 has both; the trainer and stage 1 have IPv6."""
+    """The only peer of stage 0 has IPv4, those of stage 1 have both and IPv6, and the trainer has IPv6."""
     both = internet.public_host()
-    swarm = NatSwarm(tmp_path, children, num_stages=3)
-    swarm.start_peer_on(both, 2)
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+    swarm.start_peer_on(both, 1)
     old = swarm.start_peer_on(internet.public_host(has_ipv6=False), 0)
     assert not old.ready["endpoint"].startswith("tunnel:")
     new = swarm.start_peer_on(internet.host("ipv6"), 1)
     assert new.ready["endpoint"].startswith("tunnel:")
     trainer = swarm.start_trainer_on(internet.host("ipv6"), "trainer", steps=6)
     assert swarm.wait_for_end(trainer) == 0
+    rows = swarm.status_from(both)
+    assert rows["peer-2"]["forwards"]
+    assert rows["peer-3"]["forwards"]
     assert swarm.audit()["proven"]
 
 

@@ -25,11 +25,12 @@ class NatSwarm(RealSwarm):
         lines = whole_lines(self.peers[0].child.log)
         return next(line.split()[2] for line in lines if line.strip().startswith("join:"))
 
-    def start_peer_on(self, host: Host, stage: int) -> RealPeer:
-        """Start a peer, and wait until it serves."""
+    def start_peer_on(self, host: Host, stage: int, *, found_by_lan: bool = False) -> RealPeer:
+        """Start a peer, by its invite or without any in the local network, and wait until it serves."""
         name = f"peer-{len(self.peers) + 1}"
         ready = self.folder / f"{name}.json"
-        where = [self.invite] if self.peers else ["--config", str(self.config)]
+        where = ["--config", str(self.config)] if not self.peers else [] if found_by_lan else [self.invite]
+        where += ["--lan"] if found_by_lan else []
         own = ["--stage", str(stage), "--name", name, "--identity", str(self.folder / f"{name}.pem")]
         logs = ["--ready-file", str(ready), "--events", str(self.events / f"{name}.jsonl"), "--threads", "1"]
         began_at = time.monotonic()

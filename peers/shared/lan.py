@@ -1,0 +1,210 @@
+"""Runs in the local network: a peer announces the invite to its run there, and programs without an INVITE find it.
+
+By DNS service discovery over multicast (RFC 6763 and 6762), as printers are found; only with --lan. What is found is
+somebody's claim, and no more than an invite from a stranger: it is read as every invite, names peers by their keys, and
+holds no secret. Programs are told of every run that is found, and take the only one; of several, the user says which.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import ipaddress
+import logging
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import run_loop
+from swarm.rpc.entry import Entry
+from swarm.rpc.invite import Invite
+
+if TYPE_CHECKING:
+    from zeroconf.asyncio import AsyncZeroconf
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "_swarm-run._tcp.local."
+LOOK_SECONDS, SAY_SECONDS = 5.0, 2.0
+"""For how long a run is looked for, and after how long that is said."""
+SETTLE_SECONDS = 1.0
+"""Longest wait for others after the first one was found: answers come within some tenths of a second."""
+MOST_FOUND = 64
+"""Announcements that are looked at; the rest is passed over."""
+MOST_ENTRIES = 8
+"""Peers' addresses that are taken of one run."""
+_RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\.[0-9a-f]{16}")
+_INVITE, _NAME = b"invite", b"run"
+"""What an announcement has. An entry of a TXT record has 255 bytes at most."""
+
+
+def found_invite() -> str:
+    """The invite to the only run in this network.
+
+    Raises:
+        ValueError: there are several runs, or as of `find`.
+        PeerUnavailable: there is none.
+    """
+    runs = run_loop(find())
+    if not runs:
+        raise PeerUnavailable(
+            f"no run was found in this network in {LOOK_SECONDS:.0f} s: start one of its peers with --lan, or say its "
+            "INVITE, which is needed also where the network passes on no multicast"
+        )
+    if len(runs) > 1:
+        found = ", ".join(f"{name}: {invite}" for name, invite in sorted(runs.items()))
+        raise ValueError(f"several runs are in this network; say one of these invites in the place of --lan: {found}")
+    [(name, invite)] = runs.items()
+    logger.info("found run %s in this network", name)
+    return str(invite)
+
+
+async def find() -> dict[str, Invite]:
+    """The runs that are announced in this network, by id. Cancellation ends the search.
+
+    Raises:
+        ValueError: zeroconf is not installed, or this machine has no multicast.
+    """
+    told = dict[str, tuple[str, Invite]]()
+    asking = dict[str, asyncio.Task[None]]()
+    first = asyncio.Event()
+    async with _multicast() as network:
+        from zeroconf import ServiceStateChange
+        from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo
+
+        async def ask(name: str) -> None:
+            info = AsyncServiceInfo(SERVICE, name)
+            if await info.async_request(network.zeroconf, int(LOOK_SECONDS * 1000)):
+                claim = claimed(info.properties)
+                if claim is not None:
+                    told[name] = claim
+                    first.set()
+
+        async with asyncio.TaskGroup() as tasks:
+
+            def note(zeroconf: Any, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+                if state_change is ServiceStateChange.Added and name not in asking and len(asking) < MOST_FOUND:
+                    asking[name] = tasks.create_task(ask(name))
+
+            browser = AsyncServiceBrowser(network.zeroconf, SERVICE, handlers=[note])
+            if not await _is_set(first, SAY_SECONDS):
+                logger.warning("looking for a run in this network: %.0f s so far, of %.0f", SAY_SECONDS, LOOK_SECONDS)
+            if await _is_set(first, LOOK_SECONDS - SAY_SECONDS):
+                await asyncio.sleep(SETTLE_SECONDS)
+            await browser.async_cancel()
+            for task in asking.values():
+                task.cancel()
+    return merged(told.values())
+
+
+def require_installed() -> None:
+    """Raise ValueError if what --lan needs is not there."""
+    if find_spec("zeroconf") is None:
+        raise ValueError("--lan needs zeroconf: .venv/bin/pip install -c constraints.txt -e '.[lan]'")
+
+
+def claimed(properties: Mapping[bytes, bytes | None]) -> tuple[str, Invite] | None:
+    """The run's id and the invite that an announcement has; None if it is none that can be read."""
+    try:
+        name = (properties.get(_NAME) or b"").decode("ascii")
+        invite = Invite.parse((properties.get(_INVITE) or b"").decode("ascii"))
+    except ValueError:
+        return None
+    return (name, invite) if _RUN.fullmatch(name) and invite.is_to(name) else None
+
+
+def merged(claims: Iterable[tuple[str, Invite]]) -> dict[str, Invite]:
+    """One invite to each run, with what all of its peers say: one that says nonsense does not hide the others."""
+    by_run: dict[str, list[Invite]] = defaultdict(list)
+    for name, invite in claims:
+        by_run[name].append(invite)
+    return {
+        name: dataclasses.replace(
+            invites[0],
+            # The first of each, then the second of each.
+            entries=tuple(dict.fromkeys(_spread(invite.entries for invite in invites)))[:MOST_ENTRIES],
+        )
+        for name, invites in by_run.items()
+    }
+
+
+def _spread(rows: Iterable[Sequence[Entry]]) -> list[Entry]:
+    return [entry for column in zip_longest(*rows) for entry in column if entry is not None]
+
+
+async def _is_set(event: asyncio.Event, seconds: float) -> bool:
+    """Whether it is set within so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
+
+
+class Announcer:
+    """Announces one peer's invite, as long as it runs."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._invite: asyncio.Future[Invite] = asyncio.get_running_loop().create_future()
+
+    def tell(self, invite: Invite) -> None:
+        """From now on announce this invite; later ones are to the same peer at its same address."""
+        if not self._invite.done():
+            self._invite.set_result(invite)
+
+    async def run(self) -> None:
+        """Announce, from the first invite on until cancelled; then it is taken back. Without multicast it says so."""
+        invite = await self._invite
+        try:
+            async with announcing(self._run_id, invite):
+                await asyncio.Event().wait()
+        except ValueError as error:
+            logger.warning("the run is not announced in this network: %s", error)
+
+
+@asynccontextmanager
+async def announcing(run_id: str, invite: Invite) -> AsyncIterator[None]:
+    """Announce an invite inside the block. Raises ValueError as `find` does."""
+    async with _multicast() as network:
+        from zeroconf.asyncio import AsyncServiceInfo
+
+        name = f"{secrets.token_hex(8)}.{SERVICE}"
+        info = AsyncServiceInfo(
+            SERVICE, name, port=invite.entries[0].port, properties={_INVITE: str(invite), _NAME: run_id},
+            server=f"{secrets.token_hex(8)}.local.", parsed_addresses=_addresses(invite),
+        )  # fmt: skip
+        await network.async_register_service(info)
+        logger.info("announces the invite in this network (--lan)")
+        yield
+
+
+def _addresses(invite: Invite) -> list[str]:
+    """Of the peer, for the announcement, which counts for nothing without any; those that join read its invite."""
+    found = list[str]()
+    for entry in invite.entries:
+        with contextlib.suppress(ValueError):
+            found.append(str(ipaddress.ip_address(entry.host)))
+    return found or ["127.0.0.1"]
+
+
+@asynccontextmanager
+async def _multicast() -> "AsyncIterator[AsyncZeroconf]":
+    require_installed()
+    from zeroconf import IPVersion
+    from zeroconf.asyncio import AsyncZeroconf
+
+    # It warns of every interface on which nothing can be sent, such as the loopback.
+    logging.getLogger("zeroconf").setLevel(logging.ERROR)
+    try:
+        network = AsyncZeroconf(ip_version=IPVersion.All)
+    except OSError as error:
+        raise ValueError(f"--lan: this machine has no multicast ({error.strerror}): say INVITE instead") from None
+    try:
+        yield network
+    finally:
+        await network.async_close()

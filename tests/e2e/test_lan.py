@@ -1,0 +1,45 @@
+"""Two laptops on one network, on which nobody types an address: a peer is found by what it announces there."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peers.commands import command_line
+from peers.local.supervisor import Supervisor
+from scripts.benches.shared.internet import Internet, missing
+from tests.support.nat_swarm import NatSwarm
+from tests.support.swarm import whole_lines
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
+]
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[Supervisor]:
+    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
+        yield children
+
+
+def test_a_run_is_found_joined_trained_and_watched_without_an_address(children: Supervisor, tmp_path: Path) -> None:
+    with Internet() as internet:
+        here, there = internet.public_host(), internet.public_host()
+        swarm = NatSwarm(tmp_path, children, num_stages=1)
+        nobody = children.start("nobody", there.command(command_line("status", ["--lan"])))
+        assert swarm.wait_for_end(nobody) != 0
+        assert "no run was found in this network in 5 s" in whole_lines(nobody.log)[-1]
+        swarm.start_peer_on(here, 0, found_by_lan=True)
+        swarm.start_peer_on(there, 0, found_by_lan=True)
+        own = ["--lan", "--steps", "2", "--output", str(tmp_path / "trainer"), "--evaluate-every", "0"]
+        own += ["--evaluation-samples", "16"]
+        trainer = children.start("trainer", there.command(command_line("trainer", own)))
+        assert swarm.wait_for_end(trainer) == 0
+        status = children.start("status", there.command(command_line("status", ["--lan", "--json"])))
+        assert swarm.wait_for_end(status) == 0
+        view = json.loads(whole_lines(status.log)[-1])
+        assert [peer["name"] for stage in view["stages"] for peer in stage["peers"]] == ["peer-1", "peer-2"]

@@ -1,0 +1,75 @@
+"""What is announced in the local network: what of it is believed, and which run a program takes."""
+
+import re
+
+import pytest
+
+from peers.shared import lan
+from swarm.errors import PeerUnavailable
+from swarm.rpc.entry import Entry
+from swarm.rpc.invite import Invite
+from swarm.types import PeerId
+
+RUN, OTHER_RUN = "tiny.0123456789abcdef", "small.fedcba9876543210"
+PEERS = ["ab" * 20, "cd" * 20, "ef" * 20]
+
+
+def _invite(run: str, *hosts: str, peer: int = 0, is_locked: bool = False) -> Invite:
+    return Invite.fitting(run, [Entry.at(PeerId(PEERS[peer]), host, 5001) for host in hosts], is_locked=is_locked)
+
+
+def _encoded(text: str | None) -> bytes | None:
+    return None if text is None else text.encode()
+
+
+def test_what_is_announced_is_read_as_an_invite_is() -> None:
+    invite = _invite(RUN, "192.0.2.1", is_locked=True)
+    assert lan.claimed({b"run": RUN.encode(), b"invite": str(invite).encode()}) == (RUN, invite)
+
+
+@pytest.mark.parametrize(
+    ("run", "invite"),
+    [
+        (RUN, None),
+        (RUN, ""),
+        (None, str(_invite(RUN, "192.0.2.1"))),
+        (RUN, str(_invite(OTHER_RUN, "192.0.2.1"))),
+        (RUN, str(_invite(RUN, "192.0.2.1"))[:-1]),
+        (RUN, "/etc/passwd"),
+        (RUN, "@/etc/passwd"),
+        (RUN, "swarm://1\x1b[2J"),
+        ("tiny\x1b[2J.0123456789abcdef", str(_invite(RUN, "192.0.2.1"))),
+        ("t" * 65 + ".0123456789abcdef", str(_invite(RUN, "192.0.2.1"))),
+        ("\u0661.0123456789abcdef", str(_invite(RUN, "192.0.2.1"))),
+    ],
+)
+def test_nonsense_is_passed_over(run: str | None, invite: str | None) -> None:
+    properties = {b"run": _encoded(run), b"invite": _encoded(invite)}
+    assert lan.claimed(properties) is None
+
+
+def test_of_one_run_all_announced_peers_are_entered_at_and_a_liar_hides_none() -> None:
+    lie = _invite(RUN, *(f"198.51.100.{number}" for number in range(9)), peer=2)
+    honest = [_invite(RUN, f"192.0.2.{number}", peer=number) for number in range(2)]
+    [(name, merged)] = lan.merged((RUN, invite) for invite in (lie, *honest)).items()
+    assert name == RUN
+    assert {entry for invite in honest for entry in invite.entries} < set(merged.entries)
+    assert len(merged.entries) <= lan.MOST_ENTRIES
+    assert Invite.parse(str(merged)) == merged
+
+
+def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {RUN: _invite(RUN, "192.0.2.1")}
+
+    async def find() -> dict[str, Invite]:
+        return dict(runs)
+
+    monkeypatch.setattr(lan, "find", find)
+    assert lan.found_invite() == str(runs[RUN])
+    runs[OTHER_RUN] = _invite(OTHER_RUN, "192.0.2.2")
+    both = f"{OTHER_RUN}: {runs[OTHER_RUN]}, {RUN}: {runs[RUN]}"
+    with pytest.raises(ValueError, match=f"^several runs are in this network; say one of .*{re.escape(both)}$"):
+        lan.found_invite()
+    runs.clear()
+    with pytest.raises(PeerUnavailable, match=r"^no run was found in this network in 5 s: start one of its peers with"):
+        lan.found_invite()
