@@ -81,6 +81,9 @@ class PeerOptions:
     way to the peers that it joins."""
     announce_dht: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """HOST[:PORT] at which others reach its --dht-port, likewise."""
+    no_port_mapping: bool = False
+    """Ask no router to forward the ports. Else it is asked where others do not reach this peer, and forwards both for
+    as long as the peer is there."""
     identity: Path | None = None
     """File with this peer's key, made if missing; by default one per stage in ~/.cache/swarm."""
     name: str = ""

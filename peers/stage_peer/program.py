@@ -48,6 +48,7 @@ from peers.stage_peer.own_model import OwnModel, open_model
 from peers.stage_peer.reach import Reach
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
+from peers.stage_peer.router_ports import RouterPorts, own_routers
 from peers.stage_peer.server import StageServer
 from peers.stage_peer.server_options import ServerOptions
 from swarm import config as configs
@@ -243,7 +244,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         options=options, membership=member, device=str(start.device), token=start.entrance.token,
         is_new=not (options.joins or start.returns or options.resume), announcer=announcer,
     )  # fmt: skip
-    reach = Reach(member, start.node, start.listen, insecure=options.insecure)
+    router_ports = None if options.no_port_mapping else RouterPorts(clock, own_routers())
+    reach = Reach(member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports)
     page = OwnDashboard(options, identity.peer_id, reach.port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 

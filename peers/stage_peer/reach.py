@@ -18,6 +18,7 @@ import grpc
 from peers.shared.membership import Membership
 from peers.stage_peer.listen import Announced, Listen
 from peers.stage_peer.own_port import is_listened_on, reserved
+from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
 from swarm.dht import addresses
 from swarm.dht.addresses import is_host
@@ -27,7 +28,7 @@ from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.entry import Entry, endpoint_of
 from swarm.rpc.meeting.carrying import Kind
-from swarm.rpc.meeting.check import ANSWER_SECONDS, DIAL_SECONDS, MAX_ENDPOINTS, check
+from swarm.rpc.meeting.check import ANSWER_SECONDS, DIAL_SECONDS, GAP_SECONDS, MAX_ENDPOINTS, check
 from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.endpoints import direct, versions
 from swarm.rpc.meeting.points import Points
@@ -53,16 +54,20 @@ class Reach:
     """One peer's."""
 
     def __init__(
-        self, membership: Membership, node: DhtNode, listen: Listen, *, insecure: bool
+        self, membership: Membership, node: DhtNode, listen: Listen, *, insecure: bool,
+        router_ports: RouterPorts | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             listen: where its server is to listen, and where others may reach that. If any port will do, a free one is
                 taken and kept for this process.
+            router_ports: asks the router to forward the ports where nobody reaches them; None never asks it.
         """
         self._membership = membership
         self._node = node
         self._insecure = insecure
+        self._router_ports = router_ports
+        self._may_ask_router = router_ports is not None and 4 in versions(listen.endpoints(1))
         self.host = listen.host
         self._reserved = None if listen.port else reserved(listen.host)
         self.port: int = listen.port if self._reserved is None else self._reserved.getsockname()[1]
@@ -121,6 +126,8 @@ class Reach:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     verdict, seconds = await self._verdict(), LOOK_SECONDS
+                    if verdict is not None and not verdict.endpoints and self._may_ask_router:
+                        verdict = await self._with_router(verdict, tasks)
                     if verdict is None:
                         self._direct = self._candidates if self._direct is None else self._direct
                     else:
@@ -134,8 +141,30 @@ class Reach:
                     await self._membership.clock.sleep(seconds)
         finally:
             await self._dialler.close()
+            if self._router_ports is not None:
+                await self._router_ports.release()
             if self._reserved is not None:
                 self._reserved.close()
+
+    async def _with_router(self, verdict: Verdict, tasks: asyncio.TaskGroup) -> Verdict:
+        """What others reach if the router forwards the ports on request: it is asked once."""
+        self._may_ask_router = False
+        assert self._router_ports is not None
+        if not await self._router_ports.ask([self.port, *map(int, self._dht_ports)]):
+            return verdict
+        # Those that were asked a moment ago dial nobody back so soon again.
+        await self._membership.clock.sleep(GAP_SECONDS + 0.1)
+        found = await self._verdict()
+        if found is None or not found.endpoints:
+            logger.info("the router says that it forwards this peer's ports, and nobody reaches them all the same")
+            await self._router_ports.release()
+            return verdict
+        tasks.create_task(self._router_ports.keep())
+        return found
+
+    def _outer(self, port: int) -> int:
+        """The router's port that leads to this one."""
+        return port if self._router_ports is None else self._router_ports.outer.get(port, port)
 
     def _conclude(self, verdict: Verdict) -> None:
         is_same = self._direct == verdict.endpoints
@@ -185,9 +214,12 @@ class Reach:
         others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
         if not others:
             return None
-        request = pb.CheckRequest(peer_id=self._membership.peer_id, endpoints=[*self._candidates, f":{self.port}"])
         nodes = [_host_and_port(address) for address in self._dht_addresses][: MAX_ENDPOINTS - 1]
-        request.dht_endpoints.extend([endpoint_of(*node) for node in nodes] + [f":{port}" for _, port in nodes[:1]])
+        seen = [f":{self._outer(port)}" for _, port in nodes[:1]]
+        request = pb.CheckRequest(
+            peer_id=self._membership.peer_id, endpoints=[*self._candidates, f":{self._outer(self.port)}"],
+            dht_endpoints=[*(endpoint_of(*node) for node in nodes), *seen],
+        )  # fmt: skip
         asked = self._rng.sample(others, min(NUM_ASKED, len(others)))
         async with self._answering():
             replies = await self._replies(asked, request)

@@ -59,6 +59,14 @@ RECORD_SECONDS = 20.0
 """Lifetime of a trainer's announcement."""
 
 
+def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
+    """What became of the last peer of a stage that has none, and what can be done about it."""
+    command = Joining.at(member.config, member.known.entries(4), insecure=insecure).peer
+    cure = remedy(command, stage, member.known.round)
+    gone = member.known.router.gone(stage)
+    return cure if gone is None else f"{gone.in_words(member.clock.monotonic())}; if it does not come back, {cure}"
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(TrainerOptions, prog=PROG, argv=argv)
@@ -110,9 +118,7 @@ async def run(
     report = Report(
         config, steps=0 if options.evaluate_only else options.steps, output=options.output, metrics=metrics,
         console=Screen(stderr=True), clock=member.clock,
-        remedy=lambda stage: remedy(
-            Joining.at(config, member.known.entries(4), insecure=options.insecure).peer, stage, member.known.round
-        ),
+        remedy=lambda stage: cure_of(stage, member, insecure=options.insecure),
     )  # fmt: skip
     with metrics, report:
         session = make_session(options, member, data, watcher, report, events)

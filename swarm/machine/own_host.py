@@ -1,9 +1,12 @@
 """By which of its addresses this machine reaches another one.
 
-Used where addresses are announced (peers/stage_peer) and where routers are punched (rpc/meeting). Sends nothing.
+Used where addresses are announced (peers/stage_peer) and where others are dialled (rpc/meeting). Sends nothing.
 """
 
+import ipaddress
 import socket
+
+import psutil
 
 
 def own_host(family: int, towards: tuple[str, int]) -> str:
@@ -12,3 +15,14 @@ def own_host(family: int, towards: tuple[str, int]) -> str:
         probe.connect(towards)  # Of UDP this only looks up the way.
         host: str = probe.getsockname()[0]
         return host
+
+
+def own_versions() -> set[int]:
+    """The versions of IP, 4 and 6, of which this machine has an address that leads beyond it and its own wire."""
+    found = set[int]()
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family in (socket.AF_INET, socket.AF_INET6):
+                ip = ipaddress.ip_address(address.address.partition("%")[0])
+                found |= set() if ip.is_loopback or ip.is_link_local else {ip.version}
+    return found

@@ -8,11 +8,35 @@ chance come in as arguments; it never waits, connects, or retries.
 import random
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from swarm.machine.clock import Clock
 from swarm.routing.peer_queue import LeftAlone, PeerQueue
 from swarm.routing.throughput import Link, Observation
 from swarm.types import PeerId, PeerRecord, PeerState
+
+MOST_SILENT_SECONDS = 120.0
+"""No record lasts longer than this, so no peer that has just gone from the directory was silent for longer."""
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The last peer of a stage that has none now.
+
+    Attributes:
+        name: what people call it.
+        last_at: when it last announced itself, in monotonic seconds.
+        has_left: whether it said that it leaves; else it fell silent.
+    """
+
+    name: str
+    last_at: float
+    has_left: bool
+
+    def in_words(self, now: float) -> str:
+        """What became of it. `now` is monotonic seconds."""
+        did = "left" if self.has_left else "fell silent"
+        return f"its last one, {self.name}, {did} {max(0.0, now - self.last_at):.0f} s ago"
 
 
 class Router:
@@ -22,6 +46,7 @@ class Router:
         self._clock = clock
         self._queues: defaultdict[int, PeerQueue] = defaultdict(lambda: PeerQueue(rng))
         self._stage_of: dict[PeerId, int] = {}
+        self._gone: dict[int, Gone] = {}
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
         """Take over what the directory says about one stage. O(peers): for the background, not for every choice.
@@ -33,6 +58,8 @@ class Router:
         serving = [
             record for record in records if record.state is PeerState.SERVING and not self._has_left(record, stage)
         ]
+        if not serving and (former := queue.records()):
+            self._gone[stage] = self._last_of(former, records)
         for peer_id in queue.update(serving, self._clock.monotonic()):
             del self._stage_of[peer_id]
         for record in serving:
@@ -61,6 +88,10 @@ class Router:
     def num_peers(self, stage: int) -> int:
         """How many peers serve a stage, banned and busy ones too."""
         return len(self._queues[stage])
+
+    def gone(self, stage: int) -> Gone | None:
+        """The peer that was the last one of a stage without peers; None if the stage has some, or had none yet."""
+        return None if self.num_peers(stage) else self._gone.get(stage)
 
     def expected_seconds(self, peer_id: PeerId, num_samples: int) -> float | None:
         """How long a serving peer probably takes for so many samples, with its queue and the link to it.
@@ -150,6 +181,13 @@ class Router:
         Banned and busy peers count as serving.
         """
         return self._queues[stage].next_available_seconds(self._clock.monotonic())
+
+    def _last_of(self, former: Sequence[PeerRecord], records: Sequence[PeerRecord]) -> Gone:
+        """Of those that serve no longer the one that was heard of last. What it says of the time is bounded."""
+        last = max(former, key=lambda record: record.announced_at)
+        ago = min(max(0.0, self._clock.time() - last.announced_at), MOST_SILENT_SECONDS)
+        has_left = any(record.peer_id == last.peer_id for record in records)
+        return Gone(last.name or last.peer_id[:8], self._clock.monotonic() - ago, has_left)
 
     def _queue_of(self, peer_id: PeerId) -> PeerQueue | None:
         stage = self._stage_of.get(peer_id)

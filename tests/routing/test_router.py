@@ -11,7 +11,7 @@ import pytest
 from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
-from swarm.types import PeerId, PeerRecord
+from swarm.types import PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
 
 
@@ -188,3 +188,27 @@ def test_the_others_are_those_of_the_stage_that_are_not_banned() -> None:
     clock.advance(5.0)
     assert router.others(id_of(1)) == [id_of(2), id_of(3)]
     assert router.others(id_of(5)) == []
+
+
+def test_of_a_stage_without_peers_it_is_known_which_was_the_last_one_and_what_became_of_it() -> None:
+    clock = ManualClock(100.0)
+    router = Router(clock, random.Random(0))
+    assert router.gone(1) is None
+    fields: dict[str, Any] = {"stage": 1, "endpoint": "192.0.2.1:5001", "state": PeerState.SERVING}
+    older = PeerRecord(peer_id="ab" * 20, name="gpu-1", announced_at=clock.time() - 5.0, **fields)
+    last = PeerRecord(peer_id="cd" * 20, name="gpu-2", announced_at=clock.time(), **fields)
+    router.update(1, [older, last])
+    assert router.gone(1) is None
+    clock.advance(21.0)
+    router.update(1, [])
+    clock.advance(3.0)
+    router.update(1, [])
+    gone = router.gone(1)
+    assert gone is not None
+    assert gone.in_words(clock.monotonic()) == "its last one, gpu-2, fell silent 24 s ago"
+    router.update(1, [older])
+    assert router.gone(1) is None
+    router.update(1, [older.model_copy(update={"state": PeerState.LEAVING})])
+    gone = router.gone(1)
+    assert gone is not None
+    assert gone.in_words(clock.monotonic()).startswith("its last one, gpu-1, left ")

@@ -146,6 +146,11 @@ class Internet:
         self._in(name, f"ip route add default via 10.{number}.0.1")
         return Host(self._prefix + name, address, address6 if kind in _IPV6 else "")
 
+    def router_of(self, host: Host) -> Host:
+        """The router of a host that has one, with its address outside; its interfaces are `lan` and `wan`."""
+        number = host.namespace.rpartition("-h")[2]
+        return Host(f"{self._prefix}r{number}", f"{_SHARED}.{number}")
+
     def limit(self, host: Host, megabits_per_second: int) -> None:
         """Give a host's line a rate, in the direction away from it."""
         rule = f"rate {megabits_per_second}mbit burst 64kb latency 200ms"

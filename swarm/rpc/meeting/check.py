@@ -20,7 +20,7 @@ import grpc
 
 from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded
 from swarm.machine.clock import Clock
-from swarm.machine.own_host import own_host
+from swarm.machine.own_host import own_versions
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.callers import Caller, caller_of, is_tunnelled
 from swarm.rpc.channels import translate
@@ -187,17 +187,13 @@ async def _target(endpoint: str, observed: str) -> _Target:
     host, port = host.strip("[]") or observed, int(digits)
     addresses = tuple(address for address in await _addresses(host) if _may_be_dialled(address, observed))[:1]
     is_observed = addresses == (observed,) or ipaddress.ip_address(observed).is_loopback
-    has_way = not addresses or _has_way(addresses[0], port)
+    has_way = not addresses or _has_way(addresses[0])
     return _Target(endpoint_of(host, port), port, addresses, is_observed, has_way)
 
 
-def _has_way(address: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        own_host(family, (address, port))
-    except OSError:
-        return False
-    return True
+def _has_way(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return ip.is_loopback or ip.version in own_versions()
 
 
 async def _addresses(host: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Peers dial each other back: what they reach, and what they never dial or tell."""
 
 import asyncio
-import socket
 import time
 from typing import Any
 
@@ -131,15 +130,10 @@ async def test_with_a_trainers_token_one_may_ask_about_oneself() -> None:
 
 
 async def test_an_address_of_a_version_of_ip_that_is_not_here_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own_host(family: int, towards: tuple[str, int]) -> str:
-        if family == socket.AF_INET6:
-            raise OSError("network is unreachable")
-        return "192.0.2.2"
-
     async def dial(host: str, port: int) -> str:
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(checks, "own_host", own_host)
+    monkeypatch.setattr(checks, "own_versions", lambda: {4})
     monkeypatch.setattr(checks, "shown_certificate", dial)
     monkeypatch.setattr(checks, "DIAL_SECONDS", 0.1)
     request = pb.CheckRequest(

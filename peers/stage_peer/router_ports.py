@@ -1,0 +1,188 @@
+"""TCP ports that this machine's router forwards to it, if it does so on request: by NAT-PMP, or else by UPnP.
+
+Used by reach.py where others do not reach the peer. A forwarding has a lease, which is renewed, and is taken back when
+the peer leaves. What a router grants is a claim like any other: only what others then reach is announced, and the
+address outside is the one at which they see the peer. NAT-PMP (RFC 6886) is two datagrams; for UPnP there is miniupnpc,
+if it is installed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Never, Protocol
+
+from swarm.machine.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+LEASE_SECONDS = 1200
+"""After a peer that was killed its forwardings are there for so long."""
+RENEW_SECONDS = 400.0
+ASK_SECONDS = 5.0
+"""Longest wait for the router, whatever is asked."""
+_TRIES_SECONDS = (0.25, 0.5)
+"""Waits for an answer of NAT-PMP, as RFC 6886 has them at first."""
+_NAT_PMP_PORT, _MAP_TCP, _ANSWER = 5351, 2, 128
+_ROUTES = Path("/proc/net/route")
+_IS_GATEWAY = 0x2
+_UPNP_MILLISECONDS = 1000
+"""For so long a router has time to show itself."""
+
+
+class Router(Protocol):
+    """What forwards ports. Both block, for some seconds at most, and raise OSError where it does not do it."""
+
+    def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
+        """Forward a port of the router, if possible `outer_port`, to a port of this machine, and give the outer one."""
+        ...
+
+    def end(self, port: int, outer_port: int) -> None:
+        """Forward it no longer."""
+        ...
+
+
+class NatPmp:
+    """A router that speaks NAT-PMP."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+
+    def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
+        """As of Router."""
+        request = struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, outer_port, lease_seconds)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            # Connected, it hears nobody else.
+            sock.connect(self._address)
+            for seconds in _TRIES_SECONDS:
+                sock.settimeout(seconds)
+                sock.send(request)
+                with contextlib.suppress(TimeoutError):
+                    return _granted(sock.recv(64), port)
+        raise OSError("the router does not answer by NAT-PMP")
+
+    def end(self, port: int, outer_port: int) -> None:
+        """As of Router."""
+        with contextlib.suppress(ValueError):
+            self.forward(port, 0, 0)
+
+
+def _granted(reply: bytes, port: int) -> int:
+    """The outer port. Raises OSError if the router refuses, or says what makes no sense."""
+    if len(reply) < 16:
+        raise OSError("the router refuses by NAT-PMP")
+    version, operation, result, _, own_port, outer_port, _ = struct.unpack("!BBHIHHI", reply[:16])
+    if (version, operation, result, own_port) != (0, _ANSWER + _MAP_TCP, 0, port):
+        raise OSError(f"the router refuses by NAT-PMP, with result {result}")
+    return int(outer_port)
+
+
+class Upnp:
+    """A router that speaks UPnP, by miniupnpc."""
+
+    def __init__(self) -> None:
+        self._gateway: Any = None
+
+    def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
+        """As of Router."""
+        try:
+            gateway = self._found()
+            gateway.addportmapping(outer_port, "TCP", gateway.lanaddr, port, "swarm", "", lease_seconds)
+        except Exception as error:  # noqa: BLE001 - miniupnpc raises nothing more exact.
+            raise OSError(f"the router refuses by UPnP: {error}") from None
+        return outer_port
+
+    def end(self, port: int, outer_port: int) -> None:
+        """As of Router."""
+        try:
+            self._found().deleteportmapping(outer_port, "TCP")
+        except Exception as error:  # noqa: BLE001 - as above.
+            raise OSError(f"the router refuses by UPnP: {error}") from None
+
+    def _found(self) -> Any:
+        if self._gateway is None:
+            import miniupnpc
+
+            gateway = miniupnpc.UPnP()
+            gateway.discoverdelay = _UPNP_MILLISECONDS
+            gateway.discover()
+            gateway.selectigd()
+            self._gateway = gateway
+        return self._gateway
+
+
+def own_routers() -> list[Router]:
+    """What may be this machine's router, by the ways in which it may be asked."""
+    gateway = default_gateway(_ROUTES.read_text()) if _ROUTES.exists() else None
+    return [*([NatPmp((gateway, _NAT_PMP_PORT))] if gateway is not None else []), Upnp()]
+
+
+def default_gateway(routes: str) -> str | None:
+    """The address of IPv4's default gateway, of Linux's table of routes; None if there is none."""
+    for line in routes.splitlines()[1:]:
+        _, destination, gateway, flags, *_ = line.split()
+        if int(destination, 16) == 0 and int(flags, 16) & _IS_GATEWAY:
+            return socket.inet_ntoa(struct.pack("=I", int(gateway, 16)))
+    return None
+
+
+class RouterPorts:
+    """One peer's."""
+
+    def __init__(self, clock: Clock, routers: Sequence[Router]) -> None:
+        """
+        Args:
+            routers: are asked in turn, until one grants something.
+        """
+        self._clock = clock
+        self._routers = routers
+        self._router: Router | None = None
+        self.outer: dict[int, int] = {}
+        """By own port the router's, of all that are forwarded now."""
+
+    async def ask(self, ports: Sequence[int]) -> bool:
+        """Have ports forwarded, all of them or none. Cancelling leaves the question to itself."""
+        for router in self._routers:
+            self._router = router
+            if await self._forward(ports):
+                logger.info("the router forwards ports to this peer: %s", ", ".join(map(str, self.outer.values())))
+                return True
+            await self.release()
+        return False
+
+    async def keep(self) -> Never:
+        """Renew what is forwarded, until cancelled."""
+        while True:
+            await self._clock.sleep(RENEW_SECONDS)
+            if not await self._forward(list(self.outer)):
+                logger.warning("the router does not renew the forwarding of this peer's ports")
+
+    async def release(self) -> None:
+        """Take back what is forwarded."""
+        outer, self.outer = self.outer, {}
+        for port, outer_port in outer.items():
+            assert self._router is not None
+            await _in_time(self._router.end, port, outer_port)
+
+    async def _forward(self, ports: Sequence[int]) -> bool:
+        assert self._router is not None
+        for port in ports:
+            granted = await _in_time(self._router.forward, port, self.outer.get(port, port), LEASE_SECONDS)
+            if granted is None or not 0 < granted < 65536:
+                return False
+            self.outer[port] = granted
+        return True
+
+
+async def _in_time(call: Any, *arguments: int) -> int | None:
+    """What a router answers; None if it refuses, or takes too long."""
+    try:
+        async with asyncio.timeout(ASK_SECONDS):
+            answer: int | None = await asyncio.to_thread(call, *arguments)
+            return answer
+    except (OSError, TimeoutError) as error:
+        logger.debug("no forwarding: %s", error or "the router does not answer")
+        return None
