@@ -22,7 +22,7 @@ from swarm.types import PeerRecord
 from tests.support.browser import chromium, page_at
 from tests.support.views import peer, view
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 CONFIG = configs.load_preset("tiny")
 HOSTILE = '<img src=x onerror="document.title=`owned`"><script>document.title="owned"</script>'
@@ -126,6 +126,7 @@ async def test_it_shows_what_status_has_and_follows_it() -> None:
             assert "loop lag seconds\n1.5 s" in await page.inner_text("#details-figures")
 
 
+@pytest.mark.slow
 async def test_several_runs_are_side_by_side_and_one_is_chosen() -> None:
     async with chromium() as browser, _dashboard() as (url, shown):
         await shown.show(_swarm())
@@ -157,6 +158,7 @@ async def test_several_runs_are_side_by_side_and_one_is_chosen() -> None:
             assert not await page.is_visible("#one")
 
 
+@pytest.mark.slow
 async def test_names_that_peers_choose_stay_text() -> None:
     names = [HOSTILE[:64], "'\"`${alert(1)}", "javascript:alert(1)", "\u202egnp.exe", "a" * 64]
     async with chromium() as browser, _dashboard() as (url, shown):
@@ -172,6 +174,7 @@ async def test_names_that_peers_choose_stay_text() -> None:
             assert "owned" not in await page.title()
 
 
+@pytest.mark.slow
 async def test_a_locked_page_asks_for_its_token() -> None:
     async with chromium() as browser, _dashboard(token="s3cret") as (url, shown):
         await shown.show(_swarm())
@@ -188,6 +191,7 @@ async def test_a_locked_page_asks_for_its_token() -> None:
             assert "s3cret" not in page.url
 
 
+@pytest.mark.slow
 async def test_it_comes_back_when_the_dashboard_does() -> None:
     async with chromium() as browser, _dashboard() as (url, shown):
         await shown.show(_swarm())
@@ -201,6 +205,7 @@ async def test_it_comes_back_when_the_dashboard_does() -> None:
                 assert await page.inner_text("#state") == "Training"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 768, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_everybody_can_read_it(width: int, scheme: str) -> None:
@@ -229,6 +234,7 @@ async def test_everybody_can_read_it(width: int, scheme: str) -> None:
             assert await page.locator("#details[open]").count() == 0
 
 
+@pytest.mark.slow
 async def test_a_thousand_peers_are_drawn_within_a_second() -> None:
     crowd = [[peer(f"peer-{stage}-{n}", samples_per_second=n / 10) for n in range(125)] for stage in range(8)]
     async with chromium() as browser, _dashboard() as (url, shown):

@@ -1,0 +1,178 @@
+"""What do people who look at a dashboard cost the swarm, and the machine that the dashboard is on?
+
+Two stages train, and a dashboard looks at them as always, every two seconds. In turns nobody watches, and `--viewers`
+do: each holds a WebSocket and reads all that it is told, as a browser does, but draws nothing. `throughput` is steps
+per second with viewers over those without. Everything shares this machine's cores here; so it is also given what each
+part takes of a core: the peers, which pay for the looks and for nothing else, wherever the dashboard is; the dashboard;
+and the viewers. `peers_cpu_per_step` is what a step costs the peers with viewers over without.
+"""
+
+import asyncio
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peers.commands import command_line
+from peers.dashboard.options import DashboardOptions
+from peers.local.supervisor import Child, Supervisor
+from peers.shared import cli
+from scripts.benches.shared import paired, proc
+from scripts.benches.shared.common import (
+    POLL_SECONDS,
+    START_SECONDS,
+    BenchOptions,
+    SwarmProcesses,
+    fail_on_exit,
+    say,
+    with_corpus,
+)
+from scripts.benches.shared.judged import LESS, MORE
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.errors import DeadlineExceeded
+from swarm.rpc.entry import Entry
+from swarm.types import PeerId
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+MOST_STEPS = 1_000_000
+"""More than are taken while it is measured."""
+SETTLE_SECONDS = 2.0
+"""After viewers have come, until what they cost is counted."""
+
+JUDGED = {"throughput": MORE, "peers_cpu_per_step": LESS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Measure what viewers cost."""
+
+    viewers: int = 50
+    """That watch at once, 100 at most."""
+    repetitions: int = 6
+    """Turns with viewers, and as many without."""
+    turn_seconds: float = 20.0
+    """Of each."""
+
+    def __post_init__(self) -> None:
+        cli.require_at_least(self, {"viewers": 1, "repetitions": 1})
+        cli.require_positive(self, ["turn_seconds"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What was measured in one; CPU is in cores: seconds of processor time for each second."""
+
+    steps_per_second: float
+    peers_cpu: float
+    dashboard_cpu: float
+    viewers_cpu: float
+    messages_per_second: float
+    """That all viewers together were told."""
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Ratios of neighbouring turns, and the medians of each side."""
+    config, _ = with_corpus(_config(options))
+    sides: dict[str, list[Turn]] = {"without": [], "with": []}
+    with tempfile.TemporaryDirectory() as name, Supervisor(Path(name) / "logs") as children:
+        swarm = SwarmProcesses(config, children, Path(name))
+        swarm.start_peers([0, 1])
+        dashboard, url = _start_dashboard(swarm)
+        swarm.launch_trainer("trainer", MOST_STEPS)
+        while not swarm.steps("trainer"):
+            fail_on_exit(children)
+            time.sleep(POLL_SECONDS)
+        for number in range(options.repetitions):
+            for side in paired.order(list(sides), number):
+                num_viewers = options.viewers if side == "with" else 0
+                sides[side].append(asyncio.run(_turn(swarm, dashboard, url, num_viewers, options.turn_seconds)))
+                fail_on_exit(children)
+            say(
+                f"{number + 1} of {options.repetitions}: " + ", ".join(f"{s} {turns[-1]}" for s, turns in sides.items())
+            )
+    return {"viewers": options.viewers, **compared(sides["with"], sides["without"])}
+
+
+def compared(watched: Sequence[Turn], unwatched: Sequence[Turn]) -> dict[str, Any]:
+    """The figures of turns with viewers and without."""
+    ratios = {
+        "throughput": paired.ratio(*([turn.steps_per_second for turn in side] for side in (watched, unwatched))),
+        "peers_cpu_per_step": paired.ratio(
+            *([turn.peers_cpu / turn.steps_per_second for turn in side] for side in (watched, unwatched))
+        ),
+    }
+    return {
+        **paired.figures(ratios),
+        "with": paired.medians(_columns(watched)),
+        "without": paired.medians(_columns(unwatched)),
+    }
+
+
+def _columns(turns: Sequence[Turn]) -> Mapping[str, Sequence[float]]:
+    rows = [asdict(turn) for turn in turns]
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _config(options: Options) -> RunConfig:
+    return RunConfig(
+        run="viewers",
+        model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=4),
+        rounds=RoundsConfig(setting="diloco", round_samples=32, inner_batch_samples=8),
+    )
+
+
+def _start_dashboard(swarm: SwarmProcesses) -> tuple[Child, str]:
+    """A dashboard of the swarm, and where its page is."""
+    record = swarm.peers[0].record
+    options = DashboardOptions(
+        peer=(str(Entry(PeerId(record.peer_id), record.endpoint)),), port=0, history=swarm.folder / "history"
+    )
+    child = swarm.children.start("dashboard", command_line("dashboard", cli.arguments(options)))
+    deadline = time.monotonic() + START_SECONDS
+    while (found := re.search(r"at (http://\S+)\n", child.log.read_text())) is None:
+        fail_on_exit(swarm.children)
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"no page after {START_SECONDS:.0f} s: is the machine busy with other work?")
+        time.sleep(POLL_SECONDS)
+    return child, found[1]
+
+
+async def _turn(swarm: SwarmProcesses, dashboard: Child, url: str, num_viewers: int, seconds: float) -> Turn:
+    # Only who runs it needs the extra serve.
+    from websockets.asyncio.client import connect
+
+    told = 0
+
+    async def watch(viewer: "ClientConnection") -> None:
+        nonlocal told
+        await viewer.send("")
+        async for _ in viewer:
+            told += 1
+
+    def spent() -> list[float]:
+        peers = sum(proc.cpu_seconds_of_all(peer.child.pid) for peer in swarm.peers)
+        steps = float(len(swarm.steps("trainer")))
+        return [time.monotonic(), steps, peers, proc.cpu_seconds(dashboard.pid), time.process_time(), float(told)]
+
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        address = f"{url.replace('http', 'ws')}/live"
+        viewers = [await stack.enter_async_context(connect(address, max_size=None)) for _ in range(num_viewers)]
+        watching = [tasks.create_task(watch(viewer)) for viewer in viewers]
+        await asyncio.sleep(SETTLE_SECONDS)
+        before = spent()
+        await asyncio.sleep(seconds)
+        passed, *changes = (after - earlier for after, earlier in zip(spent(), before, strict=True))
+        for one in watching:
+            one.cancel()
+    steps, peers, page, own, messages = (change / passed for change in changes)
+    return Turn(
+        steps_per_second=steps, peers_cpu=peers, dashboard_cpu=page, viewers_cpu=own, messages_per_second=messages
+    )
