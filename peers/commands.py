@@ -63,6 +63,11 @@ def dashboard() -> None:
     _run("swarm-dashboard", "peers.dashboard.program")
 
 
+def static() -> None:
+    """Run `swarm-static`."""
+    _run("swarm-static", "peers.static.program", ("peers.static.options", "StaticOptions"))
+
+
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
     """How another process runs one of the programs above; cli.arguments makes the arguments of its options.
 

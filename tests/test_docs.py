@@ -18,6 +18,7 @@ from peers.local.options import LocalOptions
 from peers.model.options import ExportModelOptions, ImportModelOptions, PushModelOptions
 from peers.shared import cli
 from peers.stage_peer.options import PeerOptions
+from peers.static.options import StaticOptions
 from peers.status.program import StatusOptions
 from peers.trainer.options import TrainerOptions
 from scripts.benches import __main__ as bench
@@ -38,6 +39,7 @@ PAGES = [README, ROOT / "AGENTS.md", ROOT / "SKILL.md", *sorted((ROOT / "docs").
 OPTIONS: dict[str, type] = {
     "swarm-peer": PeerOptions,
     "swarm-trainer": TrainerOptions,
+    "swarm-static": StaticOptions,
     "swarm-status": StatusOptions,
     "swarm-dashboard": DashboardOptions,
     "swarm-keys issue": IssueOptions,
@@ -53,6 +55,10 @@ OPTIONS: dict[str, type] = {
     "scripts/chaos": ChaosOptions,
     "scripts/simulate": StudyOptions,
 } | {f"scripts/bench {name}": catalogue.module_of(name).Options for name in catalogue.MEASURING}
+TORCHRUN = frozenset(
+    ("--nproc-per-node", "--nnodes", "--no-python", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint")
+)
+"""Options of torch's launcher."""
 MAINS = {"scripts/bench": bench.main, "scripts/chaos": chaos.main, "scripts/simulate": simulate.main}
 SHOWN = {"performance.md": bench.BENCHES, "simulation.md": simulate.STUDIES | simulate.REAL}
 """What a page has a command of, for each; NAME stands for all of them."""
@@ -124,7 +130,7 @@ def test_options_exist(page: Path) -> None:
         pieces = [span[start:end] for start, end in zip([0, *starts], [*starts, len(span)], strict=True)]
         for piece in pieces:
             match = program.match(piece)
-            known = _flags(OPTIONS[match[0]]) if match else set().union(*map(_flags, OPTIONS.values()))
+            known = _flags(OPTIONS[match[0]]) if match else TORCHRUN.union(*map(_flags, OPTIONS.values()))
             assert set(_OPTION.findall(piece)) <= known, span
 
 

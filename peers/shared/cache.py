@@ -10,3 +10,8 @@ def cache_folder() -> Path:
     if folder.startswith("~"):
         raise ValueError("there is no home directory: say in XDG_CACHE_HOME where to keep keys and prepared texts")
     return Path(folder) / "swarm"
+
+
+def kept_tokenizer(cache: Path, digest: str) -> Path:
+    """The folder in which the tokenizer of this `data.tokenizer_files` is kept."""
+    return cache / "tokenizers" / digest

@@ -7,6 +7,7 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
+from peers.shared.cache import kept_tokenizer
 from peers.shared.membership import Membership
 from peers.shared.network import LOOK_SECONDS
 from swarm.content import tokenizer
@@ -18,11 +19,6 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 20.0
 """How long a peer is looked for that has it: the run's first peer may have started just now."""
-
-
-def kept_tokenizer(cache: Path, digest: str) -> Path:
-    """The folder in which the tokenizer of this `data.tokenizer_files` is kept."""
-    return cache / "tokenizers" / digest
 
 
 async def have_tokenizer(member: Membership, cache: Path) -> str:

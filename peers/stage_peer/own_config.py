@@ -7,14 +7,12 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-from peers.shared.tokenizer import kept_tokenizer
+from peers.shared.own_text import with_text
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import OwnModel
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.token import Token
-from swarm.data import corpora, tokenizer_files, tokenizers
-from swarm.data.tokenizers import ByteTokenizer
 
 
 def own_config(
@@ -44,15 +42,7 @@ def own_config(
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
     config = dataclasses.replace(config, owner=owner)
-    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
-    corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
-    corpora.check_digest(config.data, corpus)
-    files = None
-    if config.data.tokenizer != ByteTokenizer.identity:
-        files = tokenizer_files.read(tokenizer_files.located(config.data.tokenizer))
-        # From here the peer gives it to others.
-        files.keep(kept_tokenizer(cache, files.digest))
-    return dataclasses.replace(config, data=corpora.published(config.data, corpus, files))
+    return with_text(config, cache)[0]
 
 
 def require_stage(config: RunConfig, stage: int) -> None:

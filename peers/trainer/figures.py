@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from swarm.config import RunConfig
 from swarm.data import entropy
 from swarm.data.corpora import Corpus
-from swarm.pipeline.evaluate import HeldOutLoss
+from swarm.data.held_out import HeldOutLoss
 from swarm.pipeline.train_loop import Step
 
 Figure = float | Mapping[str, float] | None

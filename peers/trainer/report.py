@@ -16,12 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from peers.trainer.figures import Figure, Figures
 from swarm.config import RunConfig
 from swarm.data.corpora import Corpus
+from swarm.data.held_out import HeldOutLoss
 from swarm.hop.obstacle import Obstacle
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 from swarm.metrics.plot import plot_loss
-from swarm.pipeline.evaluate import HeldOutLoss
 from swarm.pipeline.train_loop import Step
 from swarm.training.inner_steps import InnerSteps
 

@@ -12,12 +12,13 @@ from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.data import tokenizers
+from swarm.data.held_out import HeldOutLoss
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, SwarmError
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
 from swarm.hop.hop import Hop
-from swarm.pipeline.evaluate import HeldOutLoss, held_out_loss
+from swarm.pipeline.evaluate import held_out_loss
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.pipeline.train_loop import Step, TrainLoop

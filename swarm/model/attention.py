@@ -207,8 +207,7 @@ class CausalSelfAttention(nn.Module):
         """
         super().__init__()
         head_width = model.width_of_heads
-        self.num_heads = model.num_heads
-        self.num_kv_heads = model.kv_heads
+        self.head_width = head_width
         self.q = Projection(model.d_model, model.num_heads * head_width, bias=model.qkv_bias)
         self.k = Projection(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
         self.v = Projection(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
@@ -231,9 +230,9 @@ class CausalSelfAttention(nn.Module):
             attend: queries, keys and values to what they mix to; with a cache earlier positions take part.
             key: names the microbatch, for the dropout of adapters.
         """
-        q_BHTK = self.q_norm(rearrange(self.q(hidden_BTD, key), "b t (h k) -> b h t k", h=self.num_heads))
-        k_BGTK = self.k_norm(rearrange(self.k(hidden_BTD, key), "b t (g k) -> b g t k", g=self.num_kv_heads))
-        v_BGTK = rearrange(self.v(hidden_BTD, key), "b t (g k) -> b g t k", g=self.num_kv_heads)
+        q_BHTK = self.q_norm(rearrange(self.q(hidden_BTD, key), "b t (h k) -> b h t k", k=self.head_width))
+        k_BGTK = self.k_norm(rearrange(self.k(hidden_BTD, key), "b t (g k) -> b g t k", k=self.head_width))
+        v_BGTK = rearrange(self.v(hidden_BTD, key), "b t (g k) -> b g t k", k=self.head_width)
         if cos_TJ is not None and sin_TJ is not None:
             q_BHTK, k_BGTK = rotate(q_BHTK, cos_TJ, sin_TJ), rotate(k_BGTK, cos_TJ, sin_TJ)
         mixed_BHTK = attend(q_BHTK, k_BGTK, v_BGTK)

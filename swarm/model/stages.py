@@ -24,6 +24,7 @@ of the first R columns). The model is the same under any cut, and what travels i
 Shape suffixes: B samples, T positions, D model width, R its trained columns (D without a bottleneck), V vocabulary.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,9 @@ class StageModule(nn.Module):
         reach = cache if documents_BT is None else Documents(documents_BT)
         # Without a cache these are the first ones.
         positions_T = (KeyValueCache(0) if reach is None else reach).next_positions(num_positions, device)
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.model.autocast == "bf16"):
+        is_cast = self.model.autocast == "bf16"
+        # Without one of its own, that of the caller counts, if there is one.
+        with torch.autocast(inputs.device.type, torch.bfloat16) if is_cast else contextlib.nullcontext():
             hidden_BTR = inputs
             if self.is_first:
                 assert self.embedding is not None

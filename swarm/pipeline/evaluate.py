@@ -4,38 +4,16 @@ Called by trainers between steps and at the end. Never trains.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
-import numpy as np
-
-from swarm.data.microbatches import HeldOut, Microbatches
+from swarm.data.held_out import HeldOutLoss, averaged
+from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, Overloaded
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
-from swarm.training import samples
 
 _CONCURRENCY = 4
 """Chains of peers that hold the round and compute at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOutLoss:
-    """Losses on held-out text, in nats per target.
-
-    Attributes:
-        mean: over the held-out parts of all datasets, by their lengths.
-        by_source: of each dataset, by its name.
-    """
-
-    mean: float
-    by_source: Mapping[str, float]
-
-    @property
-    def of_several(self) -> Mapping[str, float]:
-        """`by_source` where it says more than the mean."""
-        return self.by_source if len(self.by_source) > 1 else {}
 
 
 async def held_out_loss(
@@ -67,18 +45,4 @@ async def held_out_loss(
                 group.create_task(work())
     except* (Fatal, Overloaded) as failures:
         raise Fatal(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
-    return _averaged(sources, losses)
-
-
-def _averaged(sources: Sequence[HeldOut], losses: Sequence[float]) -> HeldOutLoss:
-    """
-    Args:
-        losses: of the batches, of one source after another.
-    """
-    remaining = iter(losses)
-    by_source, weights = dict[str, float](), list[float]()
-    for source in sources:
-        targets = [samples.amount(batch).targets for batch in source.batches]
-        by_source[source.name] = float(np.average([next(remaining) for _ in targets], weights=targets))
-        weights.append(source.share * sum(targets))
-    return HeldOutLoss(mean=float(np.average(list(by_source.values()), weights=weights)), by_source=by_source)
+    return averaged(sources, losses)

@@ -8,12 +8,13 @@ from typing import cast
 import pytest
 import torch
 
+from swarm.data.held_out import HeldOutLoss
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Fatal
 from swarm.hop.answers import HopListener
 from swarm.hop.holds import HeldAt
 from swarm.hop.hop import Hop
-from swarm.pipeline.evaluate import HeldOutLoss, held_out_loss
+from swarm.pipeline.evaluate import held_out_loss
 from swarm.training.samples import TOKENS
 from swarm.types import PeerId
 from tests.support.chain import SYNCHRONOUS

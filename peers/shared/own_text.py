@@ -1,0 +1,31 @@
+"""The text of a run that this process begins: prepared on this machine, and named in the run's configuration.
+
+Used by swarm-peer and swarm-static. Nothing is fetched from peers.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from peers.shared.cache import kept_tokenizer
+from swarm.config import RunConfig
+from swarm.data import corpora, tokenizer_files, tokenizers
+from swarm.data.corpora import Corpus
+from swarm.data.tokenizers import ByteTokenizer
+
+
+def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:
+    """The configuration, complete with the digests of text and tokenizer, and the text. Blocks while it is prepared.
+
+    Raises:
+        ValueError: there is no such text or tokenizer.
+        CorpusMismatch: the configuration has the digest of another text.
+    """
+    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
+    corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
+    corpora.check_digest(config.data, corpus)
+    files = None
+    if config.data.tokenizer != ByteTokenizer.identity:
+        files = tokenizer_files.read(tokenizer_files.located(config.data.tokenizer))
+        # From here a peer gives it to others.
+        files.keep(kept_tokenizer(cache, files.digest))
+    return dataclasses.replace(config, data=corpora.published(config.data, corpus, files)), corpus

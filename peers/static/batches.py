@@ -1,0 +1,80 @@
+"""Batches: what one worker computes of a step, or of an evaluation: microbatches, all of one shape.
+
+The microbatches of a step are those of a swarm's round, dealt to the workers of the axis dp in turns. Every worker has
+as many, because some of torch's exchanges belong to each: what is missing is filled up with microbatches without a
+target, of which neither loss nor gradient comes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from peers.static.workers import Workers
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.model.loss import NO_TARGET
+from swarm.training import samples
+from swarm.training.samples import TOKENS, Samples
+
+NO_DROPOUT = -1
+"""In the place of a microbatch's number."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Microbatches.
+
+    Attributes:
+        inputs: of each, the arguments of a Part at a stage that has both ends of the model.
+        num_targets: of all of them.
+    """
+
+    inputs: Sequence[dict[str, torch.Tensor]]
+    num_targets: int
+
+
+class Batches:
+    """One worker's."""
+
+    def __init__(self, config: RunConfig, data: Microbatches, workers: Workers) -> None:
+        self._config = config
+        self._data = data
+        self._place, self._dp = workers.place("dp"), workers.shape.dp
+        self._device = workers.device
+        # A pipeline is not shorter than it has stages.
+        self.size = max(-(-config.microbatches_per_round // self._dp), workers.shape.pp)
+
+    def of_step(self, step: int) -> Batch:
+        """What this worker computes of a step."""
+        num = self._config.microbatches_per_round
+        numbers = range(step * num + self._place, (step + 1) * num, self._dp)
+        return self._batch([self._data.samples(number) for number in numbers], numbers)
+
+    def of_evaluation(self, held_out: Sequence[Samples]) -> list[Batch]:
+        """What this worker computes of held-out samples, without dropout; as many batches at every worker."""
+        num_batches = -(-len(held_out) // (self._dp * self.size))
+        own = held_out[self._place :: self._dp]
+        parts = [own[first * self.size : (first + 1) * self.size] for first in range(num_batches)]
+        return [self._batch(part, [NO_DROPOUT] * len(part)) for part in parts]
+
+    def _batch(self, found: Sequence[Samples], numbers: Sequence[int]) -> Batch:
+        inputs = [self._inputs(one, number) for one, number in zip(found, numbers, strict=True)]
+        num_targets = sum(samples.amount(one).targets for one in found)
+        filler = self._inputs(self._data.samples(0), NO_DROPOUT) if len(inputs) < self.size else {}
+        if filler:
+            filler["targets_BT"] = torch.full_like(filler["targets_BT"], NO_TARGET)
+        return Batch(inputs=[*inputs, *[filler] * (self.size - len(inputs))], num_targets=num_targets)
+
+    def _inputs(self, found: Samples, number: int) -> dict[str, torch.Tensor]:
+        tensors = {"inputs": found[TOKENS][:, :-1].long(), "targets_BT": samples.targets(found, NO_TARGET)}
+        if (documents_BT := samples.documents(found)) is not None:
+            tensors["documents_BT"] = documents_BT
+        # The last batch of a held-out part may have fewer rows.
+        rows = self._config.data.microbatch_size - len(tensors["inputs"])
+        filled = {
+            name: F.pad(tensor, (0, 0, 0, rows), value=NO_TARGET if name == "targets_BT" else 0).to(self._device)
+            for name, tensor in tensors.items()
+        }
+        return {**filled, "microbatch_1": torch.tensor([number])}

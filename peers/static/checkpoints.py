@@ -1,0 +1,140 @@
+"""Checkpoints of a static run: those of a swarm, by the names of the whole model. Either goes on from the other's.
+
+A stage of the pipeline is one file, which the first of its workers writes and all of them read. Used by the loop.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from peers.static import tensors
+from peers.static.options import StaticOptions
+from peers.static.spread import Spread
+from peers.static.workers import Workers
+from swarm.checkpoint import file
+from swarm.checkpoint.file import Header
+from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.writer import CheckpointWriter
+from swarm.config import RunConfig
+from swarm.errors import Fatal
+from swarm.stage import state
+from swarm.training import optim
+from swarm.training.lineage import next_lineage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: the next one.
+        run_samples: that were trained on before it.
+        lineage: hash chain over the checkpoints before; empty at the beginning.
+    """
+
+    step: int = 0
+    run_samples: int = 0
+    lineage: str = ""
+
+    def after(self, num_samples: int) -> "Progress":
+        """Once one more step has been taken."""
+        return dataclasses.replace(self, step=self.step + 1, run_samples=self.run_samples + num_samples)
+
+
+class Checkpoints:
+    """Those of one run."""
+
+    def __init__(self, config: RunConfig, spread: Spread, options: StaticOptions, workers: Workers) -> None:
+        """
+        Args:
+            config: cut into the mesh's stages.
+        """
+        self._config = config
+        self._spread = spread
+        self._workers = workers
+        self._stage = workers.place("pp")
+        self._folders = [folder for folder in (options.checkpoint, options.resume) if folder is not None]
+        self._every = options.checkpoint_every
+        self._writer: CheckpointWriter | None = None
+        self._written = -1
+        if options.checkpoint is not None and workers.place("dp") == 0 and workers.place("tp") == 0:
+            self._writer = CheckpointWriter(
+                options.checkpoint, every=self._every, keep=options.keep_checkpoints, owner=f"static-{self._stage}"
+            )
+        self._is_on = options.checkpoint is not None
+
+    def restore(self, optimizer: optim.Optimizer) -> Progress:
+        """Take the newest checkpoint's state, if there is one. All workers call it.
+
+        Raises:
+            Fatal: what is there is of another run, or damaged, or not the same for all workers.
+        """
+        progress = Progress()
+        for path in self._folders:
+            if not (folder := CheckpointFolder(path, self._config)).is_empty:
+                progress = self._take(folder, optimizer)
+                break
+        (total,) = self._workers.total(progress.step)
+        if total != progress.step * dist.get_world_size():
+            raise Fatal("the workers see different checkpoints: --checkpoint must be a folder that all machines share")
+        self._written = progress.step
+        return progress
+
+    def _take(self, folder: CheckpointFolder, optimizer: optim.Optimizer) -> Progress:
+        parameters = self._spread.parameters
+        restored = folder.restore(self._stage, {name: value.shape for name, value in parameters.items()})
+        if restored is None:
+            reasons = (file.difference(folder.path / str(name), self._config) for name in file.names(folder.path))
+            reason = next((f": they are of another run ({reason})" for reason in reasons if reason), "")
+            raise Fatal(f"{folder.path} has no sound checkpoint of this model{reason}")
+        anchor, remembered = state.parts(restored.tensors)
+        with torch.no_grad():
+            for name, part in self._spread.local_parameters.items():
+                part.copy_(tensors.part_of(anchor[name], parameters[name]))
+        parts = {key: tensors.part_of(value, parameters[key.split("/")[0]]) for key, value in remembered.items()}
+        optim.load_state_tensors(optimizer, self._spread.local_parameters, parts)
+        logger.info("goes on at step %d, from %s", restored.round, ", ".join(map(str, restored.files)))
+        return Progress(step=restored.round, run_samples=restored.run_samples, lineage=restored.lineage)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state with which a step begins is to be written."""
+        return self._is_on and step % self._every == 0
+
+    def write(self, progress: Progress, optimizer: optim.Optimizer) -> Progress:
+        """Write the state, unless that was done. All workers call it.
+
+        Gives the progress, at the one that writes with its new lineage.
+        """
+        if not self._is_on or progress.step == self._written:
+            return progress
+        self._written = progress.step
+        parameters = self._spread.parameters
+        local = self._spread.local_parameters
+        whole = {}
+        for key, part in state.named(local, optim.state_tensors(optimizer, local)).items():
+            found = tensors.whole(part, parameters[key.split("/")[1]])
+            if self._writer is not None:
+                whole[key] = found.cpu()
+        if self._writer is None:
+            return progress
+        digest = state.digest_of(whole)
+        lineage = next_lineage(
+            progress.lineage, progress.step, digest, members=["static"], total_squared_norm=0.0, partners=[]
+        )
+        header = Header(
+            config=self._config,
+            stage=self._stage,
+            round=progress.step,
+            run_samples=progress.run_samples,
+            lineage=lineage,
+            highest_microbatch=progress.step * self._config.microbatches_per_round - 1,
+            state_digest=digest,
+        )
+        asyncio.run(self._writer.write(header, whole))
+        return dataclasses.replace(progress, lineage=lineage)

@@ -1,0 +1,135 @@
+"""The train loop of a static run, to be read from top to bottom. Every worker runs it, and all take the same steps.
+
+A step is what a synchronous swarm calls a round: the gradient of the mean loss over all targets of some microbatches,
+and one step of the optimizer with it. A swarm that goes through the same microbatches ends with the same weights.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from peers.static.batches import Batches
+from peers.static.checkpoints import Checkpoints
+from peers.static.computing import Computing
+from peers.static.precision import LossScale, computing_in
+from peers.static.report import Report, StepFigures
+from peers.static.spread import Spread
+from peers.static.workers import Workers
+from swarm.config import RunConfig
+from swarm.data.held_out import HeldOutLoss, averaged
+from swarm.data.microbatches import HeldOut
+from swarm.errors import Fatal
+from swarm.training import optim, samples
+from swarm.training.optimizers import gradient_optimizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What the loop works with.
+
+    Attributes:
+        dtype: as --dtype says.
+        report: at the first worker alone.
+    """
+
+    config: RunConfig
+    dtype: str | None
+    workers: Workers
+    spread: Spread
+    computing: Computing
+    batches: Batches
+    checkpoints: Checkpoints
+    report: Report | None
+
+
+def train(
+    run: Run, held_out: Sequence[HeldOut], *, last_step: int, evaluate_every: int, stops: Callable[[], bool]
+) -> bool:
+    """Train up to a step, from the newest checkpoint or the beginning; gives whether it was told to stop before.
+
+    Args:
+        held_out: what to evaluate on.
+        stops: whether this worker was told to stop. Then all do, after the step that they are in.
+
+    Raises:
+        Fatal: the gradient is not finite, or the checkpoints do not fit.
+    """
+    config, shape = run.config, run.workers.shape
+    optimizer, scale = gradient_optimizer(config.optimizer, same_bits=False), LossScale(run.dtype)
+    parameters = run.spread.local_parameters
+    progress = run.checkpoints.restore(optimizer)
+    if run.report is not None:
+        run.report.begin(progress.step)
+    loss, evaluation, is_stopped = None, None, False
+    while progress.step < last_step:
+        # Which microbatches are this worker's, and how many targets all workers have together.
+        batch = run.batches.of_step(progress.step)
+        all_targets, num_stopping = run.workers.total(batch.num_targets, stops())
+        if is_stopped := num_stopping > 0:
+            break
+        num_targets = max(1.0, all_targets / (shape.tp * shape.pp))
+
+        # Forward and backward. What is averaged over the axis dp here is a sum, in the end: hence that factor.
+        factor = scale.factor
+        with computing_in(run.dtype, run.workers.device):
+            own_loss = run.computing.backward(batch, factor * shape.dp / num_targets)
+        gradients = run.spread.gradients()
+
+        # The norm of the whole gradient, and the mean loss.
+        own_norm = run.spread.squared_norm(gradients)
+        squared_norm, loss_sum = run.workers.total(own_norm, float(own_loss))
+        squared_norm, loss = squared_norm / factor**2, loss_sum / (factor * shape.dp * shape.tp)
+
+        # Clip, and step.
+        rate = optim.learning_rate(config.optimizer, progress.run_samples)
+        if scale.accepts(squared_norm):
+            _require_finite(squared_norm, progress.step)
+            clip = optim.clip_factor(squared_norm, config.optimizer.clip_norm)
+            torch._foreach_mul_(list(gradients.values()), clip / factor)
+            stepped = {name: parameters[name] for name in gradients}
+            optim.step(optimizer, stepped, gradients, rate)
+        run.spread.clear_gradients()
+
+        # The state with which the next step begins; now and then it is written, and evaluated.
+        progress = progress.after(config.rounds.round_samples)
+        if run.checkpoints.is_due(progress.step):
+            progress = run.checkpoints.write(progress, optimizer)
+        evaluation = None
+        if evaluate_every and progress.step % evaluate_every == 0:
+            evaluation = evaluate(run, held_out)
+        if run.report is not None:
+            norm = math.sqrt(squared_norm)
+            figures = StepFigures(progress=progress, loss=loss, gradient_norm=norm, learning_rate=rate)
+            run.report.step(figures, evaluation)
+
+    run.checkpoints.write(progress, optimizer)
+    if evaluation is None and not is_stopped:
+        evaluation = evaluate(run, held_out)
+        if run.report is not None:
+            run.report.evaluated(progress.step, evaluation)
+    if run.report is not None:
+        run.report.goodbye(progress.step, loss, evaluation, interrupted=is_stopped)
+    return is_stopped
+
+
+def evaluate(run: Run, held_out: Sequence[HeldOut]) -> HeldOutLoss:
+    """The loss on held-out text. All workers call it, and compute a part each."""
+    found = [batch for source in held_out for batch in source.batches]
+    own: list[float] = []
+    with computing_in(run.dtype, run.workers.device):
+        for batch in run.batches.of_evaluation(found):
+            own += run.computing.losses(batch).tolist()
+    sums, place, dp = [0.0] * len(found), run.workers.place("dp"), run.workers.shape.dp
+    num_own = len(sums[place::dp])
+    sums[place::dp] = own[:num_own]
+    totals = run.workers.total(*sums)
+    copies = run.workers.shape.tp
+    targets = [samples.amount(batch).targets for batch in found]
+    return averaged(held_out, [total / copies / max(1, count) for total, count in zip(totals, targets, strict=True)])
+
+
+def _require_finite(squared_norm: float, step: int) -> None:
+    if not math.isfinite(squared_norm):
+        raise Fatal(f"the gradient of step {step} is not finite: take a smaller optimizer.learning_rate")

@@ -1,0 +1,90 @@
+"""The options of swarm-static. It imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from peers.shared import cli, process
+
+Codec = Literal["fp16", "bf16", "int8", "int4", "topk", "dct-topk", "dct-lowpass"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticOptions:
+    """Train a run's model on a fixed set of workers, without a swarm: alone, or as torchrun's script.
+
+    The three sizes, dp * tp * pp, make up the workers that torchrun starts.
+    """
+
+    config: Path | None = None
+    """TOML file of the run."""
+    preset: str | None = None
+    """Configuration that comes with swarm: tiny, small, gpt2-124m, gpt2-355m or llama-124m."""
+    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME. Given several times, each
+    dataset has a held-out loss of its own."""
+    tokenizer: str | None = None
+    """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, or the path of one."""
+    steps: int | None = None
+    """The step at which to end, counted from the run's beginning; 100 if left out."""
+    epochs: float | None = None
+    """Likewise in passes through the text, instead of --steps."""
+    dp: int | None = None
+    """Data parallelism: workers, or groups of them, that each compute a part of every step's microbatches. Left out, it
+    is what --tp and --pp leave of the workers."""
+    fsdp: Literal["zero3", "zero2"] | None = None
+    """Cut weights, gradients and the optimizer's state over the --dp workers (FSDP2). zero3 gathers a layer's weights
+    anew in the backward, zero2 keeps them from the forward on."""
+    tp: int = 1
+    """Tensor parallelism: workers that share the matrices of every layer."""
+    pp: int = 1
+    """Pipeline parallelism: stages of layers, one behind the other (1F1B)."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Of matrix products; weights are kept in fp32. fp16 scales losses, so that small gradients survive. Left out, it
+    is what model.autocast says."""
+    compress: Codec | None = None
+    """Codec in which gradients are averaged, with the options of [averaging]; for --dp alone."""
+    compile: bool = False
+    """Compile every layer (torch.compile)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU for each worker if there are any."""
+    threads: int = 0
+    """CPU threads for computing; 0 leaves the choice to PyTorch and torchrun."""
+    checkpoint: Path | None = None
+    """Write checkpoints to this folder, which all machines share, and go on from the newest one there."""
+    checkpoint_every: int = 10
+    """Steps from one checkpoint to the next."""
+    keep_checkpoints: int = 3
+    """Checkpoints to keep; older ones are deleted."""
+    resume: Path | None = None
+    """Where --checkpoint has none yet, go on from the newest one in this folder, such as a swarm's."""
+    metrics: Path = Path("swarm-output/metrics.jsonl")
+    """Append figures of every step to this file."""
+    evaluate_every: int = 10
+    """Steps between two evaluations on held-out text; 0 leaves only the one at the end."""
+    evaluation_samples: int = 256
+    """Held-out samples in an evaluation; of several datasets as many of each."""
+    wandb: str | None = None
+    """Report to this Weights & Biases project, into local files."""
+    wandb_online: bool = False
+    """Report to the Weights & Biases service as it happens."""
+    log_level: process.LogLevel = "info"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        if (self.config is None) == (self.preset is None):
+            raise ValueError("which run? give --config FILE or --preset NAME, one of the two")
+        least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "threads": 0, "checkpoint_every": 1, "keep_checkpoints": 1}
+        cli.require_at_least(self, {**least, "evaluate_every": 0, "evaluation_samples": 1})
+        if self.epochs is not None:
+            cli.require_positive(self, ["epochs"])
+            if self.steps is not None:
+                raise ValueError("--steps and --epochs exclude each other")
+        if self.compress is not None and (self.fsdp is not None or self.tp > 1 or self.pp > 1):
+            raise ValueError("--compress is for --dp alone, without --fsdp, --tp and --pp")
+        if self.compress is not None and self.dtype == "fp16":
+            raise ValueError("--compress is not for --dtype fp16, whose gradients may overflow: take bf16")
+        if self.wandb_online and self.wandb is None:
+            raise ValueError("--wandb-online needs --wandb PROJECT")

@@ -1,0 +1,141 @@
+"""The workers that torchrun has started, or this process alone, and the mesh in which they stand.
+
+Used by program.py, which makes them, and by whatever adds numbers of theirs up.
+"""
+
+import contextlib
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from peers.static.options import StaticOptions
+
+Result = TypeVar("Result")
+PATIENCE = timedelta(minutes=10)
+"""How long a worker waits for others, which may be preparing text or writing a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How many workers there are along each axis.
+
+    Attributes:
+        dp: groups that compute different microbatches.
+        tp: workers that share every layer.
+        pp: stages.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+
+
+def shape_of(options: StaticOptions, environment: Mapping[str, str]) -> Shape:
+    """The mesh of torchrun's workers. Raises ValueError if they do not make up what the options say."""
+    num_workers = int(environment.get("WORLD_SIZE", "1"))
+    others = options.tp * options.pp
+    dp = options.dp or max(1, num_workers // others)
+    if dp * others != num_workers:
+        sizes = f"--dp {dp} --tp {options.tp} --pp {options.pp}"
+        here = "there is one" if num_workers == 1 else f"there are {num_workers}"
+        raise ValueError(
+            f"{sizes} takes {dp * others} workers, and {here}: start it as "
+            f"torchrun --nproc-per-node {dp * others} --no-python swarm-static ..."
+        )
+    if options.fsdp and dp == 1:
+        raise ValueError("--fsdp cuts weights over the --dp workers, and there is one: start several with torchrun")
+    if options.compress and dp == 1:
+        raise ValueError("--compress is of what --dp workers send to each other, and there is one")
+    return Shape(dp=dp, tp=options.tp, pp=options.pp)
+
+
+def device_of(name: str, environment: Mapping[str, str]) -> torch.device:
+    """The device of this worker. Raises ValueError if its machine lacks the GPUs."""
+    num_gpus, needed = torch.cuda.device_count(), int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    if name == "cpu" or (name == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if num_gpus < needed:
+        raise ValueError(
+            f"--device {name}: {needed} workers on this machine need as many GPUs, and it has {num_gpus}; start fewer, "
+            "or give --device cpu"
+        )
+    return torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workers:
+    """All of them, from one worker's side."""
+
+    shape: Shape
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that speaks for all."""
+        return dist.get_rank() == 0
+
+    def place(self, axis: str) -> int:
+        """Where this worker stands on the axis dp, tp or pp."""
+        return self.mesh.get_local_rank(axis)
+
+    def one_after_another(self, work: Callable[[], Result]) -> Result:
+        """Have the first worker of each machine do something, then the others, who find it done. All call it."""
+        waits = int(os.environ.get("LOCAL_RANK", "0")) > 0
+        if waits:
+            self.total()
+        result = work()
+        if not waits:
+            self.total()
+        return result
+
+    def total(self, *numbers: float) -> list[float]:
+        """The sum of each number over all workers, in float64; all of them call it."""
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+
+@contextlib.contextmanager
+def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -> Iterator[Workers]:
+    """Meet the other workers, for as long as the block runs."""
+    # Small numbers are summed on the CPU, where reading them waits for no GPU.
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=_store(environment),
+        rank=int(environment.get("RANK", "0")),
+        world_size=math.prod((shape.dp, shape.tp, shape.pp)),
+        timeout=PATIENCE,
+    )
+    try:
+        mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=("pp", "dp", "tp"))
+        yield Workers(shape=shape, device=device, mesh=mesh)
+    finally:
+        # Pipelines and FSDP's modules are cycles. They would go after the groups that they hold, and wait for ever.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _store(environment: Mapping[str, str]) -> Store:
+    """Where workers tell each other their addresses."""
+    if "WORLD_SIZE" not in environment:
+        return HashStore()
+    store: Store
+    store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
+    if environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
+        return store
+    # On one machine torchrun keeps its store when it starts the workers again, with the addresses of dead ones in it.
+    return PrefixStore(environment.get("TORCHELASTIC_RESTART_COUNT", "0"), store)

@@ -1,0 +1,137 @@
+"""Every mesh of swarm-static takes the steps that one process takes."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from scripts.benches.shared.common import with_corpus, write_config
+from scripts.benches.sides.reference import Reference
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.metrics import log
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[3]
+STEPS = 20
+CONFIG = RunConfig(
+    run="meshes",
+    model=ModelConfig(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, dropout=0.1, tied_embeddings=True),
+    stages=StagesConfig(num_stages=2),
+    data=DataConfig(sequence_length=16, microbatch_size=2, max_tokens=100_000),
+    # An odd number of microbatches, so that workers have different numbers of them.
+    rounds=RoundsConfig(setting="synchronous", round_samples=10),
+    optimizer=OptimizerConfig(
+        learning_rate=1e-2, schedule="cosine", warmup_samples=20, total_samples=400, weight_decay=0.1, clip_norm=0.5
+    ),
+)
+OTHER_SWITCHES = dataclasses.replace(
+    CONFIG,
+    model=ModelConfig(
+        num_layers=2, d_model=32, num_heads=2, norm="layer", positions="learned", max_positions=16, feed_forward="gelu",
+        qkv_bias=True, attention_output_bias=True, feed_forward_bias=True, gradient_checkpointing=True,
+    ),
+)  # fmt: skip
+HEAD_NORMS = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, qk_norm=True, dropout=0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A mesh, and the run that goes through it."""
+
+    num_workers: int
+    options: tuple[str, ...]
+    config: RunConfig = CONFIG
+
+    @property
+    def name(self) -> str:
+        """For its files."""
+        model = self.config.model
+        return "-".join([*(o.strip("-") for o in self.options), model.norm, str(model.qk_norm)]) or "alone"
+
+
+CASES = [
+    [Case(4, ("--dp", "2", "--tp", "2"))],
+    [Case(2, ("--dp", "2")), Case(2, ("--fsdp", "zero3"))],
+    [Case(2, ("--tp", "2")), Case(2, ("--pp", "2"))],
+    [Case(1, ())],
+]
+MORE_CASES = [
+    [Case(4, ("--dp", "2", "--pp", "2"))],
+    [Case(4, ("--tp", "2", "--fsdp", "zero3"))],
+    [Case(4, ("--pp", "2", "--fsdp", "zero3"))],
+    [Case(4, ("--pp", "2", "--tp", "2"))],
+    [Case(2, ("--fsdp", "zero2"), OTHER_SWITCHES), Case(2, ("--tp", "2"), OTHER_SWITCHES)],
+    [Case(1, (), OTHER_SWITCHES), Case(1, ("--compile",)), Case(2, ("--tp", "2"), HEAD_NORMS)],
+    [Case(2, ("--dp", "2"), OTHER_SWITCHES), Case(2, ("--pp", "2"), OTHER_SWITCHES)],
+]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def run_cases(cases: Sequence[Sequence[Case]], folder: Path, *extra: str) -> None:
+    """Run all of them, in one set of processes."""
+    ports = iter(free_ports(sum(map(len, cases))))
+    told = []
+    for groups in cases:
+        first, told_groups = 0, []
+        for case in groups:
+            write_config(case.config, folder / f"{case.name}.toml")
+            argv = ["--config", str(folder / f"{case.name}.toml"), "--steps", str(STEPS), *case.options, *extra]
+            argv += ["--metrics", str(folder / case.name / "metrics.jsonl"), "--evaluate-every", "0"]
+            told_groups.append((first, case.num_workers, next(ports), [*argv, "--threads", "1"]))
+            first += case.num_workers
+        told.append(told_groups)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", str(ROOT / "tests/support/static_worker.py")]
+    processes = [
+        subprocess.Popen(
+            [*command, str(number), json.dumps(told)], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for number in range(4)
+    ]  # fmt: skip
+    outputs = [process.communicate()[0] for process in processes]
+    assert not any(process.returncode for process in processes), "\n\n".join(outputs)
+
+
+def losses(case: Case, folder: Path) -> Mapping[int, float]:
+    """By step, from the case's metrics."""
+    rows = log.read(folder / case.name / "metrics.jsonl")
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+@pytest.mark.timeout(300)
+def test_meshes_follow_one_process(tmp_path: Path) -> None:
+    check(CASES, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_other_meshes_do_too(tmp_path: Path) -> None:
+    check(MORE_CASES, tmp_path)
+
+
+def check(cases: Sequence[Sequence[Case]], tmp_path: Path) -> None:
+    """Run them, and compare their losses with those of one process."""
+    run_cases(cases, tmp_path)
+    expected = {}
+    for case in (case for groups in cases for case in groups):
+        if case.config not in expected:
+            config, data = with_corpus(case.config)
+            reference = Reference(config, data)
+            expected[case.config] = {step + 1: reference.step(step) for step in range(STEPS)}
+        assert losses(case, tmp_path) == pytest.approx(expected[case.config], abs=1e-4), case.name

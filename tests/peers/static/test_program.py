@@ -1,0 +1,175 @@
+"""swarm-static alone: faults, stops, and what it leaves."""
+
+import dataclasses
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers.shared import process
+from peers.shared.process import run_program
+from peers.static import program
+from scripts.benches.shared.common import with_corpus, write_config
+from scripts.benches.sides.reference import Reference
+from swarm.checkpoint.folder import CheckpointFolder
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.metrics import log
+from swarm.model.stages import trained_shapes
+from swarm.stage import state
+from tests.support.swarm import wait_until
+
+CONFIG = RunConfig(
+    run="alone",
+    model=ModelConfig(num_layers=2, d_model=32, num_heads=2),
+    stages=StagesConfig(num_stages=2),
+    data=DataConfig(sequence_length=16, microbatch_size=2, max_tokens=50_000),
+    rounds=RoundsConfig(setting="synchronous", round_samples=4),
+    optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.1),
+)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    write_config(CONFIG, tmp_path / "run.toml")
+    return tmp_path / "run.toml"
+
+
+@pytest.fixture(autouse=True)
+def _plain_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's own logging stays as pytest has it."""
+    monkeypatch.setattr(process, "setup_logging", lambda name, level: None)
+
+
+def static(*arguments: str | Path | int) -> int:
+    """Run it; gives its exit code."""
+    return run_program(program.PROG, lambda: program.main([str(argument) for argument in arguments]))
+
+
+def trained(config_file: Path, *arguments: str | Path | int) -> int:
+    folder = config_file.parent
+    return static(
+        "--config", config_file, "--metrics", folder / "metrics.jsonl", "--evaluate-every", 0,
+        "--evaluation-samples", 4, *arguments,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workers", "arguments", "expected"),
+    [
+        (1, [], "which run?"),
+        (1, ["--preset", "tiny", "--steps", "-1"], "--steps must be at least 0"),
+        (1, ["--preset", "tiny", "--epochs", "0"], "--epochs must be positive"),
+        (1, ["--preset", "tiny", "--fsdp", "zero1"], "zero1"),
+        (1, ["--preset", "tiny", "--dp", "2"], "takes 2 workers, and there is one: start it as torchrun"),
+        (3, ["--preset", "tiny", "--tp", "2"], "takes 2 workers, and there are 3"),
+        (1, ["--preset", "tiny", "--fsdp", "zero3"], "--fsdp cuts weights over the --dp workers"),
+        (1, ["--preset", "tiny", "--compress", "int8"], "--compress is of what --dp workers send"),
+        (4, ["--preset", "tiny", "--tp", "2", "--compress", "int8"], "--compress is for --dp alone"),
+        (3, ["--preset", "tiny", "--tp", "3"], "--tp 3 does not divide model.num_heads"),
+        (9, ["--preset", "tiny", "--pp", "9"], "--pp 9 needs as many layers"),
+        (2, ["--preset", "tiny", "--dtype", "fp16", "--compress", "int8"], "--compress is not for --dtype fp16"),
+        (1, ["--preset", "none"], "unknown preset"),
+    ],
+)
+def test_a_fault_is_one_line(
+    workers: int,
+    arguments: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if workers > 1:
+        monkeypatch.setenv("WORLD_SIZE", str(workers))
+    try:
+        code = static(*arguments)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    error = capsys.readouterr().err
+    assert code == 2
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_other_workers_of_a_machine_do_not_repeat_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert static("--preset", "tiny", "--tp", "2") == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert static("--preset", "tiny", "--device", "cuda") == 2
+    assert "1 workers on this machine need as many GPUs, and it has 0" in capsys.readouterr().err
+
+
+def test_goes_on_from_its_checkpoint_which_is_a_swarms_too(config_file: Path) -> None:
+    folder = config_file.parent / "checkpoints"
+    options = ("--checkpoint", folder, "--checkpoint-every", 2, "--keep-checkpoints", 1)
+    assert trained(config_file, "--steps", 3, *options) == 0
+    assert trained(config_file, "--steps", 5, *options) == 0
+
+    config, data = with_corpus(CONFIG)
+    reference = Reference(config, data)
+    losses = [reference.step(step) for step in range(5)]
+    rows = log.read_current(config_file.parent / "metrics.jsonl")
+    assert [row["train/loss"] for row in rows if "train/loss" in row] == pytest.approx(losses, abs=1e-5)
+    for stage in range(2):
+        restored = CheckpointFolder(folder, config).restore(stage, trained_shapes(config, stage))
+        assert restored is not None
+        assert (restored.round, restored.run_samples, restored.highest_microbatch) == (5, 20, 9)
+        anchor, remembered = state.parts(restored.tensors)
+        for name, value in anchor.items():
+            torch.testing.assert_close(value, reference.weights[name], rtol=0, atol=1e-6)
+            assert float(remembered[f"{name}/step"]) == 5
+
+
+def test_refuses_checkpoints_of_another_model(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = config_file.parent / "checkpoints"
+    assert trained(config_file, "--steps", 1, "--checkpoint", folder) == 0
+    write_config(dataclasses.replace(CONFIG, model=ModelConfig(num_layers=2, d_model=64, num_heads=2)), config_file)
+    capsys.readouterr()
+    assert trained(config_file, "--steps", 2, "--checkpoint", folder) == 1
+    assert "they are of another run (model.d_model is 32 in it and 64 here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_narrow_types_learn_as_fp32_does(dtype: str, config_file: Path) -> None:
+    def last_loss(*arguments: str) -> float:
+        assert trained(config_file, "--steps", "8", *arguments) == 0
+        rows = log.read_current(config_file.parent / "metrics.jsonl")
+        return float([row["train/loss"] for row in rows if "train/loss" in row][-1])
+
+    assert last_loss("--dtype", dtype) == pytest.approx(last_loss(), rel=0.01)
+
+
+def test_diloco_is_trained_by_inner_batches(config_file: Path) -> None:
+    rounds = RoundsConfig(setting="diloco", round_samples=8, inner_batch_samples=2)
+    write_config(dataclasses.replace(CONFIG, rounds=rounds), config_file)
+    assert trained(config_file, "--steps", 2) == 0
+    rows = log.read_current(config_file.parent / "metrics.jsonl")
+    tokens = [row["train/total_tokens"] for row in rows if "train/loss" in row]
+    assert tokens == [2 * 16, 4 * 16]
+
+
+def test_ctrl_c_ends_it_after_the_step_with_a_checkpoint(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, metrics = config_file.parent / "checkpoints", config_file.parent / "metrics.jsonl"
+
+    def press_after_a_step() -> None:
+        wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text(), 60.0, "a step")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press_after_a_step)
+    pressing.start()
+    assert trained(config_file, "--steps", 1_000_000, "--checkpoint", folder) == process.EXIT_INTERRUPTED
+    pressing.join()
+    found = re.search(r"stopped at step (\d+)", capsys.readouterr().out)
+    assert found is not None
+    assert int(found[1]) > 0
+    assert (folder / f"stage-0-of-1.round-{found[1]}.safetensors").exists()

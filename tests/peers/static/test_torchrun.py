@@ -1,0 +1,167 @@
+"""swarm-static under torchrun: workers that die, another number of them, codecs, and a swarm before and after."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from peers.commands import command_line
+from peers.local.supervisor import Supervisor
+from swarm.checkpoint import file
+from swarm.metrics import log
+from tests.support.swarm import CONFIG, RealSwarm, wait_until, write_text
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[3]
+SECONDS = 600.0
+STEPS = 20
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = write_text(tmp_path / "text.txt")
+    (tmp_path / "run.toml").write_text(CONFIG.format(dataset=text, setting="synchronous"), encoding="utf-8")
+    return tmp_path / "run.toml"
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[Supervisor]:
+    with Supervisor(tmp_path / "logs") as supervisor:
+        yield supervisor
+
+
+def torchrun(num_workers: int, *arguments: str | Path | int) -> list[str]:
+    """The command line of so many workers."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_workers), "--max-restarts", "3"]
+    given = map(str, ["--evaluate-every", 0, "--evaluation-samples", 8, "--threads", 1, *arguments])
+    return [*start, "--no-python", *command_line("static", given)]
+
+
+def run(command: list[str]) -> None:
+    """Run it to its end."""
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def losses(path: Path) -> list[float]:
+    return [row["train/loss"] for row in log.read_current(path) if "train/loss" in row]
+
+
+def weights(folder: Path, step: int = STEPS, num_stages: int = 1) -> Mapping[str, torch.Tensor]:
+    """What checkpoints have of the whole model."""
+    paths = [folder / str(file.FileName(round=step, num_stages=num_stages, stage=n)) for n in range(num_stages)]
+    return {
+        name: tensor
+        for path in paths
+        for name, tensor in file.load(path, file.parameters(path)).items()
+        if name.startswith("anchor/")
+    }
+
+
+def assert_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], bound: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=bound)
+
+
+def test_training_goes_on_when_a_worker_is_killed_and_with_other_numbers_of_workers(
+    config: Path, tmp_path: Path
+) -> None:
+    def options(name: str, steps: int = STEPS) -> list[str | Path | int]:
+        folder = tmp_path / name
+        return [
+            "--config", config, "--steps", steps, "--metrics", folder / "metrics.jsonl", "--checkpoint", folder,
+            "--checkpoint-every", 5,
+        ]  # fmt: skip
+
+    run(torchrun(2, *options("undisturbed")))
+    undisturbed = weights(tmp_path / "undisturbed")
+
+    disturbed = tmp_path / "disturbed"
+    process = subprocess.Popen(torchrun(2, *options("disturbed")), cwd=ROOT)
+    checkpoint = disturbed / str(file.FileName(round=5, num_stages=1, stage=0))
+    wait_until(checkpoint.exists, SECONDS, "a checkpoint")
+    psutil.Process(process.pid).children()[-1].kill()
+    begins = disturbed / "metrics.jsonl"
+    wait_until(lambda: begins.read_text().count("training begins") == 2, SECONDS, "training to go on")
+    assert process.wait(SECONDS) == 0
+    assert_same(weights(disturbed), undisturbed, 1e-6)
+
+    for name, num_workers in (("fewer", 1), ("more", 4)):
+        run(torchrun(2, *options(name, steps=10)))
+        run(torchrun(num_workers, *options(name)))
+        assert_same(weights(tmp_path / name), undisturbed, 1e-4)
+
+
+def test_a_run_goes_from_a_swarm_to_workers_and_back(config: Path, tmp_path: Path, children: Supervisor) -> None:
+    def swarm(name: str, steps: int, *resume: str) -> Path:
+        """Train two stages of a swarm; gives the folder of its checkpoints."""
+        folder = tmp_path / name
+        folder.mkdir()
+        swarm = RealSwarm(folder, children, setting="synchronous")
+        swarm.start_seconds = SECONDS
+        swarm.config.write_text(config.read_text(), encoding="utf-8")
+        checkpoints = folder / "checkpoints"
+        swarm.start_peers([0, 1], "--checkpoint", str(checkpoints), "--checkpoint-every", "5", *resume)
+        assert swarm.wait_for_end(swarm.start_trainer("trainer", steps=steps), SECONDS) == 0
+        last = ((*resume, "")[1:2] and 15) or 5
+        wait_until(lambda: len(list(checkpoints.glob(f"*round-{last}.*"))) == 2, SECONDS, "its checkpoints")
+        for peer in list(swarm.peers):
+            swarm.kill(peer)
+        return checkpoints
+
+    first = swarm("first", 5)
+    second = tmp_path / "second"
+    run(torchrun(
+        2, "--config", config, "--pp", 2, "--steps", 10, "--resume", first, "--checkpoint", second,
+        "--checkpoint-every", 5, "--metrics", tmp_path / "metrics.jsonl",
+    ))  # fmt: skip
+    third = swarm("third", 5, "--resume", str(second))
+    unbroken = tmp_path / "unbroken"
+    run(torchrun(
+        1, "--config", config, "--steps", 15, "--checkpoint", unbroken, "--metrics", unbroken / "metrics.jsonl"
+    ))  # fmt: skip
+    assert_same(weights(third, 15, num_stages=2), weights(unbroken, 15), 1e-4)
+
+
+@pytest.mark.parametrize(("codec", "ratio"), [("dct-lowpass", 4.0), ("dct-topk", 205.0), ("int8", 3.9)])
+def test_compressed_gradients_are_a_swarms(
+    codec: str, ratio: float, config: Path, tmp_path: Path, children: Supervisor
+) -> None:
+    one_stage = config.read_text().replace("num_stages = 2", "num_stages = 1")
+    config.write_text(f'{one_stage}\n[averaging]\ncodec = "{codec}"\n', encoding="utf-8")
+    metrics = tmp_path / "static" / "metrics.jsonl"
+    run(torchrun(2, "--config", config, "--steps", STEPS, "--compress", codec, "--metrics", metrics))
+    rows = [row for row in log.read_current(metrics) if "train/loss" in row]
+    # Small matrices have strips beside their tiles, and the last tile is filled up.
+    assert rows[-1]["train/compression_ratio"] == pytest.approx(ratio, rel=0.15)
+
+    (tmp_path / "swarm").mkdir()
+    swarm = RealSwarm(tmp_path / "swarm", children, setting="synchronous")
+    swarm.start_seconds = SECONDS
+    swarm.config.write_text(config.read_text(), encoding="utf-8")
+    swarm.start_peers([0])
+    swarm.start_peers([0])
+    assert swarm.wait_for_end(swarm.start_trainer("trainer", steps=STEPS), SECONDS) == 0
+    of_swarm = [row["train/loss"] for row in swarm.steps("trainer")]
+    assert losses(metrics)[-1] == pytest.approx(of_swarm[-1], rel=1e-3)
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    blocks = re.findall(r"^<!-- run -->\n```bash\n(.*?)^```$", (ROOT / "docs/static.md").read_text(), re.DOTALL | re.M)
+    assert blocks
+    for block in blocks:
+        words = shlex.split(block)
+        given = [*words[words.index("swarm-static") + 1 :], "--metrics", str(tmp_path / "metrics.jsonl")]
+        command = command_line("static", given)
+        if words[0] == "torchrun":
+            launch = words[1 : words.index("swarm-static")]
+            command = [sys.executable, "-m", "torch.distributed.run", *launch, *command]
+        run(command)

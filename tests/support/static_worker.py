@@ -1,0 +1,33 @@
+"""One of several workers of swarm-static that go through many meshes, so that torch is imported once for all of them.
+
+    python tests/support/static_worker.py NUMBER CASES
+
+CASES is JSON: one list after the other, and in each of them groups of workers that run at the same time, as [first
+worker, number of workers, port, command line]. It ends with the first run that fails, and with its exit code.
+"""
+
+import functools
+import json
+import os
+import sys
+
+from peers.shared.process import prepare_environment, run_program
+
+
+def main(number: int, cases: list[list[tuple[int, int, int, list[str]]]]) -> None:
+    """Run, as this worker, what it is part of."""
+    prepare_environment()
+    from peers.static import program
+
+    for groups in cases:
+        for first, size, port, argv in groups:
+            if first <= number < first + size:
+                rank = str(number - first)
+                world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+                os.environ.update({**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+                if code := run_program(program.PROG, functools.partial(program.main, argv)):
+                    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))
