@@ -103,7 +103,7 @@ class GenerationServicer(GenerationServiceServicer):
         elif self._config.rounds.synchronous:
             number = opening.newest_round
         else:
-            number = self._rounds.choose(min(opening.newest_round, present))
+            number = self._rounds.choose(self._rounds.nearest(opening.newest_round))
         await self._stage.present_round.wait_for(number, ROUND_SECONDS, None)
         return number
 

@@ -75,6 +75,15 @@ class HeldRounds:
             return max(used)
         return newest
 
+    def nearest(self, number: int) -> int:
+        """The round that is nearest to a number, of those whose weights are here.
+
+        With DiLoCo stages are rounds apart, and one that is ahead has let go of the round that another one is at.
+        """
+        present = self._present()
+        kept = {recent for recent in (present - 1, present) if self._anchor(recent) is not None}
+        return min(kept | self._held.keys(), key=lambda here: (abs(here - number), here), default=present)
+
     def find(self, number: int) -> HeldRound:
         """A round's weights, held or not. Raises RoundMismatch if they are not here. From any thread."""
         anchor, held = self._anchor(number), self._held.get(number)

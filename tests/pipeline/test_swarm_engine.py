@@ -153,6 +153,19 @@ async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that
         assert (later != expected, engine.round) == (True, 4)
 
 
+@pytest.mark.parametrize("behind", [0, 1, 2])
+async def test_with_diloco_a_text_begins_though_a_stage_is_rounds_behind(behind: int) -> None:
+    """The others keep the round no more that it is at."""
+    config = _long(DILOCO)
+    async with running_chain(config, num_peers=(1, 1, 1)) as chain:
+        for _ in range(3):
+            await begin_next_round([peer for peer in chain.peers if peer not in chain.at(behind)])
+        assert [chain.at(stage)[0].stage.round for stage in range(3)] == [
+            0 if stage == behind else 3 for stage in range(3)
+        ]
+        assert len(await collect(_engine(chain), PROMPT, GREEDY, 10)) == 10
+
+
 @pytest.mark.usefixtures("slow_texts")
 async def test_a_text_goes_on_with_the_newest_round_where_its_own_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:

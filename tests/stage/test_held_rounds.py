@@ -47,6 +47,17 @@ async def test_a_text_takes_a_recent_round_that_is_held_already() -> None:
         assert stage.rounds.choose(2) == 2
 
 
+async def test_where_stages_are_rounds_apart_the_nearest_round_is_taken_that_is_here() -> None:
+    stage = Anchors()
+    assert stage.rounds.nearest(7) == 0
+    with stage.rounds.held(0):
+        for _ in range(5):
+            stage.commit()
+        assert [stage.rounds.nearest(number) for number in (0, 1, 3, 4, 5, 9)] == [0, 0, 4, 4, 5, 5]
+    del stage.kept[4]
+    assert stage.rounds.nearest(4) == 5, "a newcomer lacks the round before"
+
+
 async def test_there_are_only_so_many() -> None:
     stage = Anchors()
     with ExitStack() as stack:
