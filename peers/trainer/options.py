@@ -30,7 +30,7 @@ class TrainerOptions:
     """Steps to train from where the swarm is now."""
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it. Of
-    several datasets all are given, in the run's order: --dataset ONE --dataset OTHER."""
+    several datasets all are given, in any order: --dataset ONE --dataset OTHER."""
     tokenizer: str | None = None
     """This machine's copy of the run's tokenizer (a folder, or a tokenizer.json); left out, it comes from the run's
     peers."""

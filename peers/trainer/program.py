@@ -243,12 +243,13 @@ def open_corpus(
     if datasets and len(datasets) != len(config.data.datasets):
         names = ", ".join(config.data.source_names)
         raise ValueError(
-            f"--dataset names {counted(len(datasets), 'dataset')}, and the run has {names}: name all, in this order"
+            f"--dataset names {counted(len(datasets), 'dataset')}, and the run has {names}: name all of them"
         )
     local = dataclasses.replace(config.data, dataset=datasets) if datasets else config.data
     local = local if tokenizer is None else dataclasses.replace(local, tokenizer=tokenizer)
     # Before a text is tokenized that may take minutes.
     tokenizers.load_for_run(local, vocab_size=config.model.vocab_size)
     corpus = corpora.prepare(local, cache_dir=cache_folder() / "corpora")
+    corpus = corpora.in_order(config.data, corpus)
     corpora.check_digest(local, corpus)
     return corpus, Microbatches(corpus, config.data)

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from swarm import config as configs
 from swarm.checkpoint import changes
-from swarm.config import RunConfig
+from swarm.config import DataConfig, RunConfig
 from swarm.errors import IntegrityError
 from swarm.machine import tensor_file
 from swarm.machine.disk import put_in_place, sync
@@ -32,6 +32,8 @@ from swarm.machine.disk import put_in_place, sync
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+TEXT = "data.digest"
+"""The field that tells which text a run has."""
 SET_ASIDE = ".set-aside"
 """Added to the name of a checkpoint that the run has no use for as it goes on, but its owner may have."""
 ABANDONED_SECONDS = 3600.0
@@ -243,7 +245,21 @@ def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
 def _difference(theirs: RunConfig, ours: RunConfig) -> str:
     """The forbidden differences between two configurations, in words. Empty if there is none."""
     forbidden = changes.forbidden(theirs, ours)
-    return ", ".join(f"{name} is {there!r} in it and {here!r} here" for name, (there, here) in forbidden.items())
+    words = [
+        f"{name} is {there!r} in it and {here!r} here" for name, (there, here) in forbidden.items() if name != TEXT
+    ]
+    return ", ".join([*words, *([_other_text(theirs.data, ours.data)] if TEXT in forbidden else [])])
+
+
+def _other_text(theirs: DataConfig, ours: DataConfig) -> str:
+    named = [", ".join(data.source_names) for data in (theirs, ours)]
+    if theirs.dataset_digests and sorted(theirs.dataset_digests) == sorted(ours.dataset_digests):
+        return f"its datasets are {named[0]}, and here they are in another order: give --dataset for each as before"
+    digests = [f"{data.digest[:12] or 'not known'}" for data in (theirs, ours)]
+    return (
+        f"its text is {named[0]} ({digests[0]}), and here it is {named[1]} ({digests[1]}): begin the run with the same "
+        "--dataset as before"
+    )
 
 
 def _require_finite(what: str, tensors: Any) -> None:

@@ -66,6 +66,8 @@ class DataConfig:
     """Order of the microbatches, initial weights and dropout all follow from it."""
     digest: str = ""
     """SHA-256 of the tokens and the tokenizer; the first peer fills it in."""
+    dataset_digests: tuple[str, ...] = ()
+    """Of several datasets the digest of each, by which others find the order of theirs; the first peer fills it in."""
 
     def __post_init__(self) -> None:
         require_usable_numbers("data", self)
@@ -87,6 +89,10 @@ class DataConfig:
         require(
             not self.tokenizer_files or is_sha256(self.tokenizer_files),
             f"data.tokenizer_files must be 64 hexadecimal digits, not {self.tokenizer_files[:80]!r}",
+        )
+        require(
+            len(self.dataset_digests) <= MOST_DATASETS and all(map(is_sha256, self.dataset_digests)),
+            f"data.dataset_digests must be at most {MOST_DATASETS} strings of 64 hexadecimal digits",
         )
         require(0 <= self.seed < 1 << 63, f"data.seed must be at least 0 and below 2^63, not {self.seed}")
         require(

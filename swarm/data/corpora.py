@@ -1,7 +1,7 @@
 """Corpora: what a run learns: one or several datasets, each with a part that is held out.
 
-The first peer and the trainers call `prepare`. The first peer publishes the digest, and the trainers call
-`check_digest`. What is done with one dataset is in data/prepared.
+The first peer and the trainers call `prepare`. The first peer publishes the digests. The trainers have `in_order` put
+their datasets in the run's order, and call `check_digest`. What is done with one dataset is in data/prepared.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from swarm.config import DataConfig
 from swarm.data import chat, prepared, text_files, tokenizers
-from swarm.data.prepared import Recipe
+from swarm.data.prepared import Prepared, Recipe
 from swarm.data.rows import HUGGING_FACE
 from swarm.data.tokenizer_files import SERVED, TokenizerFiles
 from swarm.errors import CorpusMismatch
@@ -30,6 +30,8 @@ class SourceTokens:
     """See data/prepared."""
     num_training: int
     """Tokens, or sequences, before the held-out part."""
+    digest: str
+    """SHA-256, in hexadecimal, of all of them and the tokenizer."""
 
     @property
     def training(self) -> npt.NDArray[Any]:
@@ -72,17 +74,24 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     template = chat.beside(config.tokenizer, now=lambda: chat.TRAINING_DATE) if config.format == "chat" else None
     recipe = Recipe(config, tokenizer, template)
     found = [prepared.prepare(dataset, recipe, cache_dir) for dataset in config.datasets]
-    digests = [each.digest for each in found]
+    sources = [_divided(dataset, each, config) for dataset, each in zip(config.datasets, found, strict=True)]
     return Corpus(
-        sources=[_divided(dataset, each.tokens, config) for dataset, each in zip(config.datasets, found, strict=True)],
+        sources=sources,
         vocab_size=tokenizer.vocab_size,
-        digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+        digest=_digest(sources),
         tokenizer_identity=tokenizer.identity,
     )
 
 
-def _divided(dataset: str, tokens: npt.NDArray[Any], config: DataConfig) -> SourceTokens:
+def _digest(sources: Sequence[SourceTokens]) -> str:
+    """Of all datasets, in their order."""
+    digests = [source.digest for source in sources]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
     """A dataset in two parts. Raises ValueError if one of them is too short."""
+    tokens = found.tokens
     num_held_out = int(len(tokens) * config.held_out_fraction)
     if config.has_targets:
         # Sequences are few where a text has many tokens.
@@ -103,7 +112,7 @@ def _divided(dataset: str, tokens: npt.NDArray[Any], config: DataConfig) -> Sour
             f"where {what} needs {needed} in each; give more text, another data.held_out_fraction, or a smaller "
             "data.microbatch_size or data.sequence_length"
         )
-    return SourceTokens(tokens=tokens, num_training=num_training)
+    return SourceTokens(tokens=tokens, num_training=num_training, digest=found.digest)
 
 
 def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) -> DataConfig:
@@ -115,17 +124,32 @@ def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) 
     return dataclasses.replace(
         config,
         digest=corpus.digest,
+        dataset_digests=tuple(source.digest for source in corpus.sources) if len(corpus.sources) > 1 else (),
         tokenizer=config.tokenizer if files is None else SERVED,
         tokenizer_identity=corpus.tokenizer_identity,
         tokenizer_files="" if files is None else files.digest,
     )
 
 
+def in_order(config: DataConfig, corpus: Corpus) -> Corpus:
+    """The corpus with its datasets in the run's order, in whichever they were named here; as it is if they differ."""
+    left = {source.digest: source for source in corpus.sources}
+    if sorted(config.dataset_digests) != sorted(source.digest for source in corpus.sources):
+        return corpus
+    sources = [left[digest] for digest in config.dataset_digests]
+    return dataclasses.replace(corpus, sources=sources, digest=_digest(sources))
+
+
 def check_digest(config: DataConfig, corpus: Corpus) -> None:
     """Raise CorpusMismatch if the run was started with other text. A run without a digest takes any text."""
     if config.digest in ("", corpus.digest):
         return
-    names = ", ".join(map(repr, config.datasets))
+    other = [
+        dataset
+        for dataset, source in zip(config.datasets, corpus.sources, strict=True)
+        if source.digest not in config.dataset_digests
+    ]
+    names = ", ".join(map(repr, other or config.datasets))
     if text_files.STDLIB in config.datasets:
         version = ".".join(map(str, sys.version_info[:3]))
         advice = f"use the Python that the run's first peer uses (this is {version}), or give the run a dataset"

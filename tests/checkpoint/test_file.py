@@ -112,6 +112,33 @@ def test_one_of_another_run_is_refused(written: Path, config: RunConfig, differe
         file.read_header(written, config)
 
 
+def test_other_text_is_said_by_its_names_and_what_to_do(tmp_path: Path) -> None:
+    """Of several datasets, too, and where they are the same in another order."""
+
+    def of(*datasets: str, digest: str, digests: tuple[str, ...] = ()) -> RunConfig:
+        data = dataclasses.replace(CONFIG.data, dataset=datasets, digest=digest * 64, dataset_digests=digests)
+        return dataclasses.replace(cut(3), data=data)
+
+    one, two = "1" * 64, "2" * 64
+    books = of("~/books", "code.jsonl", digest="a", digests=(one, two))
+    weights = trained(books, 1, 1)
+    path = file.write(tmp_path, header_of(books, 1, weights), weights.state_tensors(), owner="test")
+    for other, told in (
+        (
+            of("stdlib", digest="b"),
+            r"its text is books, code.jsonl \(a{12}\), and here it is stdlib \(bbbbbbbbbbbb\): "
+            "begin the run with the same --dataset as before$",
+        ),
+        (
+            of("code.jsonl", "books", digest="b", digests=(two, one)),
+            "its datasets are books, code.jsonl, and here they are in another order: give --dataset for each as bef",
+        ),
+    ):
+        with pytest.raises(IntegrityError, match=f"is of another run: {told}"):
+            file.read_header(path, other)
+    file.read_header(path, of("elsewhere/books", "code.jsonl", digest="a"))
+
+
 def test_a_resumed_run_may_change_its_cut_its_rates_and_where_its_text_is(written: Path) -> None:
     data = dataclasses.replace(CONFIG.data, dataset="elsewhere", tokenizer="copy.json", tokenizer_identity="bytes")
     changed = dataclasses.replace(cut(2), optimizer=OptimizerConfig(learning_rate=0.5), data=data)
