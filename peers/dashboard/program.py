@@ -24,6 +24,7 @@ from peers.shared import cli, process
 from peers.shared.cache import cache_folder
 from peers.shared.sole_writer import require_sole_writer
 from peers.status.lookout import Lookout, Way, lookouts_on, ways_to
+from swarm.machine import extras
 from swarm.machine.clock import SystemClock, run_loop
 
 if TYPE_CHECKING:
@@ -64,9 +65,7 @@ def take_address(options: DashboardOptions, *, is_locked: bool) -> "tuple[Listen
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "websockets"):
             raise
-        raise ValueError(
-            f"{PROG} needs starlette, uvicorn and websockets: .venv/bin/pip install -c constraints.txt -e '.[serve]'"
-        ) from None
+        raise extras.missing(PROG, "starlette, uvicorn and websockets", "serve") from None
     view_token = find_secret(options.view_token, os.environ, option="--view-token", variable=TOKEN_VARIABLE)
     listener = Listener(options.host, options.port, option="--port")
     if not listener.is_local and view_token is None:

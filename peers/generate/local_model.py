@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 
 from peers.generate.options import GenerateOptions
+from peers.generate.terminal import tell
+from peers.shared.cache import cache_folder
+from peers.stage_peer.own_model import open_model
 from swarm.data import tokenizer_files, tokenizers
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.generation.engine import LocalEngine
@@ -55,7 +58,8 @@ def load(found: Origin) -> Transformer:
 
 def _origin(options: GenerateOptions) -> Origin:
     if options.checkpoint is not None:
-        return origin.from_checkpoints(options.checkpoint, options.round, options.base)
+        base = open_model(options.base, tell).all_weights(cache_folder()) if options.base is not None else None
+        return origin.from_checkpoints(options.checkpoint, options.round, base)
     assert options.model is not None
     folder = Path(options.model)
     is_run = (folder / run_folder.CONFIG).is_file()

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.shared import cli
-from peers.shared.invite_option import InviteOption, joins
+from peers.shared.invite_option import InviteOption
 from swarm.generation.sampling import Sampling
 
+PROG = "swarm-generate"
 DEFAULT_ADDRESS = "127.0.0.1"
 
 
@@ -39,8 +40,9 @@ class GenerateOptions:
     """Folder with checkpoints of all stages."""
     round: int | None = None
     """Round of the checkpoints; left out, the newest that is whole."""
-    base: Path | None = None
-    """Run folder with the weights that the checkpoints' adapters belong to, of a run that trains adapters (LoRA)."""
+    base: str | None = None
+    """The model that the checkpoints' adapters (LoRA) belong to: what the first peer's --model named, be it a run
+    folder, a model's folder of Hugging Face, or its name on the hub."""
     model: str | None = None
     """Run folder, a model's folder of Hugging Face, or a model on the hub, instead of checkpoints."""
     tokenizer: str | None = None
@@ -66,14 +68,21 @@ class GenerateOptions:
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 
     def __post_init__(self) -> None:
-        if [joins(self), self.checkpoint is not None, self.model is not None].count(True) != 1:
-            raise ValueError("give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME")
+        cli.require_one({
+            "INVITE": self.invite is not None,
+            "--initial-peers ADDRESS": bool(self.initial_peers),
+            "--checkpoint DIR": self.checkpoint is not None,
+            "--model DIR_OR_NAME": self.model is not None,
+        })  # fmt: skip
         if self.round is not None and self.checkpoint is None:
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
         if self.base is not None and self.checkpoint is None:
             raise ValueError("--base needs --checkpoint DIR")
-        if [self.prompt is not None, self.chat, self.serve is not None].count(True) != 1:
-            raise ValueError("give one of --prompt TEXT, --chat and --serve HOST:PORT")
+        cli.require_one({
+            "--prompt TEXT": self.prompt is not None,
+            "--chat": self.chat,
+            "--serve HOST:PORT": self.serve is not None,
+        })  # fmt: skip
         if self.prompt == "":
             raise ValueError("--prompt must not be empty")
         if self.system and not self.chat:

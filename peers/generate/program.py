@@ -12,7 +12,6 @@ checkpoints of all stages, a run folder, or a model of Hugging Face: a folder, o
 
 import dataclasses
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,17 +19,16 @@ import torch
 
 from peers.generate import conversation, terminal
 from peers.generate.local_model import open_local_model
-from peers.generate.options import GenerateOptions
+from peers.generate.options import PROG, GenerateOptions
 from peers.generate.swarm_model import open_swarm
 from peers.shared import cli, process
 from peers.shared.invite_option import joins
 from swarm.interchange.source import located
+from swarm.machine import extras
 from swarm.machine.clock import run_loop
 
 if TYPE_CHECKING:
     from peers.generate.server import Server
-
-PROG = "swarm-generate"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,16 +40,19 @@ def main(argv: Sequence[str]) -> int:
     # What a server lacks is to be told before anything is loaded.
     server = _server(options) if options.serve is not None else None
     with process.interruptible():
-        if options.model is not None:
-            folder, _ = located(options.model, _say)
-            options = dataclasses.replace(options, model=str(folder))
+        options = dataclasses.replace(options, model=_folder(options.model), base=_folder(options.base))
         run_loop(_run(options, server))
     return 0
 
 
+def _folder(place: str | None) -> str | None:
+    """Where a model is that the user names, if they do; one of the hub is downloaded."""
+    return None if place is None else str(located(place, terminal.tell)[0])
+
+
 async def _run(options: GenerateOptions, server: "Server | None") -> None:
     from_swarm = joins(options)
-    _say("looking for the swarm" if from_swarm else "loading the model")
+    terminal.tell("looking for the swarm" if from_swarm else "loading the model")
     async with (open_swarm if from_swarm else open_local_model)(options) as model:
         if server is not None:
             await server.serve(model)
@@ -68,11 +69,5 @@ def _server(options: GenerateOptions) -> "Server":
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
-        raise ValueError(
-            "--serve needs starlette and uvicorn: .venv/bin/pip install -c constraints.txt -e '.[serve]'"
-        ) from None
+        raise extras.missing("--serve", "starlette and uvicorn", "serve") from None
     return Server(options, os.environ)
-
-
-def _say(text: str) -> None:
-    print(f"{PROG}: {text}", file=sys.stderr, flush=True)

@@ -1,13 +1,13 @@
 """--serve: the model over HTTP, until Ctrl-C or SIGTERM."""
 
 import random
-import sys
 from collections.abc import Mapping
 
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
 from peers.generate.options import GenerateOptions
+from peers.generate.terminal import tell
 from peers.shared import process
 from peers.shared.web import LOCAL_NAMES, Listener, find_secret
 from swarm.generation.openai_api.app import Api
@@ -40,8 +40,8 @@ class Server:
         """Answer requests until Ctrl-C or SIGTERM. Answers under way then have a few seconds."""
         stop = process.stop_event()
         if not self._listener.is_local and self._token is None:
-            _say(f"warning: everybody who reaches {self._url} can use the model: lock it with --serve-token @FILE")
-        _say(f"serves {model.name} at {self._url}")
+            tell(f"warning: everybody who reaches {self._url} can use the model: lock it with --serve-token @FILE")
+        tell(f"serves {model.name} at {self._url}")
         await self._listener.serve(self._app(model), stop)
 
     def close(self) -> None:
@@ -56,7 +56,3 @@ class Server:
             # A page in a browser may have its own name stand for this machine, and would then be let in.
             return TrustedHostMiddleware(gate, allowed_hosts=LOCAL_NAMES)
         return gate
-
-
-def _say(text: str) -> None:
-    print(f"swarm-generate: {text}", file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 import sys
 
-from peers.generate.options import GenerateOptions
+from peers.generate.options import PROG, GenerateOptions
 from peers.shared.process import printable
 from swarm.generation.text_model import TextModel
 from swarm.machine.words import counted
@@ -30,3 +30,8 @@ def say(text: str) -> None:
     """Print at once. A terminal gets nothing that it would take for a command."""
     sys.stdout.write(printable(text, keep="\n\t") if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def tell(text: str) -> None:
+    """Say on stderr what the program is doing."""
+    print(f"{PROG}: {text}", file=sys.stderr, flush=True)

@@ -56,6 +56,10 @@ NEXT_SECONDS = 10.0
 SAY_SECONDS = 10.0
 
 
+class Quiet(PeerUnavailable):
+    """The swarm does not go on."""
+
+
 class StageReader:
     """One stage's weights, from its peers."""
 
@@ -167,10 +171,14 @@ class LiveModel:
                     f"the swarm is at round {max(rounds)} and keeps no earlier one: export round {chosen} from "
                     "checkpoints, or a later one from here"
                 )
+            if round_number is not None and min(rounds) < chosen:
+                logger.info("the swarm is at round %d: waiting until it is at %d", min(rounds), chosen)
             try:
                 await self._pin(chosen, quiet_seconds=NEXT_SECONDS if lead else QUIET_SECONDS)
                 return chosen
             except (PeerUnavailable, IntegrityError) as error:
+                if round_number is not None and isinstance(error, Quiet):
+                    raise
                 faults.append(error)
                 logger.info("round %d was missed: %s", chosen, error)
                 # The next one is waited for, where rounds are short.
@@ -182,7 +190,7 @@ class LiveModel:
         """Pin every stage at a round. Stages that have not got there are waited for, and the others keep theirs.
 
         Raises:
-            PeerUnavailable: a stage is past it, or does not get there.
+            PeerUnavailable: a stage is past it, or, as Quiet, does not get there.
         """
         pinned = set[int]()
         quiet_since, said_at, before = self._clock.monotonic(), self._clock.monotonic(), list[int]()
@@ -204,7 +212,7 @@ class LiveModel:
             if rounds != before:
                 quiet_since, before = now, rounds
             if now - quiet_since > quiet_seconds:
-                raise PeerUnavailable(f"stage {behind[0]} stays at round {rounds[behind[0]]}: nobody trains")
+                raise Quiet(f"stage {behind[0]} stays at round {rounds[behind[0]]}: nobody trains")
             if now - said_at >= SAY_SECONDS:
                 said_at = now
                 logger.info("waiting until stage %d, at round %d, is at %d", behind[0], rounds[behind[0]], chosen)

@@ -59,7 +59,8 @@ class ExportModelOptions:
     output: Path
     """Folder to make."""
     checkpoint: Path | None = None
-    """Folder with checkpoints of all stages, instead of a running swarm."""
+    """Folder with checkpoints of all stages, instead of a running swarm. Peers write one every 10 rounds, unless their
+    --checkpoint-every says otherwise, and one as they leave."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of a running swarm's peers, instead of an invite."""
     model: Path | None = None
@@ -67,8 +68,9 @@ class ExportModelOptions:
     round: int | None = None
     """Round to export; left out, the newest that is whole. A running swarm has its present one alone, and is waited for
     until it gets to a later one."""
-    base: Path | None = None
-    """Run folder with the weights that a run's adapters (LoRA) belong to, to merge them. A running swarm has them."""
+    base: str | None = None
+    """The model that a run's adapters (LoRA) belong to, to merge them: what the first peer's --model named, be it a run
+    folder, a model's folder of Hugging Face, or its name on the hub. A running swarm has it."""
     adapter: bool = False
     """Of a run that trains adapters, write these alone, as peft loads them."""
     merged: bool = False
@@ -87,8 +89,12 @@ class ExportModelOptions:
     """For a running swarm without TLS."""
 
     def __post_init__(self) -> None:
-        if sum([self.checkpoint is not None, joins(self), self.model is not None]) != 1:
-            raise ValueError("give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR")
+        cli.require_one({
+            "INVITE": self.invite is not None,
+            "--initial-peers ADDRESS": bool(self.initial_peers),
+            "--checkpoint DIR": self.checkpoint is not None,
+            "--model DIR": self.model is not None,
+        })  # fmt: skip
         if self.round is not None and self.model is not None:
             raise ValueError("--round needs INVITE or --checkpoint DIR: a run folder has no rounds")
         if (self.token is not None or self.insecure) and not joins(self):
@@ -104,7 +110,11 @@ class ExportModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowModelOptions:
-    """Say what a model's folder, a run folder, or a folder of checkpoints has."""
+    """Say what a model's folder, a run folder, or a folder of checkpoints has.
+
+    A swarm-peer that was started with --checkpoint writes one every 10 rounds, or as --checkpoint-every says, and one
+    as it leaves.
+    """
 
     folder: tyro.conf.Positional[Path]
     """The folder."""
@@ -117,7 +127,7 @@ class PushModelOptions:
     folder: tyro.conf.Positional[Path]
     """What export has made."""
     repository: tyro.conf.Positional[str]
-    """NAME/REPOSITORY; made if it is not there."""
+    """NAME/REPOSITORY, or REPOSITORY of your own account; made if it is not there."""
     private: bool = False
     """Whether a repository that is made can be seen by you alone."""
     dry_run: bool = False

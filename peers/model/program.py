@@ -19,18 +19,21 @@ from peers.model.options import (
     PushModelOptions,
     ShowModelOptions,
 )
-from peers.shared import subcommands
+from peers.shared import process, subcommands
+from peers.shared.cache import cache_folder
 from peers.shared.subcommands import Command
+from peers.stage_peer.own_model import open_model
 from swarm.checkpoint import file
 from swarm.config import RunConfig, StagesConfig
 from swarm.data import hub
-from swarm.errors import PeerUnavailable
+from swarm.errors import IntegrityError, PeerUnavailable
 from swarm.interchange import adapter, origin, run_folder
 from swarm.interchange.adapter import export_adapter
 from swarm.interchange.export import Origin, Target, export_model
 from swarm.interchange.families.known import family_of
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import DTYPES, Source, located, parameter_shapes
+from swarm.machine.disk import require_new
 from swarm.machine.words import counted
 from swarm.model.stages import trained_shapes
 
@@ -60,16 +63,20 @@ def import_(options: ImportModelOptions) -> None:
 
 def export(options: ExportModelOptions) -> None:
     """Make a folder for transformers, or for peft. Raises ValueError, IntegrityError, OSError, PeerUnavailable."""
+    process.setup_logging(PROG, "info")
+    # Before anybody is asked, or anything large is read.
+    require_new(options.output)
     losses = read_losses(options.metrics) if options.metrics is not None else []
+    base = open_model(options.base, _say).all_weights(cache_folder()) if options.base is not None else None
     if options.model is not None:
         _export(origin.from_run_folder(options.model), options, losses)
     elif options.checkpoint is not None:
-        _export(origin.from_checkpoints(options.checkpoint, options.round, options.base), options, losses)
+        _export(origin.from_checkpoints(options.checkpoint, options.round, base), options, losses)
     else:
         # Beside the output, where there has to be room for a model.
         with TemporaryDirectory(dir=_existing(options.output.absolute().parent), prefix=".swarm-export-") as folder:
             live = fetch_model(options, Path(folder))
-            found = origin.from_checkpoints(Path(folder), None, options.base or live.base)
+            found = origin.from_checkpoints(Path(folder), None, base or live.base)
             _export(found, dataclasses.replace(options, tokenizer=live.tokenizer), losses)
 
 
@@ -101,10 +108,16 @@ def _existing(folder: Path) -> Path:
 
 def show(options: ShowModelOptions) -> None:
     """Say what a folder has. Raises ValueError, IntegrityError."""
+    if not options.folder.is_dir():
+        raise ValueError(f"{options.folder}: there is no such folder")
     if (options.folder / run_folder.CONFIG).is_file():
         found, kind = origin.from_run_folder(options.folder), "run folder"
     elif file.names(options.folder):
         found, kind = origin.from_checkpoints(options.folder, None), "checkpoints"
+    elif not (options.folder / "config.json").is_file():
+        raise IntegrityError(
+            f"{options.folder} has no run.toml, no config.json, and no checkpoint yet: {origin.WHEN_WRITTEN}"
+        )
     else:
         source = Source(options.folder)
         _rows({
@@ -149,18 +162,20 @@ def _lora_rows(config: RunConfig) -> dict[str, object]:
 
 
 def push(options: PushModelOptions) -> None:
-    """Upload a folder. Raises ValueError for one that is no export, PeerUnavailable if the hub does not take it."""
+    """Upload a folder. Raises ValueError for what is no export or no name, PeerUnavailable if the hub refuses it."""
     is_model = any((options.folder / name).is_file() for name in ("config.json", adapter.CONFIG))
     if not is_model or not any(options.folder.glob("*.safetensors")):
         raise ValueError(f"{options.folder} is no exported model: make one with {PROG} export")
+    if not hub.is_name(options.repository):
+        raise ValueError(f"{options.repository!r} is no name of a repository: give NAME/REPOSITORY")
     files = sorted(path for path in options.folder.iterdir() if path.is_file())
     for path in files:
         print(f"  {path.name}  {path.stat().st_size:,} bytes")
     total = sum(path.stat().st_size for path in files)
     if options.dry_run:
-        print(
-            f"{counted(len(files), 'file')}, {total:,} bytes, would go to https://huggingface.co/{options.repository}"
-        )
+        # A bare name is taken for one of the account that the token belongs to, which only the hub knows.
+        place = options.repository if "/" in options.repository else f"YOUR-ACCOUNT/{options.repository}"
+        print(f"{counted(len(files), 'file')}, {total:,} bytes, would go to https://huggingface.co/{place}")
         return
     # Only now: it takes a while to import, and nothing else needs it.
     import huggingface_hub
@@ -170,11 +185,11 @@ def push(options: PushModelOptions) -> None:
     _say(f"uploading {total:,} bytes to {options.repository}")
     try:
         api = huggingface_hub.HfApi()
-        api.create_repo(options.repository, private=options.private, exist_ok=True)
-        api.upload_folder(repo_id=options.repository, folder_path=options.folder)
+        repository = api.create_repo(options.repository, private=options.private, exist_ok=True).repo_id
+        api.upload_folder(repo_id=repository, folder_path=options.folder)
     except Exception as error:  # noqa: BLE001 - the library raises its own and those of its HTTP client
         raise PeerUnavailable(f"the hub did not take it: {hub.one_line(error)}") from None
-    print(f"https://huggingface.co/{options.repository}")
+    print(f"https://huggingface.co/{repository}")
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -90,6 +90,18 @@ def require_name(name: str) -> None:
         raise ValueError(f"--name must have no control characters: not {name!r}")
 
 
+def require_one(given: Mapping[str, bool]) -> None:
+    """Raise ValueError unless just one of several ways is given.
+
+    Args:
+        given: whether it is, by what each is called.
+    """
+    names, chosen = list(given), [name for name, is_given in given.items() if is_given]
+    if len(chosen) != 1:
+        not_all = f", not both {' and '.join(chosen)}" if len(chosen) == 2 else f", not {', '.join(chosen)}"
+        raise ValueError(f"give one of {', '.join(names[:-1])} and {names[-1]}{not_all if chosen else ''}")
+
+
 def require_at_least(options: object, least: Mapping[str, int]) -> None:
     """Raise ValueError for a number below its bound, by the option's name; one that was left out (None) will do."""
     for name, bound in least.items():

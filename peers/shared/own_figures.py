@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from swarm.machine import extras
+
 logger = logging.getLogger(__name__)
 
 Source = Callable[[], Any]
@@ -50,9 +52,7 @@ async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "prometheus_client":
             raise
-        raise ValueError(
-            "--metrics-port needs prometheus-client: .venv/bin/pip install -c constraints.txt -e '.[metrics]'"
-        ) from None
+        raise extras.missing("--metrics-port", "prometheus-client", "metrics") from None
     async with Exporter(own, prefix).serving(host, port) as url:
         logger.info("figures for Prometheus at %s", url)
         yield

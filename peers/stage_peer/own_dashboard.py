@@ -20,6 +20,7 @@ from peers.shared.cache import cache_folder
 from peers.shared.token_option import VARIABLE
 from peers.stage_peer.options import PeerOptions
 from swarm.credentials.token import Token
+from swarm.machine import extras
 from swarm.rpc.entry import Entry, endpoint_of
 from swarm.types import PeerId
 
@@ -39,10 +40,7 @@ def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_loc
     if not is_ip(host):
         raise ValueError(f"--dashboard-host takes an IP address, not {host!r}")
     if any(find_spec(name) is None for name in ("starlette", "uvicorn", "websockets")):
-        raise ValueError(
-            "--dashboard-port needs starlette, uvicorn and websockets: .venv/bin/pip install -c constraints.txt "
-            "-e '.[serve]'"
-        )
+        raise extras.missing("--dashboard-port", "starlette, uvicorn and websockets", "serve")
     if is_locked and not ipaddress.ip_address(host).is_loopback and not environment.get(TOKEN_VARIABLE):
         raise ValueError(
             f"--dashboard-host {host} would show a locked run to everybody: set {TOKEN_VARIABLE} in the environment to "

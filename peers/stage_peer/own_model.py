@@ -1,15 +1,16 @@
 """What --model names: a run folder, a model's folder of Hugging Face, or a model on the hub, which is downloaded.
 
-Used by own_config.py, where a run begins from it, and by contents.py, which reads a stage's weights from it. A model's
-folder is read once as a whole, to digest it; the digests are kept in the user's cache, and the weights stay where they
-are. So two machines with the same folder begin the same run.
+Used by own_config.py, where a run begins from it, by contents.py, which reads a stage's weights from it, and by
+swarm-model and swarm-generate, which add a run's adapters to it. A model's folder is read once as a whole, to digest
+it; the digests are kept in the user's cache, and the weights stay where they are. So two machines with the same folder
+begin the same run.
 """
 
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from swarm.machine.disk import write_private
 
 logger = logging.getLogger(__name__)
 
+Say = Callable[[str], object]
 SAY_SECONDS = 10.0
 """Between two lines that say how far a long reading is."""
 
@@ -36,11 +38,13 @@ class OwnModel:
     Attributes:
         source: the folder of Hugging Face; None for a run folder.
         name: what a run is called that begins with it.
+        say: is told what takes long.
     """
 
     folder: Path
     source: Source | None
     name: str = ""
+    say: Say = logger.info
 
     def config(self, cache: Path, *, num_stages: int) -> RunConfig:
         """The configuration of a run that begins with it. Blocks: a folder that was not read yet is read.
@@ -54,24 +58,38 @@ class OwnModel:
             return run_folder.load_config(self.folder)
         options = ImportOptions(run=self.name, num_stages=num_stages)
         config = run_folder.config_of(self.source, options, tokenizer=self.folder)
-        return run_folder.with_weights(config, _index(self.source, cache))
+        return run_folder.with_weights(config, _index(self.source, cache, self.say))
+
+    def all_weights(self, cache: Path) -> Weights:
+        """Those that a run would begin with. Blocks: a folder that was not read yet is read.
+
+        Raises:
+            IntegrityError: a weight is no finite number, or the run folder's index is damaged.
+            OSError: the digests cannot be kept.
+        """
+        if self.source is None:
+            return weights.open_folder(self.folder / run_folder.WEIGHTS)
+        return Weights(_index(self.source, cache, self.say), self.source.tensors, place=self.folder)
 
     def weights(self, config: RunConfig) -> Weights | None:
         """What a run folder has. Raises IntegrityError if they are not those that the run begins with."""
         return run_folder.open_weights(self.folder, config) if self.source is None else None
 
 
-def open_model(spec: str) -> OwnModel:
+def open_model(spec: str, say: Say = logger.info) -> OwnModel:
     """Find it, and look through its headers. Blocks while it is downloaded.
+
+    Args:
+        say: is told what takes long.
 
     Raises:
         ValueError: one line, for whatever is wrong with the folder.
         PeerUnavailable: the hub does not give it.
     """
-    folder, name = located(spec, logger.info)
+    folder, name = located(spec, say)
     if (folder / run_folder.CONFIG).is_file():
-        return OwnModel(folder, source=None)
-    return OwnModel(folder, Source(folder), name=name)
+        return OwnModel(folder, source=None, say=say)
+    return OwnModel(folder, Source(folder), name=name, say=say)
 
 
 def kept_weights(cache: Path, digest: str) -> Path:
@@ -79,7 +97,7 @@ def kept_weights(cache: Path, digest: str) -> Path:
     return cache / "weights" / digest
 
 
-def _index(source: Source, cache: Path) -> Index:
+def _index(source: Source, cache: Path, say: Say) -> Index:
     """Of a model's folder; one that has not changed since is not read again."""
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
     config = (source.folder / "config.json").read_text(encoding="utf-8")
@@ -89,7 +107,7 @@ def _index(source: Source, cache: Path) -> Index:
         return weights.open_folder(kept_weights(cache, known.read_text(encoding="utf-8"))).index
     except (OSError, IntegrityError):
         pass
-    index = Index.of(_told(source))
+    index = Index.of(_told(source, say))
     folder = kept_weights(cache, index.digest)
     folder.mkdir(parents=True, exist_ok=True)
     weights.write_index(folder, index)
@@ -97,13 +115,13 @@ def _index(source: Source, cache: Path) -> Index:
     return index
 
 
-def _told(source: Source) -> Iterator[tuple[str, Tensor]]:
+def _told(source: Source, say: Say) -> Iterator[tuple[str, Tensor]]:
     """All tensors; says how far this is."""
     total, done, said_at = sum(path.stat().st_size for path in source.files), 0, time.monotonic()
-    logger.info("reading %s once, to digest its weights: %.1f MB", source.folder, total / 1e6)
+    say(f"reading {source.folder} once, to digest its weights: {total / 1e6:,.1f} MB")
     for name, tensor in source.tensors(set(source.shapes)):
         yield name, tensor
         done += tensor.nbytes
         if time.monotonic() - said_at >= SAY_SECONDS:
             said_at = time.monotonic()
-            logger.info("%.1f of %.1f MB are read", done / 1e6, total / 1e6)
+            say(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB are read")

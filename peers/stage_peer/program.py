@@ -53,7 +53,7 @@ from peers.stage_peer.server import StageServer
 from peers.stage_peer.server_options import ServerOptions
 from swarm import config as configs
 from swarm.checkpoint import file
-from swarm.checkpoint.writer import CheckpointWriter
+from swarm.checkpoint.writer import DEFAULT_EVERY, CheckpointWriter
 from swarm.config import RunConfig
 from swarm.content.servicer import Shelves
 from swarm.credentials.certificates import Role
@@ -151,7 +151,10 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
     writer = None
     if options.checkpoint is not None:
         writer = CheckpointWriter(
-            options.checkpoint, every=options.checkpoint_every or 10, keep=options.keep_checkpoints or 3, owner=owner
+            options.checkpoint,
+            every=options.checkpoint_every or DEFAULT_EVERY,
+            keep=options.keep_checkpoints or 3,
+            owner=owner,
         )
     if options.resume is not None and not options.resume.is_dir():
         raise ValueError(f"--resume {options.resume}: there is no such folder")

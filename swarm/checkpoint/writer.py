@@ -21,6 +21,8 @@ from swarm.errors import IntegrityError
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+DEFAULT_EVERY = 10
+"""Rounds from one checkpoint to the next, where the user does not say."""
 
 
 class CheckpointWriter:

@@ -11,6 +11,7 @@ from typing import Any
 
 from swarm.config import DataConfig
 from swarm.errors import in_one_line
+from swarm.machine.extras import missing
 
 HUGGING_FACE = "hf:"
 """What the name of a Hugging Face dataset begins with."""
@@ -60,7 +61,7 @@ def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
         # The library is an extra, and slow to import.
         from datasets import load_dataset
     except ImportError:
-        raise _missing(dataset, "hf") from None
+        raise missing(dataset, "datasets", "hf") from None
     name, _, configuration = dataset.removeprefix(HUGGING_FACE).partition(":")
     try:
         rows = load_dataset(name, configuration or config.hf_config or None, split=config.hf_split, streaming=True)
@@ -95,7 +96,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise _missing(str(path), "parquet") from None
+        raise missing(str(path), "pyarrow", "parquet") from None
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -105,9 +106,3 @@ def _parquet(path: Path) -> Iterator[Row]:
                     yield Row(f"{path}, row {number}", values)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is no Parquet file that can be read: {' '.join(str(error).split())}") from None
-
-
-def _missing(what: str, extra: str) -> ValueError:
-    return ValueError(
-        f"{what} needs an extra; in swarm's folder: .venv/bin/pip install -c constraints.txt -e '.[{extra}]'"
-    )

@@ -80,6 +80,12 @@ class Source:
             yield [text]
 
 
+def require_there(dataset: str) -> None:
+    """Raise ValueError, one line, if a dataset names files and there are none. Those of the hub are not asked for."""
+    if not dataset.startswith(HUGGING_FACE) and not text_files.find(dataset).files:
+        raise ValueError(f"data.dataset {dataset!r} names no file that can be read")
+
+
 def _shown(path: Path) -> str:
     """A path as a line of the log can hold it, whatever bytes its name is made of."""
     return "".join(c if c.isprintable() else "?" for c in str(path))

@@ -197,6 +197,11 @@ def load_for_run(data: DataConfig, *, vocab_size: int) -> Tokenizer:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    if tokenizer.identity == ByteTokenizer.identity and tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"text is read as bytes, for which model.vocab_size ({vocab_size}) is too small: name the model's "
+            f"tokenizer with --tokenizer, or set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"model.vocab_size ({vocab_size}) is smaller than the tokenizer's ({tokenizer.vocab_size}); "

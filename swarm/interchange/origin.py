@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.writer import DEFAULT_EVERY
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.data import tokenizer_files
 from swarm.data.tokenizer_files import TOKENIZER
@@ -22,6 +23,10 @@ from swarm.interchange.weights import Weights
 from swarm.model.adapters import adapter_names, merged
 from swarm.model.stages import drawn, parameter_shapes, trained_shapes
 
+WHEN_WRITTEN = (
+    f"a swarm-peer writes one every {DEFAULT_EVERY} rounds, or as its --checkpoint-every says, and one as it leaves"
+)
+"""A checkpoint, for who looks for one too early."""
 TOKENIZER_FOLDER = "tokenizer"
 """Of a folder of checkpoints: a stage peer puts the run's tokenizer there."""
 
@@ -53,27 +58,33 @@ def from_model_folder(folder: Path) -> Origin:
     )
 
 
-def from_checkpoints(folder: Path, round_number: int | None, base: Path | Weights | None = None) -> Origin:
+def from_checkpoints(folder: Path, round_number: int | None, base: Weights | None = None) -> Origin:
     """The model as the newest round has it that is whole in a folder, or as a given round has it. Blocks.
 
     Every file that is used is checked against its own digest.
 
     Args:
-        base: the run folder, or its weights, where the run trains adapters of a model: they alone are in checkpoints.
+        base: the model's weights, where the run trains adapters of a model: they alone are in checkpoints.
 
     Raises:
-        ValueError: there is no such run folder.
-        IntegrityError: there is no such round, or it does not have all of the model.
+        ValueError: there is no such folder, or there is a base, and the run trains no adapters.
+        IntegrityError: there is no checkpoint yet, or none of the round, it does not have all of the model, or the base
+            is another model.
     """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder")
     names = file.names(folder)
     if not names:
-        raise IntegrityError(f"{folder} has no checkpoints")
+        raise IntegrityError(f"{folder} has no checkpoint yet: {WHEN_WRITTEN}")
     config = file.config_of(folder / str(names[-1]))
     whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
     restored = CheckpointFolder(folder, whole).restore(0, trained_shapes(whole, 0), round_number=round_number)
     if restored is None:
         of_round = "" if round_number is None else f" of round {round_number}"
-        raise IntegrityError(f"{folder} has no sound checkpoints{of_round} with all of the model")
+        rounds = ", ".join(map(str, sorted({name.round for name in names})))
+        raise IntegrityError(
+            f"{folder} has no sound checkpoints{of_round} with all of the model; those there are of round {rounds}"
+        )
 
     def trained(wanted: set[str]) -> Mapping[str, Tensor]:
         return {name: restored.tensors[f"anchor/{name}"] for name in wanted}
@@ -84,20 +95,21 @@ def from_checkpoints(folder: Path, round_number: int | None, base: Path | Weight
     return of_trained(restored.config, trained, base, card, tokenizer=tokenizer)
 
 
-def of_trained(
-    config: RunConfig, trained: Load, base: Path | Weights | None, card: Card, *, tokenizer: str
-) -> Origin:  # fmt: skip
+def of_trained(config: RunConfig, trained: Load, base: Weights | None, card: Card, *, tokenizer: str) -> Origin:
     """A model of which what is trained is at hand: all of it, or adapters.
 
     Args:
-        base: the weights that adapters belong to, or a run folder with them, if the run began with a model's. Without
-            them the adapters can be had alone.
+        base: the weights that adapters belong to, if the run began with a model's. Without them the adapters can be had
+            alone.
         tokenizer: as in Origin.
 
     Raises:
-        ValueError, IntegrityError: it is no run folder, or has other weights.
+        ValueError: there is a base, and the run trains no adapters.
+        IntegrityError: it is another model than the run began with.
     """
     if not config.lora.is_on:
+        if base is not None:
+            raise ValueError("this run trains the model's own weights, which need no other ones: leave --base out")
         return Origin(config=config, load=trained, card=card, tokenizer=tokenizer)
     frozen = _frozen(config, base)
     names, scale = adapter_names(config), config.lora.scale
@@ -113,18 +125,18 @@ def of_trained(
     return Origin(config=config, load=load, adapters=trained, card=card, tokenizer=tokenizer)
 
 
-def _frozen(config: RunConfig, base: Path | Weights | None) -> Load:
+def _frozen(config: RunConfig, base: Weights | None) -> Load:
     """The weights that adapters belong to."""
-    if isinstance(base, Path):
-        base = run_folder.open_weights(base, config)
     if base is not None:
+        base.require(config.model.weights)
         return base.load
     if config.model.weights:
 
         def missing(_: set[str]) -> Mapping[str, Tensor]:
             raise IntegrityError(
-                "the run trains adapters, and the model that they belong to is not in its checkpoints: name the run "
-                "folder with --base DIR, or take the adapters alone with swarm-model export --adapter"
+                "the run trains adapters, and the model that they belong to is not in its checkpoints: name it "
+                "with --base, as the run's first peer did with --model, or take the adapters alone with swarm-model "
+                "export --adapter"
             )
 
         return missing

@@ -19,9 +19,9 @@ from torch import Tensor
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.config.data import Format
-from swarm.data import chat, tokenizer_files, tokenizers
+from swarm.data import chat, sources, tokenizer_files, tokenizers
 from swarm.data.tokenizer_files import TOKENIZER
-from swarm.errors import IntegrityError
+from swarm.data.tokenizers import ByteTokenizer
 from swarm.interchange import weights
 from swarm.interchange.source import Source
 from swarm.interchange.weights import Index, Weights
@@ -53,16 +53,28 @@ def import_model(source: Source, output: Path, options: ImportOptions) -> RunCon
     """Make a run folder; gives its configuration. Blocks, and has one layer of the model in memory.
 
     Raises:
-        ValueError: the output is there, or the configuration makes no run.
+        ValueError: the output is there, the configuration makes no run, or there is no such dataset on this machine.
         IntegrityError: a weight is no finite number.
         OSError: the folder cannot be written.
     """
     with whole_folder(output) as folder:
         config = config_of(source, options, tokenizer=output)
+        _require_run(config, source)
         config = with_weights(config, weights.write(folder / WEIGHTS, _parts(source)))
         tokenizer_files.copy(source.folder, folder)
         (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
     return config
+
+
+def _require_run(config: RunConfig, source: Source) -> None:
+    """Raise ValueError if no run could begin from the folder as it will be, but with other options."""
+    if config.data.tokenizer == ByteTokenizer.identity and config.model.vocab_size < ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"{source.folder} has no {TOKENIZER}, and without one a run reads bytes, for which the model's vocabulary "
+            f"of {config.model.vocab_size} is too small ({ByteTokenizer.vocab_size}): put the model's {TOKENIZER} there"
+        )
+    for dataset in config.data.datasets:
+        sources.require_there(dataset)
 
 
 def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -116,11 +128,7 @@ def load_config(folder: Path) -> RunConfig:
 def open_weights(folder: Path, config: RunConfig) -> Weights:
     """The weights of a run folder. Raises IntegrityError if they are not those that the run begins with."""
     found = weights.open_folder(folder / WEIGHTS)
-    if found.index.digest != config.model.weights:
-        raise IntegrityError(
-            f"{folder} has other weights ({found.index.digest[:12]}) than the run begins with "
-            f"({config.model.weights[:12]})"
-        )
+    found.require(config.model.weights)
     return found
 
 

@@ -125,6 +125,18 @@ class Weights:
         self._place = place
         self._has = has
 
+    def require(self, digest: str) -> None:
+        """Raise IntegrityError if these are not the weights with which a run begins.
+
+        Args:
+            digest: `model.weights` of the run.
+        """
+        if self.index.digest != digest:
+            raise IntegrityError(
+                f"{self._place} has other weights ({self.index.digest[:12]}) than the run begins with "
+                f"({digest[:12] or 'random ones'})"
+            )
+
     def has(self, names: Collection[str]) -> bool:
         """Whether all these tensors are here."""
         return all(name in self.index.entries and self._has(name) for name in names)

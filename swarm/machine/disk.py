@@ -39,6 +39,12 @@ def write_private(path: Path, text: str) -> None:
     put_in_place(temporary, path)
 
 
+def require_new(path: Path) -> None:
+    """Raise ValueError if something is there already, other than an empty folder."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is there already: name a folder that is not, or is empty")
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder that gets its name once the block has filled it; if the block fails, nothing is left. Blocks.
@@ -47,8 +53,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         ValueError: something is there already, other than an empty folder.
         OSError: it cannot be made.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is there already: name a folder that is not, or is empty")
+    require_new(path)
     temporary = path.with_name(f".{path.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -17,7 +17,9 @@ from tokenizers.trainers import BpeTrainer
 
 from swarm.config import DataConfig
 from swarm.data import corpora, prepared, text_files, tokenizers
+from swarm.data.microbatches import Microbatches
 from swarm.errors import CorpusMismatch
+from swarm.training.samples import TOKENS
 
 ROOT = Path(__file__).parents[2]
 NUM_FILES = 30
@@ -94,10 +96,39 @@ def test_the_digest_covers_every_dataset_and_their_order(folder: Path, tmp_path:
     copies = [Path(shutil.copytree(part, tmp_path / f"copy of {part.name}")) for part in parts]
     digests = [corpora.prepare(_several(*each), cache_dir=cache).digest for each in (parts, copies, parts[::-1])]
     assert digests[0] == digests[1] != digests[2]
+    first = corpora.published(_several(*parts), corpora.prepare(_several(*parts), cache_dir=cache), None)
     (copies[1] / "more.txt").write_text(_text(99))
-    config = _several(*copies, digest=digests[0])
-    with pytest.raises(CorpusMismatch, match=r"'.*copy of part0', '.*copy of part1' is different text here"):
-        corpora.check_digest(config, corpora.prepare(config, cache_dir=cache))
+    for changes, named in (
+        ({"digest": digests[0]}, r"data\.dataset '[^']*copy of part0', '[^']*copy of part1' is different text here"),
+        (
+            {"digest": digests[0], "dataset_digests": first.dataset_digests},
+            r"data\.dataset '[^']*copy of part1' is diff",
+        ),
+    ):
+        config = _several(*copies, **changes)
+        corpus = corpora.in_order(config, corpora.prepare(config, cache_dir=cache))
+        with pytest.raises(CorpusMismatch, match=named):
+            corpora.check_digest(config, corpus)
+
+
+def test_datasets_are_found_in_whichever_order_they_are_named(folder: Path, tmp_path: Path, cache: Path) -> None:
+    """A third machine's copies give the same samples, with the run's names and weights."""
+    parts = [folder / f"part{number}" for number in range(3)]
+    config = dataclasses.replace(_several(*parts), weights=(3.0, 1.0, 1.0))
+    here = corpora.prepare(config, cache_dir=cache)
+    run = corpora.published(config, here, None)
+    assert len(run.dataset_digests) == 3
+    elsewhere = [shutil.copytree(part, tmp_path / "elsewhere" / part.name) for part in (parts[2], *parts[:2])]
+    there = corpora.in_order(run, corpora.prepare(_several(*elsewhere), cache_dir=tmp_path / "other"))
+    corpora.check_digest(run, there)
+    samples = [Microbatches(corpus, run) for corpus in (here, there)]
+    assert all(np.array_equal(samples[0].tokens(index), samples[1].tokens(index)) for index in range(5))
+    held_out = [[(each.name, each.batches[0][TOKENS].tolist()) for each in s.held_out_by_source(6)] for s in samples]
+    assert held_out[0] == held_out[1]
+    assert (
+        corpora.published(_config(parts[0]), corpora.prepare(_config(parts[0]), cache_dir=cache), None).dataset_digests
+        == ()
+    )
 
 
 def test_of_several_datasets_the_one_that_is_too_short_is_named(folder: Path, tmp_path: Path, cache: Path) -> None:
@@ -466,7 +497,7 @@ def test_cache_that_cannot_be_written(folder: Path) -> None:
 
 def test_hugging_face_without_the_extra(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    _refused(_config("hf:bees"), cache, r"needs an extra; in swarm's folder: .*pip install .*'\.\[hf\]'")
+    _refused(_config("hf:bees"), cache, r"needs datasets; in swarm's folder: .*pip install .*'\.\[hf\]'")
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no\nnetwork"), ValueError("Bad split:\nnope")])

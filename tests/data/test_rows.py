@@ -78,5 +78,5 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
 def test_parquet_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _write(tmp_path / "a.parquet", VALUES)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"needs an extra; in swarm's folder: .*'\.\[parquet\]'"):
+    with pytest.raises(ValueError, match=r"needs pyarrow; in swarm's folder: .*'\.\[parquet\]'"):
         list(rows.of_file(path))

@@ -129,7 +129,7 @@ def test_a_run_names_its_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_the_model_has_all_tokens(caplog: pytest.LogCaptureFixture) -> None:
     data = DataConfig(tokenizer_identity="bytes")
     tokenizers.load_for_run(data, vocab_size=256)
-    with pytest.raises(ValueError, match=r"model.vocab_size \(255\) is smaller .* at least 256"):
+    with pytest.raises(ValueError, match=r"model.vocab_size \(255\) is too small: .* at least 256"):
         tokenizers.load_for_run(data, vocab_size=255)
     tokenizers.load_for_run(data, vocab_size=1024)
     assert not caplog.messages

@@ -22,6 +22,7 @@ from swarm.interchange.adapter import export_adapter
 from swarm.interchange.export import Card, Origin, export_model
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import Source
+from swarm.interchange.weights import Weights
 from swarm.model.stages import parameter_shapes
 from tests.interchange.small_models import POSITIONS, VOCABULARY, make_tokens, save
 
@@ -72,7 +73,7 @@ def _chain(config: RunConfig, folder: Path) -> WireChain:
     return WireChain(config, Samples(), given=given)  # type: ignore[arg-type]  # all that it is asked for
 
 
-def _origin(config: RunConfig, trained: Mapping[str, Tensor], base: Path | None) -> Origin:
+def _origin(config: RunConfig, trained: Mapping[str, Tensor], base: Weights | None) -> Origin:
     card = Card(round=STEPS, num_samples=0, losses={})
     return origin.of_trained(
         config, lambda names: {name: trained[name] for name in names}, base, card, tokenizer="bytes"
@@ -110,7 +111,7 @@ def test_training_follows_peft_and_goes_home_in_both_forms(name: str, tmp_path: 
     assert losses == pytest.approx(expected_losses, abs=1e-4)
     assert all(bool(value.any()) for value in _trained(chain).values())
 
-    found = _origin(config, _trained(chain), tmp_path / "run")
+    found = _origin(config, _trained(chain), run_folder.open_weights(tmp_path / "run", config))
     export_adapter(found, tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -161,13 +162,17 @@ def test_weights_in_16_bits_compute_as_in_32(tmp_path: Path) -> None:
 def test_without_the_model_only_adapters_go_home(tmp_path: Path) -> None:
     config = _import(tmp_path, "qwen2")
     found = _origin(config, _trained(_chain(config, tmp_path)), None)
-    with pytest.raises(IntegrityError, match="name the run folder with --base DIR"):
+    with pytest.raises(IntegrityError, match="name it with --base, as the run's first peer did"):
         export_model(found, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    other = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="0" * 64))
-    with pytest.raises(IntegrityError, match="other weights"):
-        origin.of_trained(other, lambda _: {}, tmp_path / "run", found.card, tokenizer="bytes")
+    base = run_folder.open_weights(tmp_path / "run", config)
+    for weights, fault in (("0" * 64, r"other weights .* \(000000000000\)"), ("", r"\(random ones\)")):
+        other = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=weights))
+        with pytest.raises(IntegrityError, match=fault):
+            origin.of_trained(other, lambda _: {}, base, found.card, tokenizer="bytes")
     plain = dataclasses.replace(config, lora=LoraConfig())
+    with pytest.raises(ValueError, match="leave --base out"):
+        origin.of_trained(plain, lambda _: {}, base, found.card, tokenizer="bytes")
     with pytest.raises(ValueError, match="export it without --adapter"):
         export_adapter(
             origin.of_trained(plain, lambda _: {}, None, found.card, tokenizer="bytes"), tmp_path / "adapter"

@@ -59,6 +59,27 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
+def test_what_no_run_could_begin_with_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", width=64)
+    config = tmp_path / "model" / "config.json"
+    small = Source(tmp_path / "model")
+    small.model = dataclasses.replace(small.model, vocab_size=255)
+    for source, options, fault in (
+        (
+            small,
+            ImportOptions(),
+            r"has no tokenizer.json, and without one a run reads bytes.* of 255 is too small \(256\)",
+        ),
+        (Source(tmp_path / "model"), ImportOptions(dataset=("stdlib", "nofile")), "'nofile' does not exist; give"),
+        (Source(tmp_path / "model"), ImportOptions(dataset=(f"{tmp_path}/*.none",)), "names no file that can be read"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            import_model(source, tmp_path / "run", options)
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert config.is_file()
+    import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions(dataset=("hf:not/asked",)))
+
+
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     _import(tmp_path)
     with pytest.raises(ValueError, match="is there already"):

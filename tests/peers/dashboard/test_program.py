@@ -73,7 +73,7 @@ def test_without_its_libraries_it_says_what_to_install(missing: str, monkeypatch
     for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ValueError, match=r"needs starlette, uvicorn and websockets: .*\[serve\]"):
+    with pytest.raises(ValueError, match=r"needs starlette, uvicorn and websockets; in swarm's folder: .*\[serve\]"):
         program.take_address(DashboardOptions(invites=(INVITE,), port=0), is_locked=False)
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peers.generate import program
+from peers.generate.options import PROG
 from peers.model import program as model
 from peers.shared import process
 from swarm.checkpoint import file
@@ -29,7 +30,7 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The line that the program ends with."""
-    assert process.run_program(program.PROG, lambda: program.main(arguments)) == process.EXIT_USAGE
+    assert process.run_program(PROG, lambda: program.main(arguments)) == process.EXIT_USAGE
     *_, last = capsys.readouterr().err.splitlines()
     return last
 
@@ -138,6 +139,14 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
     ("arguments", "fault"),
     [
         ([], "give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME"),
+        (
+            ["swarm://x", "--model", "m", "--prompt", "a"],
+            "--checkpoint DIR and --model DIR_OR_NAME, not both INVITE and --model DIR_OR_NAME",
+        ),
+        (
+            ["swarm://x", "--model", "m", "--checkpoint", "c", "--prompt", "a"],
+            ", not INVITE, --checkpoint DIR, --model DIR_OR_NAME",
+        ),
         (["--model", "m"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
         (["--model", "m", "--chat", "--prompt", "a"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
         (["--model", "m", "--chat", "--serve", "1"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),

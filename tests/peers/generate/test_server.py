@@ -6,14 +6,14 @@ import sys
 import pytest
 
 from peers.generate import program
-from peers.generate.options import GenerateOptions
+from peers.generate.options import PROG, GenerateOptions
 from peers.generate.server import Server
 from peers.shared import process
 
 
 def _end(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What the program says before it loads anything, and with which it ends."""
-    assert process.run_program(program.PROG, lambda: program.main(["--model", "nowhere", *arguments])) == 2
+    assert process.run_program(PROG, lambda: program.main(["--model", "nowhere", *arguments])) == 2
     return capsys.readouterr().err
 
 
@@ -49,7 +49,7 @@ def test_without_its_libraries_it_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     said = _end(capsys, "--serve", "127.0.0.1:0")
-    assert "--serve needs starlette and uvicorn: " in said
+    assert "--serve needs starlette and uvicorn; in swarm's folder: " in said
     assert "[serve]" in said
 
 

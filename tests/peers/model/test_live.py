@@ -204,12 +204,18 @@ async def test_a_stage_that_is_behind_is_waited_for(tmp_path: Path, monkeypatch:
 
 
 @in_virtual_time
-async def test_what_cannot_come_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_come_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World(monkeypatch, 1, 1)
     with pytest.raises(Fatal, match="the swarm is at round 3 and keeps no earlier one: export round 2 from"):
         await world.model().write_checkpoints(tmp_path, 2)
+    caplog.set_level("INFO")
+    began = world.clock.monotonic()
     with pytest.raises(PeerUnavailable, match="stays at round 3: nobody trains"):
         await world.model().write_checkpoints(tmp_path, 4)
+    assert "the swarm is at round 3: waiting until it is at 4" in caplog.text
+    assert world.clock.monotonic() - began < 1.1 * live.QUIET_SECONDS
     world.line.broken.add(peer_id(1))
     with pytest.raises(PeerUnavailable, match="no peer of stage 1 answers"):
         await world.model().write_checkpoints(tmp_path)

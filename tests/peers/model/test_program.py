@@ -6,19 +6,24 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from peers.generate import program as generate
 from peers.model import program as model
 from peers.shared import process
 from swarm import config as configs
-from swarm.config import LoraConfig, ModelConfig
+from swarm.checkpoint import file
+from swarm.checkpoint.file import Header
+from swarm.config import LoraConfig, ModelConfig, StagesConfig
 from swarm.errors import IntegrityError
+from swarm.interchange import run_folder
 from swarm.interchange.adapter import WEIGHTS
 from swarm.interchange.source import parameter_shapes
-from swarm.model.stages import build_stage
+from swarm.model.stages import build_stage, trained_shapes
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import save
 from tests.support.tokenizers import write_tokenizer
@@ -114,6 +119,7 @@ def test_the_card_has_the_losses_that_were_measured_by_then(tmp_path: Path, caps
     assert "| Loss, held-out, at round 1 | 3.2500 nats a token |" in card
     assert "| Loss, held-out, books, at round 1 | 3.1250 nats a token |" in card
     assert "2.0000" not in card
+    where[-1] = str(tmp_path / "none")
     for content, fault in (("{}", "has no losses"), ("{", "is no metrics.jsonl"), ("[]", "is no metrics.jsonl")):
         (tmp_path / "metrics.jsonl").write_text(content)
         with pytest.raises(ValueError, match=fault):
@@ -168,6 +174,52 @@ def test_adapters_are_shown_and_exported_by_themselves_and_merged(
         model.main(["export", "--checkpoint", str(plain), "--merged", "--output", str(tmp_path / "none")])
 
 
+def test_adapters_are_merged_into_any_folder_from_which_their_run_could_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's folder as it came from Hugging Face, or a run folder; another model is told by its digest."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save("llama-2", tmp_path / "in")
+    save("llama-linear", tmp_path / "other")
+    _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"))
+    (tmp_path / "checkpoints").mkdir()
+    begun = run_folder.load_config(tmp_path / "run")
+    config = dataclasses.replace(
+        begun, lora=LoraConfig(rank=2, targets=("q_proj",)), stages=StagesConfig(num_stages=1)
+    )  # fmt: skip
+    header = Header(
+        config=config, stage=0, round=1, run_samples=16, lineage="", highest_microbatch=7, state_digest=""
+    )  # fmt: skip
+    adapters = {f"anchor/{name}": torch.randn(shape) for name, shape in trained_shapes(config, 0).items()}
+    file.write(tmp_path / "checkpoints", header, adapters, owner="test")
+    export = ["export", "--checkpoint", str(tmp_path / "checkpoints"), "--output"]
+    for base in ("in", "run"):
+        _run(capsys, *export, str(tmp_path / f"{base}-merged"), "--base", str(tmp_path / base))
+    of_folder, of_run = (load_file(tmp_path / f"{base}-merged" / "model.safetensors") for base in ("in", "run"))
+    assert all(torch.equal(of_folder[name], tensor) for name, tensor in of_run.items())
+    written = list[str]()
+    for base in ("in", "run"):
+        generate.main(
+            ["--checkpoint", export[2], "--base", str(tmp_path / base), "--prompt", "a", "--max-tokens", "5"]
+        )  # fmt: skip
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+    with pytest.raises(IntegrityError, match="has other weights"):
+        model.main([*export, str(tmp_path / "none"), "--base", str(tmp_path / "other")])
+    with pytest.raises(ValueError, match="there is no such folder"):
+        model.main([*export, str(tmp_path / "none"), "--base", str(tmp_path / "nowhere")])
+    assert not (tmp_path / "none").exists()
+
+
+def test_where_something_is_nothing_is_begun(tmp_path: Path) -> None:
+    """Nor is anybody asked for it: the invite leads nowhere."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    for source in ("--checkpoint", "--initial-peers"):
+        with pytest.raises(ValueError, match="is there already"):
+            model.main(["export", source, "/nowhere", "--output", str(tmp_path / "out")])
+
+
 def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
     write_cut(tmp_path, cut(3), num_rounds=1)
     next(tmp_path.glob("stage-1-*")).unlink()
@@ -181,6 +233,10 @@ def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
         (
             ["export", "--output", "out"],
             "give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR",
+        ),
+        (
+            ["export", "--output", "out", "--model", "run", "--checkpoint", "c"],
+            "not both --checkpoint DIR and --model DIR",
         ),
         (["export", "--output", "out", "--model", "run", "--round", "3"], "--round needs INVITE or --checkpoint"),
         (["export", "--output", "out", "--model", "run", "--adapter"], "need INVITE or --checkpoint DIR"),
@@ -199,6 +255,63 @@ def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys
     said = capsys.readouterr().err
     assert fault in said
     assert said.count("\n") == 1
+
+
+def test_a_folder_to_which_no_checkpoint_was_written_yet_is_called_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    out = ("--output", str(tmp_path / "out"))
+    for arguments in (["show", str(tmp_path)], ["export", "--checkpoint", str(tmp_path), *out]):
+        with pytest.raises(IntegrityError, match="no checkpoint yet: a swarm-peer writes one every 10 rounds, or as"):
+            model.main(arguments)
+    for arguments in (["show", str(tmp_path / "no")], ["export", "--checkpoint", str(tmp_path / "no"), *out]):
+        with pytest.raises(ValueError, match="no: there is no such folder"):
+            model.main(arguments)
+    for command in ("show", "export"):
+        with pytest.raises(SystemExit):
+            model.main([command, "--help"])
+        assert "every 10 rounds" in " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+
+
+def test_a_round_that_is_not_there_is_said_with_those_that_are(tmp_path: Path) -> None:
+    for rounds in (1, 2):
+        write_cut(tmp_path, cut(2), num_rounds=rounds)
+    with pytest.raises(IntegrityError, match=r"of round 99 with all of the model; those there are of round 1, 2$"):
+        model.main(["export", "--checkpoint", str(tmp_path), "--round", "99", "--output", str(tmp_path / "out")])
+
+
+class _Hub:
+    """Stands in for huggingface_hub's client; an account is `me`."""
+
+    def __init__(self, asked: list[str]) -> None:
+        self._asked = asked
+
+    def create_repo(self, repo_id: str, **_: object) -> huggingface_hub.RepoUrl:
+        whole = repo_id if "/" in repo_id else f"me/{repo_id}"
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{whole}")
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path) -> None:
+        self._asked.append(repo_id)
+
+
+def test_a_repository_without_an_account_is_one_of_the_token_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("llama-2", tmp_path)
+    asked = list[str]()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: _Hub(asked))
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    assert "would go to https://huggingface.co/YOUR-ACCOUNT/mine" in _run(
+        capsys, "push", str(tmp_path), "mine", "--dry-run"
+    )
+    assert _run(capsys, "push", str(tmp_path), "mine").endswith("https://huggingface.co/me/mine\n")
+    assert _run(capsys, "push", str(tmp_path), "you/mine").endswith("https://huggingface.co/you/mine\n")
+    assert asked == ["me/mine", "you/mine"]
+    for name in ("a/b/c", "a b"):
+        with pytest.raises(ValueError, match=f"'{name}'"):
+            model.main(["push", str(tmp_path), name, "--dry-run"])
 
 
 def test_what_is_no_export_is_not_pushed(tmp_path: Path) -> None:
