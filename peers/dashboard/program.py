@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     is_locked = any(entrance.token is not None for entrance in entrances)
     listener, view_token = take_address(options, is_locked=is_locked)
     try:
-        with ways_to(entrances, all_runs=options.runs) as ways:
+        with ways_to(entrances, all_runs=options.asks_the_dht) as ways:
             run_loop(run(options, ways, listener, view_token))
     finally:
         listener.close()

@@ -50,18 +50,28 @@ def found_invite() -> str:
         ValueError: there are several runs, or as of `find`.
         PeerUnavailable: there is none.
     """
-    runs = run_loop(find())
-    if not runs:
-        raise PeerUnavailable(
-            f"no run was found in this network in {LOOK_SECONDS:.0f} s: start one of its peers with --lan, or say its "
-            "INVITE, which is needed also where the network passes on no multicast"
-        )
+    runs = _found()
     if len(runs) > 1:
         found = ", ".join(f"{name}: {invite}" for name, invite in sorted(runs.items()))
         raise ValueError(f"several runs are in this network; say one of these invites in the place of --lan: {found}")
     [(name, invite)] = runs.items()
     logger.info("found run %s in this network", name)
     return str(invite)
+
+
+def found_invites() -> list[str]:
+    """The invites to all runs in this network, in the order of their ids. Raises what found_invite raises for none."""
+    return [str(invite) for _, invite in sorted(_found().items())]
+
+
+def _found() -> dict[str, Invite]:
+    runs = run_loop(find())
+    if not runs:
+        raise PeerUnavailable(
+            f"no run was found in this network in {LOOK_SECONDS:.0f} s: start one of its peers with --lan, or say its "
+            "INVITE, which is needed also where the network passes on no multicast"
+        )
+    return runs
 
 
 async def find() -> dict[str, Invite]:

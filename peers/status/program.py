@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     if options.audit:
         return audit_files(options)
     entrances = options.entrances(os.environ, SystemClock())
-    with ways_to(entrances, all_runs=options.runs) as ways:
+    with ways_to(entrances, all_runs=options.asks_the_dht) as ways:
         asyncio.run(look_from(options, ways))
     return 0
 

@@ -3,7 +3,8 @@
 The options of swarm-status and swarm-dashboard are made of these; it imports neither gRPC nor torch.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,9 @@ import tyro
 if TYPE_CHECKING:
     from peers.shared.entrance import Entrance
     from swarm.machine.clock import Clock
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,8 @@ class ViewOptions:
     initial_peers: tuple[str, ...] = ()
     """Enter the DHT instead, at these addresses of the swarm's peers: slower, and asks no single peer who there is."""
     runs: bool = False
-    """Show all runs that are announced in the DHT there, and not only the one that an invite is to; enters the DHT."""
+    """Show all runs that are found: with --lan those of this network; else those that are announced in the DHT there,
+    which is entered for that, and not only the one that an invite is to."""
     token: str | None = None
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
     (ADDRESS#TOKEN), or in SWARM_TOKEN."""
@@ -47,18 +52,42 @@ class ViewOptions:
         if self.num_ways == 0:
             raise ValueError(f"which run? say {prog} INVITE, with the invite that every swarm-peer prints")
 
+    @property
+    def asks_the_dht(self) -> bool:
+        """Whether runs are looked for in the DHT."""
+        return self.runs and not self.lan
+
     def entrances(self, environment: Mapping[str, str], clock: "Clock") -> "list[Entrance]":
-        """One for each invite; else a single one. Raises what find_entrance and found_invite raise."""
+        """One for each invite; else a single one. Of the network's runs those that need no token that is not there.
+
+        Raises:
+            What find_entrance and found_invite raise.
+        """
+        from peers.shared.lan import found_invite, found_invites
+
+        if self.lan and self.runs:
+            return self._enterable(found_invites(), environment, clock)
+        invites: Sequence[str | None] = [found_invite()] if self.lan else self.invites or [None]
+        return [self._entrance(invite, environment, clock) for invite in invites]
+
+    def _enterable(self, invites: Sequence[str], environment: Mapping[str, str], clock: "Clock") -> "list[Entrance]":
+        entrances, faults = [], []
+        for invite in invites:
+            try:
+                entrances.append(self._entrance(invite, environment, clock))
+            except ValueError as fault:
+                logger.warning("a run of this network is not shown: %s", fault)
+                faults.append(fault)
+        if not entrances:
+            raise faults[0]
+        return entrances
+
+    def _entrance(self, invite: str | None, environment: Mapping[str, str], clock: "Clock") -> "Entrance":
         from peers.shared.entrance import find_entrance
-        from peers.shared.lan import found_invite
         from swarm.credentials.certificates import Role
 
-        invites = [found_invite()] if self.lan else self.invites
-        ways = [_Way(invite, (), self.token, self.insecure) for invite in invites]
-        return [
-            find_entrance(way, environment, role=Role.TRAINER, clock=clock, peers=self.peer)
-            for way in ways or [_Way(None, self.initial_peers, self.token, self.insecure)]
-        ]
+        way = _Way(invite, self.initial_peers, self.token, self.insecure)
+        return find_entrance(way, environment, role=Role.TRAINER, clock=clock, peers=self.peer)
 
 
 @dataclass(frozen=True)

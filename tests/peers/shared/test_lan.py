@@ -66,10 +66,12 @@ def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: p
 
     monkeypatch.setattr(lan, "find", find)
     assert lan.found_invite() == str(runs[RUN])
+    assert lan.found_invites() == [str(runs[RUN])]
     runs[OTHER_RUN] = _invite(OTHER_RUN, "192.0.2.2")
     both = f"{OTHER_RUN}: {runs[OTHER_RUN]}, {RUN}: {runs[RUN]}"
     with pytest.raises(ValueError, match=f"^several runs are in this network; say one of .*{re.escape(both)}$"):
         lan.found_invite()
+    assert lan.found_invites() == [str(runs[OTHER_RUN]), str(runs[RUN])]
     runs.clear()
     with pytest.raises(PeerUnavailable, match=r"^no run was found in this network in 5 s: start one of its peers with"):
         lan.found_invite()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from peers.shared import lan
 from peers.shared.entrance import Entrance
 from peers.status import lookout
 from peers.status.lookout import lookouts_on, views, ways_to
@@ -71,6 +72,24 @@ async def test_a_run_that_falls_silent_hides_no_other(caplog: pytest.LogCaptureF
             await other.server.stop(None)
             with pytest.raises(PeerUnavailable):
                 await views(lookouts)
+
+
+def test_all_runs_of_the_network_are_shown_but_those_that_need_a_token(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def invite(config: RunConfig, *, is_locked: bool = False) -> str:
+        return str(Invite.fitting(config.run_id, [NOBODY], is_locked=is_locked))
+
+    found = [invite(OTHER), invite(dataclasses.replace(CONFIG, run="theirs"), is_locked=True), invite(CONFIG)]
+    monkeypatch.setattr(lan, "found_invites", lambda: found)
+    options = ViewOptions(lan=True, runs=True)
+    entrances = options.entrances({}, SystemClock())
+    assert [entrance.run for entrance in entrances] == [one.run_id.rpartition(".")[2] for one in (OTHER, CONFIG)]
+    assert not options.asks_the_dht
+    assert "a run of this network is not shown: the run is locked" in caplog.text
+    del found[2], found[0]
+    with pytest.raises(ValueError, match=r"^the run is locked"):
+        options.entrances({}, SystemClock())
 
 
 async def _announce(node: DhtNode, config: RunConfig) -> None:
