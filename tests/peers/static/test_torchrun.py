@@ -100,21 +100,20 @@ def test_training_goes_on_when_a_worker_is_killed_and_with_other_numbers_of_work
         assert_same(weights(tmp_path / name), undisturbed, 1e-4)
 
 
-def test_a_run_goes_from_a_swarm_to_workers_and_back(config: Path, tmp_path: Path, children: Supervisor) -> None:
-    def swarm(name: str, steps: int, *resume: str) -> Path:
-        """Train two stages of a swarm; gives the folder of its checkpoints."""
+def test_a_run_goes_from_a_swarm_to_workers_and_back(config: Path, tmp_path: Path) -> None:
+    def swarm(name: str, last: int, *resume: str) -> Path:
+        """Train two stages of a swarm for five steps, up to step `last`; gives the folder of its checkpoints."""
         folder = tmp_path / name
-        folder.mkdir()
-        swarm = RealSwarm(folder, children, setting="synchronous")
-        swarm.start_seconds = SECONDS
-        swarm.config.write_text(config.read_text(), encoding="utf-8")
         checkpoints = folder / "checkpoints"
-        swarm.start_peers([0, 1], "--checkpoint", str(checkpoints), "--checkpoint-every", "5", *resume)
-        assert swarm.wait_for_end(swarm.start_trainer("trainer", steps=steps), SECONDS) == 0
-        last = ((*resume, "")[1:2] and 15) or 5
-        wait_until(lambda: len(list(checkpoints.glob(f"*round-{last}.*"))) == 2, SECONDS, "its checkpoints")
-        for peer in list(swarm.peers):
-            swarm.kill(peer)
+        folder.mkdir()
+        with Supervisor(folder / "logs") as children:
+            swarm = RealSwarm(folder, children, setting="synchronous")
+            swarm.start_seconds = SECONDS
+            swarm.config.write_text(config.read_text(), encoding="utf-8")
+            for stage in range(2):
+                swarm.start_peers([stage], "--checkpoint", str(checkpoints), "--checkpoint-every", "5", *resume)
+            assert swarm.wait_for_end(swarm.start_trainer("trainer", steps=5), SECONDS) == 0
+            wait_until(lambda: len(list(checkpoints.glob(f"stage-*round-{last}.*"))) == 2, SECONDS, "its checkpoints")
         return checkpoints
 
     first = swarm("first", 5)
@@ -123,7 +122,7 @@ def test_a_run_goes_from_a_swarm_to_workers_and_back(config: Path, tmp_path: Pat
         2, "--config", config, "--pp", 2, "--steps", 10, "--resume", first, "--checkpoint", second,
         "--checkpoint-every", 5, "--metrics", tmp_path / "metrics.jsonl",
     ))  # fmt: skip
-    third = swarm("third", 5, "--resume", str(second))
+    third = swarm("third", 15, "--resume", str(second))
     unbroken = tmp_path / "unbroken"
     run(torchrun(
         1, "--config", config, "--steps", 15, "--checkpoint", unbroken, "--metrics", unbroken / "metrics.jsonl"
@@ -147,8 +146,8 @@ def test_compressed_gradients_are_a_swarms(
     swarm = RealSwarm(tmp_path / "swarm", children, setting="synchronous")
     swarm.start_seconds = SECONDS
     swarm.config.write_text(config.read_text(), encoding="utf-8")
-    swarm.start_peers([0])
-    swarm.start_peers([0])
+    for _ in range(2):
+        swarm.start_peers([0])
     assert swarm.wait_for_end(swarm.start_trainer("trainer", steps=STEPS), SECONDS) == 0
     of_swarm = [row["train/loss"] for row in swarm.steps("trainer")]
     assert losses(metrics)[-1] == pytest.approx(of_swarm[-1], rel=1e-3)
