@@ -2,8 +2,9 @@
 
 4 layers, 4 heads, width 128, context 64, 2,000 iterations of 12 samples, AdamW from 1e-3 to 1e-4 by cosine; nanoGPT's
 README gives 1.88 for its validation loss. Real processes over TLS train it in the synchronous setting, and with DiLoCo
-on as many samples. The text has to be named: --dataset tinyshakespeare.txt. The last tenth of it is held out, as in
-nanoGPT; tokens are bytes, which for this text are its characters.
+on as many samples, in inner batches of 6, so that each of two peers takes as many steps one after the other. The text
+has to be named: --dataset tinyshakespeare.txt. The last tenth of it is held out, as in nanoGPT; tokens are bytes, which
+for this text are its characters.
 """
 
 import dataclasses
@@ -22,7 +23,6 @@ from swarm.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    OuterConfig,
     RoundsConfig,
     RunConfig,
     Setting,
@@ -30,6 +30,7 @@ from swarm.config import (
 )
 
 BATCH = 12
+PEERS_A_STAGE = 2
 NANOGPT_LOSS = 1.88
 JUDGED = {"synchronous.validation_loss": LESS, "diloco.validation_loss": LESS}
 
@@ -43,7 +44,7 @@ class Options(BenchOptions):
 
     iterations: int = 2000
     """Batches of 12 samples."""
-    inner_steps: int = 25
+    inner_steps: int = 50
     """DiLoCo: steps that each peer takes in a round."""
     codec: Literal["fp32", "fp16", "int8"] = "int8"
     """DiLoCo: how pseudo-gradients travel."""
@@ -55,8 +56,8 @@ class Options(BenchOptions):
         if not self.settings:
             raise ValueError("--settings names none")
         if "diloco" in self.settings:
-            # A round is what two peers do in so many steps.
-            cli.require_at_least(self, {"iterations": 2 * self.inner_steps})
+            # In each of them two peers do what one does in an iteration.
+            cli.require_at_least(self, {"iterations": self.inner_steps})
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def run(options: Options) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="bench-nanogpt-") as name, Supervisor(Path(name) / "logs") as children:
             swarm = SwarmProcesses(config, children, Path(name) / setting)
             say(f"{setting}: 2 x 2 peers start")
-            swarm.start_peers([0, 1, 0, 1])
+            swarm.start_peers([0, 1] * PEERS_A_STAGE)
             say(f"{setting}: {steps} rounds")
             rows = swarm.train("trainer", steps, evaluation_samples=2048)
             summary = json.loads((swarm.folder / "trainer" / "summary.json").read_text(encoding="utf-8"))
@@ -106,7 +107,10 @@ def _config(options: Options, setting: Setting) -> RunConfig:
         return synchronous
     return dataclasses.replace(
         synchronous,
-        rounds=RoundsConfig(setting="diloco", round_samples=2 * BATCH * options.inner_steps, inner_batch_samples=BATCH),
-        outer=OuterConfig(learning_rate=0.7, momentum=0.9),
+        rounds=RoundsConfig(
+            setting="diloco",
+            round_samples=BATCH * options.inner_steps,
+            inner_batch_samples=BATCH // PEERS_A_STAGE,
+        ),
         averaging=AveragingConfig(codec=options.codec),
     )

@@ -1,22 +1,51 @@
 """`[outer]`: DiLoCo's outer optimizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from swarm.config.checks import STRICT, require, require_positive, require_usable_numbers
+from swarm.config.checks import STRICT, require, require_usable_numbers
+from swarm.config.rounds import RoundsConfig
+
+LEARNING_RATE, MOMENTUM = 0.7, 0.9
+"""DiLoCo's own (arXiv 2311.08105)."""
+SHORT_MOMENTUM = 0.5
+"""In short rounds pseudo-gradients agree more from one to the next, and a longer momentum adds up too much of them."""
+LONG_ROUND = 100
+"""So many inner batches, over all peers."""
+LEFT_OUT = -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig:
-    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient."""
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient.
+
+    If both are left out, they follow from the round: 0.7 and 0.5 where it has fewer than 100 inner batches
+    (round_samples / inner_batch_samples), and 0.7 and 0.9 where it has more.
+    """
 
     __pydantic_config__ = STRICT
 
-    learning_rate: float = 0.7
-    """Outer learning rate."""
-    momentum: float = 0.9
-    """Nesterov momentum; 0 turns it off."""
+    learning_rate: float = LEFT_OUT
+    """Outer learning rate; -1 leaves it out, which means 0.7 where a momentum is given."""
+    momentum: float = LEFT_OUT
+    """Nesterov momentum; 0 turns it off. -1 leaves it out, which means 0.9 where a learning rate is given."""
 
     def __post_init__(self) -> None:
         require_usable_numbers("outer", self)
-        require_positive("outer", self, "learning_rate")
-        require(0 <= self.momentum < 1, f"outer.momentum must be in [0, 1), not {self.momentum}")
+        require(
+            self.learning_rate > 0 or self.learning_rate == LEFT_OUT,
+            f"outer.learning_rate must be positive, or -1 to be left out, not {self.learning_rate}",
+        )
+        require(
+            0 <= self.momentum < 1 or self.momentum == LEFT_OUT,
+            f"outer.momentum must be in [0, 1), or -1 to be left out, not {self.momentum}",
+        )
+
+    def of(self, rounds: RoundsConfig) -> "OuterConfig":
+        """What it means for a run with such rounds: nothing is left out."""
+        if self.learning_rate == self.momentum == LEFT_OUT and rounds.num_inner_batches < LONG_ROUND:
+            return OuterConfig(learning_rate=LEARNING_RATE, momentum=SHORT_MOMENTUM)
+        return replace(
+            self,
+            learning_rate=LEARNING_RATE if self.learning_rate == LEFT_OUT else self.learning_rate,
+            momentum=MOMENTUM if self.momentum == LEFT_OUT else self.momentum,
+        )

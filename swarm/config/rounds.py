@@ -34,6 +34,11 @@ class RoundsConfig:
         require_not_negative("rounds", self, "max_staleness")
 
     @property
+    def num_inner_batches(self) -> float:
+        """In a round, over all peers of a stage."""
+        return self.round_samples / self.inner_batch_samples
+
+    @property
     def synchronous(self) -> bool:
         """Whether the swarm follows the trajectory of a single process."""
         return self.setting == "synchronous"

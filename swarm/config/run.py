@@ -133,6 +133,11 @@ class RunConfig:
         """Microbatches of the whole swarm in one round."""
         return self.rounds.round_samples // self.data.microbatch_size
 
+    @property
+    def outer_step(self) -> OuterConfig:
+        """DiLoCo's outer step, with what was left out."""
+        return self.outer.of(self.rounds)
+
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON, in hexadecimal: the configuration's content address."""

@@ -108,6 +108,7 @@ class OuterSgd(Optimizer):
 
     def __init__(self, config: OuterConfig) -> None:
         super().__init__()
+        assert config.momentum >= 0, "what was left out is filled in"
         self._momentum = config.momentum
 
     def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:

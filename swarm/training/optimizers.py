@@ -22,4 +22,4 @@ def round_optimizer(config: RunConfig) -> Optimizer:
     """What takes the step at a round's end; members of a stage take it alike, and its memory is part of their state."""
     if config.rounds.synchronous:
         return gradient_optimizer(config.optimizer, same_bits=True)
-    return OuterSgd(config.outer)
+    return OuterSgd(config.outer_step)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from swarm import config
-from swarm.config import DataConfig, ModelConfig, RunConfig
+from swarm.config import DataConfig, ModelConfig, OuterConfig, RoundsConfig, RunConfig
 from swarm.errors import ConfigMismatch
 from swarm.rpc.bounds import LONGEST_LIST
 
@@ -52,3 +52,22 @@ def test_defaults_are_resolved() -> None:
     assert ModelConfig(num_kv_heads=2, d_ff=10).kv_heads == 2
     assert DataConfig(microbatch_size=4, sequence_length=16).tokens_per_microbatch == 64
     assert RunConfig().microbatches_per_round == 32
+
+
+@pytest.mark.parametrize(
+    ("inner_batches", "outer", "expected"),
+    [
+        (16, OuterConfig(), (0.7, 0.5)),
+        (99, OuterConfig(), (0.7, 0.5)),
+        (100, OuterConfig(), (0.7, 0.9)),
+        (16, OuterConfig(learning_rate=0.5), (0.5, 0.9)),
+        (16, OuterConfig(momentum=0.3), (0.7, 0.3)),
+        (500, OuterConfig(learning_rate=1.0, momentum=0.0), (1.0, 0.0)),
+    ],
+)
+def test_an_outer_step_that_is_left_out_follows_from_the_round(
+    inner_batches: int, outer: OuterConfig, expected: tuple[float, float]
+) -> None:
+    """Where one of the two is given, the other one is DiLoCo's."""
+    run = RunConfig(rounds=RoundsConfig(round_samples=16 * inner_batches, inner_batch_samples=16), outer=outer)
+    assert (run.outer_step.learning_rate, run.outer_step.momentum) == expected

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig
+from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, OuterConfig, RoundsConfig, RunConfig
 from swarm.events.kinds import Event, Step
 from swarm.stage.buckets import GradientBucket
 from swarm.stage.settings import weights_of
@@ -24,6 +24,7 @@ def config_of(setting: str, **optimizer: float | str) -> RunConfig:
             setting="synchronous" if setting == "synchronous" else "diloco",
             round_samples=16, inner_batch_samples=INNER_SAMPLES,
         ),
+        outer=OuterConfig(learning_rate=0.7, momentum=0.9),
         optimizer=OptimizerConfig(**{"learning_rate": 0.05, "clip_norm": 0.0, **optimizer}),  # type: ignore[arg-type]  # any field
     )  # fmt: skip
 

@@ -136,7 +136,7 @@ def test_a_step_does_not_import_dynamo() -> None:
 import sys, torch
 from swarm.training import optim
 from swarm.config import OptimizerConfig, OuterConfig
-for optimizer in (optim.AdamW(OptimizerConfig()), optim.OuterSgd(OuterConfig())):
+for optimizer in (optim.AdamW(OptimizerConfig()), optim.OuterSgd(OuterConfig(momentum=0.9))):
     optim.step(optimizer, {"w": torch.nn.Parameter(torch.zeros(2, 2))}, {"w": torch.ones(2, 2)}, 0.1)
 assert "torch._dynamo" not in sys.modules
 """
@@ -145,7 +145,7 @@ assert "torch._dynamo" not in sys.modules
 
 def test_a_step_leaves_no_gradient_behind_and_its_arguments_alone() -> None:
     parameters, gradients = _parameters(), _gradients(0)
-    optim.step(optim.OuterSgd(OuterConfig()), parameters, gradients, 0.7)
+    optim.step(optim.OuterSgd(OuterConfig(momentum=0.9)), parameters, gradients, 0.7)
     assert all(parameter.grad is None for parameter in parameters.values())
     assert all(torch.equal(gradients[name], value) for name, value in _gradients(0).items())
 
@@ -208,7 +208,7 @@ def test_an_optimizer_goes_on_from_a_transferred_state(kind: str) -> None:
     def build() -> optim.Optimizer:
         if kind == "adamw":
             return optim.AdamW(OptimizerConfig(weight_decay=0.1))
-        return optim.OuterSgd(OuterConfig())
+        return optim.OuterSgd(OuterConfig(momentum=0.9))
 
     giver = _parameters()
     optimizer = build()
@@ -229,7 +229,7 @@ def test_an_optimizer_goes_on_from_a_transferred_state(kind: str) -> None:
 
 def test_loading_copies_and_replaces() -> None:
     parameters = _parameters()
-    optimizer = optim.OuterSgd(OuterConfig())
+    optimizer = optim.OuterSgd(OuterConfig(momentum=0.9))
     optim.step(optimizer, parameters, _gradients(0), 0.1)
     given = {"matrix/momentum_buffer": torch.ones(4, 3)}
     optim.load_state_tensors(optimizer, parameters, given)

@@ -65,7 +65,7 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
         # In the synchronous setting this round's is the version.
         "anchors": size if config.rounds.synchronous else 2 * size,
     }
-    if not config.rounds.synchronous:
+    if not config.rounds.synchronous and config.outer_step.momentum:
         held["outer_momentum"] = size
     if config.lora.is_on:
         held["frozen"] = frozen_bytes(config, stage)

@@ -50,7 +50,7 @@ class PlainDiloco:
         self._whole = Reference(config, data)
         self._anchor = {name: value.clone() for name, value in self._whole.weights.items()}
         self._inner = [gradient_optimizer(config.optimizer, same_bits=False) for _ in range(num_workers)]
-        self._outer = optim.OuterSgd(config.outer)
+        self._outer = optim.OuterSgd(config.outer_step)
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -72,7 +72,7 @@ class PlainDiloco:
         average = {
             name: torch.tensordot(weights, torch.stack([each[name] for each in learnt]), 1) for name in self._anchor
         }
-        optim.step(self._outer, self._anchor, average, self._config.outer.learning_rate)
+        optim.step(self._outer, self._anchor, average, self._config.outer_step.learning_rate)
         return loss / sum(amounts)
 
     def _inner_steps(self, optimizer: optim.Optimizer, indices: Sequence[int], number: int) -> tuple[float, int]:

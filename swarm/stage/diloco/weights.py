@@ -148,7 +148,7 @@ class DilocoWeights(StageWeights):
         if contributed or not carried:
             self._fragments.averaged(fragment, but=carried_amount)
         stepped = self._memory.copies({name: anchor[name] for name in average})
-        optim.step(self._ends_rounds, stepped, average, self._config.outer.learning_rate)
+        optim.step(self._ends_rounds, stepped, average, self._config.outer_step.learning_rate)
         self._load_masters(stepped)
         if carried:
             self._add_to_masters(carried)
