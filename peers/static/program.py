@@ -136,6 +136,8 @@ def trained_config(options: StaticOptions) -> RunConfig:
     config = dataclasses.replace(config, data=data)
     if config.lora.is_on and (options.fsdp or options.tp > 1):
         raise ValueError("--fsdp and --tp are not for [lora]")
+    if options.compile and (config.model.dropout or config.lora.dropout):
+        raise ValueError("--compile is not for runs with dropout: every microbatch's masks would be compiled anew")
     if config.model.weights:
         raise ValueError("model.weights: a static run begins with drawn weights")
     if not config.rounds.synchronous:

@@ -68,7 +68,7 @@ MORE_CASES = [
     [Case(4, ("--pp", "2", "--fsdp", "zero3"))],
     [Case(4, ("--pp", "2", "--tp", "2"))],
     [Case(2, ("--fsdp", "zero2"), OTHER_SWITCHES), Case(2, ("--tp", "2"), OTHER_SWITCHES)],
-    [Case(1, (), OTHER_SWITCHES), Case(1, ("--compile",)), Case(2, ("--tp", "2"), HEAD_NORMS)],
+    [Case(1, (), OTHER_SWITCHES), Case(1, ("--compile",), HEAD_NORMS), Case(2, ("--tp", "2"), HEAD_NORMS)],
     [Case(2, ("--dp", "2"), OTHER_SWITCHES), Case(2, ("--pp", "2"), OTHER_SWITCHES)],
 ]
 
