@@ -223,8 +223,8 @@ async def run(start: Start) -> None:
         await serve(start, own_figures)
 
 
-async def serve(start: Start, own_figures: OwnFigures) -> None:
-    """Join, serve and leave. Raises what Mover.run raises."""
+async def enter(start: Start) -> Membership:
+    """Be in the run. Raises what agree_on_config, require_allowed_class and require_stage raise."""
     options, identity, clock = start.options, start.identity, SystemClock()
     config = await agree_on_config(
         start.node, start.config, start.addresses, clock, identity.authority, run=start.entrance.run
@@ -232,23 +232,40 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     require_allowed_class(config, start.config, options.allow_class)
     if options.first_stage != "auto":
         require_stage(config, options.first_stage)
-    member = Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
+    return Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
+
+
+def arrival_of(start: Start, member: Membership, announcer: Announcer | None) -> Arrival:
+    """What the peer tells once it serves."""
+    options = start.options
+    return Arrival(
+        options=options, membership=member, device=str(start.device), token=start.entrance.token,
+        is_new=not (options.joins or start.returns or options.resume), announcer=announcer,
+    )  # fmt: skip
+
+
+def reach_of(start: Start, member: Membership) -> Reach:
+    """By which ways others will reach the peer."""
+    options = start.options
+    router_ports = None if options.no_port_mapping else RouterPorts(member.clock, own_routers())
+    return Reach(member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports)
+
+
+async def serve(start: Start, own_figures: OwnFigures) -> None:
+    """Join, serve and leave. Raises what Mover.run raises."""
+    options, identity, clock = start.options, start.identity, SystemClock()
+    member = await enter(start)
     incarnation = incarnations.begin(clock)
     rivals = Rivals(member, own=incarnation)
     claim = Claim(
-        directory=member.directory, clock=clock, peer_id=identity.peer_id, name=options.name, waits=member.waits
+        directory=member.directory, clock=clock, peer_id=member.peer_id, name=options.name, waits=member.waits
     )
     rebalancer = Rebalancer(
         member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
         checkpoints=options.resume,
     )  # fmt: skip
-    announcer = Announcer(config.run_id) if options.lan else None
-    arrival = Arrival(
-        options=options, membership=member, device=str(start.device), token=start.entrance.token,
-        is_new=not (options.joins or start.returns or options.resume), announcer=announcer,
-    )  # fmt: skip
-    router_ports = None if options.no_port_mapping else RouterPorts(clock, own_routers())
-    reach = Reach(member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports)
+    announcer = Announcer(member.config.run_id) if options.lan else None
+    arrival, reach = arrival_of(start, member, announcer), reach_of(start, member)
     page = OwnDashboard(options, identity.peer_id, reach.port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 
@@ -258,7 +275,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
     async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
         resumes = options.resume is not None and bool(file.names(options.resume))
-        weights = await contents.initial_weights(stage, resumes=resumes, always=config.lora.is_on)
+        weights = await contents.initial_weights(stage, resumes=resumes, always=member.config.lora.is_on)
         local = start.server_options(
             moves, moved=moved, incarnation=incarnation, weights=weights, shelves=contents.shelves,
             own_figures=own_figures,
@@ -267,34 +284,24 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         # Before it is waited for anything: joiners look for the run now.
-        publishing = tasks.create_task(republish(member.directory, config))
-        waiting = tasks.create_task(member.waits.run(clock))
+        background = [tasks.create_task(republish(member.directory, member.config))]
+        background.append(tasks.create_task(member.waits.run(clock)))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         await say_what_is_wrong(options, member, start.device)
         # Before anything is announced, which would take the place of what the other one has announced.
         await rivals.require_alone()
-        watching = tasks.create_task(member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS))
-        reaching = tasks.create_task(reach.keep())
+        watching = member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS)
+        background += map(tasks.create_task, (watching, reach.keep()))
         await reach.found_out()
-        keeping = tasks.create_task(claim.keep())
+        background.append(tasks.create_task(claim.keep()))
         with member.waits.on("a stage that needs this peer"):
             stage = await first_stage(options, rebalancer)
         # Not before: until here nobody looks at it, and Ctrl-C and SIGTERM end the process by themselves.
         stop = process.stop_event()
-        begin(start.events, options.events, start_of(config, peer_id=member.peer_id, name=options.name, stage=stage))
-        announcing = [tasks.create_task(announcer.run())] if announcer is not None else []
-        background = [
-            *announcing,
-            publishing,
-            watching,
-            reaching,
-            keeping,
-            tasks.create_task(stop_or_expiry(stop, identity, clock)),
-            tasks.create_task(rivals.watch()),
-            tasks.create_task(contents.keep_tokenizer()),
-            tasks.create_task(page.run()),
-            waiting,
-        ]
+        said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=stage)
+        begin(start.events, options.events, said)
+        serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
+        background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
         mover = Mover(
             make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=start.events, stop=stop,
             on_serving=serves, listen=reach,

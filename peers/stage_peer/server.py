@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import grpc
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers.shared.membership import Membership
 from peers.stage_peer.checkpoints import Checkpoints
@@ -25,6 +24,7 @@ from peers.stage_peer.own_state import OwnState
 from peers.stage_peer.presence import Presence
 from peers.stage_peer.resume import require_weights
 from peers.stage_peer.server_options import ServerOptions
+from peers.stage_peer.services import add_services, group_lead
 from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
@@ -38,8 +38,7 @@ from swarm.events.kinds import Join
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
 from swarm.machine.out_of_memory import in_words
-from swarm.pipeline.lease_service import GroupLead, LeaseServicer
-from swarm.pipeline.leases import RoundView
+from swarm.pipeline.lease_service import LeaseServicer
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
@@ -49,14 +48,6 @@ from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
-from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
-from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
-from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
-from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
-from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
-from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.boundary import reply_specs, request_specs
 from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.generation import GenerationServicer
@@ -67,7 +58,6 @@ from swarm.stage.servicer import StageServicer
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.stage import stage_of
 from swarm.stage.staging import staging_of
-from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -161,18 +151,7 @@ class StageServer:
         self._runtime.start()
         try:
             await self._own_state.begin()
-            context = Context(
-                config=self._config,
-                own=self.presence.record(),
-                endpoints=lambda: self.presence.announced.endpoints,
-                peers=self._known.peers,
-                transport=GrpcTransport(channels),
-                clock=self._clock,
-                events=self._options.events,
-                waits=self._membership.waits,
-                turns=self._turns,
-            )
-            self.averager = Averager(context, self.member)
+            self.averager = Averager(self._context(channels), self.member)
             self._add_services(server)
             await server.start()
             waits = self._membership.waits
@@ -209,6 +188,14 @@ class StageServer:
             await channels.close()
             self._runtime.stop(timeout_seconds=2.0)
 
+    def _context(self, channels: ChannelPool) -> Context:
+        """What averaging is given."""
+        return Context(
+            config=self._config, own=self.presence.record(), endpoints=lambda: self.presence.announced.endpoints,
+            peers=self._known.peers, transport=GrpcTransport(channels), clock=self._clock, events=self._options.events,
+            waits=self._membership.waits, turns=self._turns,
+        )  # fmt: skip
+
     async def _settle(self) -> None:
         """Let what was acknowledged to this peer be acknowledged to those behind it, or they would roll it back."""
         deadline = self._clock.monotonic() + SETTLE_SECONDS
@@ -228,8 +215,8 @@ class StageServer:
             self.stage, describe=self._describe, callers=self.callers, rival_of=self._rivals.of
         )  # fmt: skip
         lease_servicer = LeaseServicer(
-            config=self._config, stage=self.stage.number, clock=self._clock, rng=random.SystemRandom(), lead=self._lead,
-            changed=self.averager.changed, events=self._options.events,
+            config=self._config, stage=self.stage.number, clock=self._clock, rng=random.SystemRandom(),
+            lead=lambda: group_lead(self.averager), changed=self.averager.changed, events=self._options.events,
         )  # fmt: skip
         averaging_servicer = AveragingServicer(self.averager.handlers, own_id=self._membership.peer_id)
         directory_servicer = DirectoryServicer(
@@ -241,17 +228,12 @@ class StageServer:
             self._config.run_id, self._options.shelves, is_exchanging=lambda: self.averager.is_exchanging,
             clock=self._clock, turns=self._turns,
         )  # fmt: skip
-        add_MeetingServiceServicer_to_server(self._meeting_point, server)
-        add_StageServiceServicer_to_server(stage_servicer, server)
-        add_GenerationServiceServicer_to_server(self._generation, server)
-        add_LeaseServiceServicer_to_server(lease_servicer, server)
-        add_AveragingServiceServicer_to_server(averaging_servicer, server)
-        add_DirectoryServiceServicer_to_server(directory_servicer, server)
-        add_ContentServiceServicer_to_server(content_servicer, server)
-        add_ProbeServiceServicer_to_server(
-            ProbeServicer(is_exchanging=lambda: self.averager.is_exchanging, clock=self._clock), server
-        )
-        add_HealthServicer_to_server(self.presence.health, server)
+        probe_servicer = ProbeServicer(is_exchanging=lambda: self.averager.is_exchanging, clock=self._clock)
+        add_services(
+            server, stage=stage_servicer, generation=self._generation, lease=lease_servicer,
+            averaging=averaging_servicer, directory=directory_servicer, content=content_servicer,
+            meeting=self._meeting_point, probe=probe_servicer, health=self.presence.health,
+        )  # fmt: skip
 
     @property
     def round(self) -> int:
@@ -352,18 +334,6 @@ class StageServer:
             is_behind=self.averager.is_behind,
         )  # fmt: skip
         self.checkpoints.committed()
-
-    def _lead(self) -> GroupLead:
-        view = self.averager.view()
-        if not view.is_leader:
-            return GroupLead(leader_id=PeerId(view.leader_id), view=None)
-        round_view = RoundView(
-            round=view.round, committed=view.shown, counted=view.counted, lost=view.lost,
-            highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
-            awaits_reports=self.averager.awaits_reports(), misses_member=self.averager.misses_member(),
-            complete=view.complete,
-        )  # fmt: skip
-        return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
 
     def _describe(self) -> pb.DescribeReply:
         announced, point = self.presence.announced, self._meeting_point

@@ -71,6 +71,12 @@ def split(address: str) -> tuple[str, str]:
     return address[: address.rindex("/p2p/")], match["peer_id"]
 
 
+def require_all(given: Iterable[str]) -> None:
+    """Raise ValueError for the first that is no node's address."""
+    for address in given:
+        split(address)
+
+
 def of_nodes(given: Iterable[str]) -> list[Node]:
     """The same addresses, those of one node together, in their order; what is no node's address is left out."""
     nodes: dict[str, list[str]] = {}

@@ -38,6 +38,8 @@ from swarm.machine.patience import patiently
 
 logger = logging.getLogger(__name__)
 
+# Not by the package hivemind itself, whose import would bring all the rest of it.
+_P2PD = Path(str(resources.files("hivemind.hivemind_cli"))) / "p2pd"
 CONNECT_SECONDS = 5.0
 LOOK_AROUND_SECONDS = 3.0
 """Longest time for a node that has joined to get to know those around it."""
@@ -174,7 +176,7 @@ async def launch(
     Cancellation leaves nothing behind.
     """
     async with contextlib.AsyncExitStack() as undo:
-        process = await daemon.launch(Path(str(resources.files("hivemind"))) / "hivemind_cli" / "p2pd", options)
+        process = await daemon.launch(_P2PD, options)
         undo.push_async_callback(process.stop)
         p2p = await P2P.replicate(Multiaddr(process.control_address))
         undo.push_async_callback(p2p.shutdown)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from swarm.credentials.authority import Authority
 from swarm.dht import addresses
 from swarm.dht.addresses import Node
+from swarm.dht.bare_package import bare_package
 from swarm.dht.loop_thread import LoopThread
 from swarm.dht.record_store import Found, NoOtherNode
 from swarm.dht.validator import RecordValidator
@@ -274,9 +275,9 @@ def start(
     client_mode: bool = False,
     timeout_seconds: float = 60.0,
 ) -> DhtNode:
-    """Start a node and join the others. Blocks; imports hivemind, which takes seconds.
+    """Start a node and join the others, without a fork of this process: gRPC and threads may be running already.
 
-    Does not fork this process: gRPC and threads may be running already.
+    Blocks; imports hivemind's DHT, and with it torch, which takes seconds.
 
     Args:
         initial_peers: addresses of nodes to join, perhaps several of one node. One node has to answer within
@@ -293,29 +294,22 @@ def start(
         PeerUnavailable: the DHT cannot be joined; the message names the addresses and what to check.
         OSError: p2pd cannot be started.
     """
-    for address in initial_peers:
-        addresses.split(address)
+    addresses.require_all(initial_peers)
     options = [] if client_mode else _server_options(host, port, announce)
-    level = logging.getLogger("hivemind").level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from swarm.dht import kademlia
-    # hivemind's import has reset the level.
-    kademlia.use_own_log(level or logging.ERROR)
+    kademlia = _import_kademlia()
     if identity_path is not None:
         kademlia.require_key_file(identity_path)
         options = [*options, f"-id={identity_path}"]
     # However often p2pd is started, the validator stays: what it is told of the run has to last.
     validator = kademlia.new_validator(clock)
-    thread = LoopThread("dht")
-
-    nodes = addresses.of_nodes(initial_peers)
+    thread, nodes = LoopThread("dht"), addresses.of_nodes(initial_peers)
 
     async def launch(known: Sequence[Node], *, client_mode: bool, must_join: bool = False) -> "Kademlia":
-        return await kademlia.launch(
+        launched: Kademlia = await kademlia.launch(
             known, options=CLIENT_OPTIONS if client_mode else options, client_mode=client_mode, validator=validator,
             clock=clock, must_join=must_join,
         )  # fmt: skip
+        return launched
 
     async def open_node() -> DhtNode:
         try:
@@ -330,6 +324,17 @@ def start(
     except BaseException:
         thread.close()
         raise
+
+
+def _import_kademlia() -> Any:
+    """The module, imported late, with what it needs of hivemind alone; it logs as the rest of the program does."""
+    level = logging.getLogger("hivemind").level
+    with warnings.catch_warnings(), bare_package("hivemind"):
+        warnings.simplefilter("ignore")
+        from swarm.dht import kademlia
+    # hivemind's import has reset the level.
+    kademlia.use_own_log(level or logging.ERROR)
+    return kademlia
 
 
 def _server_options(host: str, port: int, announce: Sequence[tuple[str, int]]) -> list[str]:
