@@ -1,12 +1,18 @@
 """Peers behind routers, on a small internet of network namespaces: they serve, train and average like all others."""
 
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from peers.local.supervisor import Supervisor
-from scripts.benches.shared.internet import Internet, missing
+from scripts.benches.parity import train_reference
+from scripts.benches.shared.common import with_corpus
+from scripts.benches.shared.internet import Host, Internet, missing
+from scripts.benches.sides.reference import Reference
+from swarm.config.reading import load
 from tests.support.nat_swarm import NatSwarm
 from tests.support.swarm import wait_until
 
@@ -27,6 +33,11 @@ def children(tmp_path: Path) -> Iterator[Supervisor]:
 def internet() -> Iterator[Internet]:
     with Internet() as internet:
         yield internet
+
+
+def nft(host: Host, rules: str) -> None:
+    """Have the packet filter of a host follow rules."""
+    subprocess.run(host.command(["nft", "-f", "-"]), input=rules, text=True, check=True)
 
 
 def test_a_peer_behind_a_router_serves_trains_and_averages(
@@ -99,6 +110,66 @@ def test_peers_with_ipv4_alone_and_peers_with_ipv6_alone_train_together_through_
     assert rows["peer-2"]["forwards"]
     assert rows["peer-3"]["forwards"]
     assert swarm.audit()["proven"]
+
+
+@pytest.mark.slow
+def test_a_swarm_whose_peers_are_relayed_follows_one_process(
+    internet: Internet, children: Supervisor, tmp_path: Path
+) -> None:
+    """All but the meeting point are behind routers, and so is the trainer; nobody gets through but to its two ports."""
+    public, trainers_host = internet.public_host(), internet.host("symmetric")
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+    first = swarm.start_peer_on(public, 0)
+    ports = f"{first.entry.rpartition(':')[2]}, {first.address.split('/')[4]}"
+    chain = f"type filter hook input priority 0\niifname != lo ct state new tcp dport != {{ {ports} }} drop\n"
+    nft(public, f"table inet closed {{ chain in {{\n{chain}}}\n}}\n")
+    for stage in (0, 1, 1):
+        swarm.start_peer_on(internet.host("symmetric"), stage)
+    trainer = swarm.start_trainer_on(trainers_host, "trainer", steps=8)
+    assert swarm.wait_for_end(trainer) == 0
+    rows = swarm.status_from(trainers_host)
+    assert [rows[f"peer-{number}"]["reached"] for number in (2, 3, 4)] == ["relayed"] * 3
+    config, data = with_corpus(load(swarm.config))
+    expected = train_reference(Reference(config, data), 8, {}).losses
+    losses = [row["train/loss"] for row in swarm.steps("trainer")]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    wrong = train_reference(Reference(config, data), 8, {19: 0}).losses
+    assert losses != pytest.approx(wrong, rel=1e-5), "a microbatch that is left out would be noticed"
+    assert swarm.audit()["proven"]
+
+
+@pytest.mark.slow
+def test_lost_packets_between_two_stages_cost_no_sample_and_are_told_as_they_are(
+    internet: Internet, children: Supervisor, tmp_path: Path
+) -> None:
+    """Of the packets with which connections begin, 30 % are lost all the time, and for a while all packets are."""
+    sender, others = internet.public_host(), [internet.public_host() for _ in range(2)]
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+
+    def lose(rule: str) -> None:
+        hosts = ", ".join(host.address for host in others)
+        hosts6 = ", ".join(host.address6 for host in others)
+        chain = f"type filter hook output priority 0\nip daddr {{ {hosts} }} {rule}\nip6 daddr {{ {hosts6} }} {rule}\n"
+        nft(sender, f"table inet lossy\ndelete table inet lossy\ntable inet lossy {{ chain out {{\n{chain}}}\n}}\n")
+
+    lose("tcp flags & (syn | ack) == syn numgen random mod 100 < 30 drop")
+    swarm.start_peer_on(sender, 0)
+    for host in others:
+        swarm.start_peer_on(host, 1)
+    trainer = swarm.start_trainer_on(internet.public_host(), "trainer", steps=400)
+    swarm.wait_for_steps("trainer", 5)
+    lose("meta l4proto tcp drop")
+    log = trainer.log
+    wait_until(lambda: "both peers of stage 1 failed just now" in log.read_text(), 40.0, "the trainer to say so")
+    before = len(swarm.steps("trainer"))
+    lose("tcp flags & (syn | ack) == syn numgen random mod 100 < 30 drop")
+    wait_until(lambda: len(swarm.steps("trainer")) > before + 3, 60.0, "training to go on")
+    trainer.process.send_signal(signal.SIGINT)
+    swarm.wait_for_end(trainer)
+    assert "no answer" in log.read_text()
+    assert "has no peer" not in log.read_text(), "both are announced all the time"
+    report = swarm.audit()
+    assert report["proven"], report
 
 
 @pytest.mark.slow
