@@ -87,7 +87,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interruptible:
         signal.signal(signal.SIGINT, _end)
-    from peers.shared import cli, process  # Not sooner: it takes a while.
+    from peers.shared import cli, env_file, process  # Not sooner: it takes a while.
 
     process.prepare_environment()
     process.keep_freed_memory()
@@ -100,6 +100,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
                 cli.parse(explained, prog=prog, argv=sys.argv[1:])
             else:
                 explained(sys.argv[1:])
+        env_file.read()
         process.require_addresses(address_bytes)
         program = load(module)
         try:

@@ -27,8 +27,8 @@ class LocalOptions:
     steps: int = 60
     """Steps to train; a step is one round of the whole swarm."""
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME. It may be given several
-    times."""
+    """Text, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. It may be given
+    several times."""
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
     kill_at: int | None = None
@@ -50,6 +50,8 @@ class LocalOptions:
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False
     """Report to the Weights & Biases service as it happens."""
+    tensorboard: Path | None = None
+    """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
     token: str | None = None
     """A peer's token, or @FILE: the run is locked. It may also be in SWARM_TOKEN."""
     insecure: bool = False

@@ -106,6 +106,7 @@ class LocalSwarm:
             sample_tokens=options.sample_tokens,
             wandb=options.wandb,
             wandb_online=options.wandb_online,
+            tensorboard=options.tensorboard,
             insecure=options.insecure,
         )
         return self._children.start("trainer", command_line("trainer", cli.arguments(own)))

@@ -48,8 +48,8 @@ class PeerOptions:
     """Configuration of a new run that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m,
     sparseloco or targon."""
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME. Given several
-    times, each dataset has a held-out loss of its own."""
+    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. Given
+    several times, each dataset has a held-out loss of its own."""
     tokenizer: str | None = None
     """Tokenizer of a new run, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one,
     or the name of a model on the hub."""

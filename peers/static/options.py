@@ -70,6 +70,8 @@ class StaticOptions:
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False
     """Report to the Weights & Biases service as it happens."""
+    tensorboard: Path | None = None
+    """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
     log_level: process.LogLevel = "info"
     """debug, info, warning or error."""
 

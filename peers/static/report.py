@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import torch
 
+from peers.shared import reporting
 from peers.static.checkpoints import Progress
 from peers.static.options import StaticOptions
 from peers.static.workers import Workers
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOutLoss
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
-from swarm.metrics.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +57,9 @@ class Report:
         self._config = config
         self._workers = workers
         self._plain_bytes, self._bytes_sent = plain_bytes, bytes_sent
-        self._wandb: WandbRun | None = None
-        if options.wandb is not None:
-            values = dataclasses.asdict(config)
-            self._wandb = WandbRun(
-                project=options.wandb, folder=options.metrics.parent, online=options.wandb_online, config=values
-            )
+        self._reporting = reporting.start(options, options.metrics.parent, config)
         self._path = options.metrics
-        self._metrics = MetricsLog(options.metrics, wandb_run=self._wandb)
+        self._metrics = MetricsLog(options.metrics, reporters=self._reporting.reporters)
         self._said_at = self._stepped_at = time.monotonic()
 
     def begin(self, step: int) -> None:
@@ -113,8 +108,7 @@ class Report:
         losses = "" if loss is None else f", loss {loss:.3f}"
         losses += "" if held_out is None else f", validation loss {held_out.mean:.3f}"
         print(f"{how} at step {step}{losses}; figures in {self._path}")
-        if self._wandb is not None and (command := self._wandb.finish(timeout_seconds=30.0)):
-            print(f"To upload this run to Weights & Biases: {command}")
+        self._reporting.finish()
 
 
 def _most_bytes(device: torch.device) -> int:

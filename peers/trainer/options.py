@@ -50,6 +50,8 @@ class TrainerOptions:
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False
     """Report to the Weights & Biases service as it happens."""
+    tensorboard: Path | None = None
+    """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
     metrics_port: int | None = None
     """Answer at this port, at /metrics, with this process's figures for Prometheus; 0 takes a free one. Needs the extra
     metrics."""

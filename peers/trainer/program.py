@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from peers.shared import cli, process
+from peers.shared import cli, process, reporting
 from peers.shared.cache import cache_folder
 from peers.shared.entrance import find_entrance
 from peers.shared.event_file import begin, open_events, start_of
@@ -26,6 +26,7 @@ from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS, default_name, say_who_may_join
 from peers.shared.own_figures import OwnFigures, exporting
 from peers.shared.reader import reading
+from peers.shared.reporting import Reporting
 from peers.shared.screen import Screen
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import stop_or_expiry
@@ -45,7 +46,6 @@ from swarm.hop.hop import Hop
 from swarm.machine.clock import Loop, SystemClock
 from swarm.machine.words import counted
 from swarm.metrics.log import MetricsLog
-from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
@@ -104,13 +104,8 @@ async def run(
     name = options.name or default_name()
     begin(events, options.events, start_of(config, peer_id=member.peer_id, name=name, stage=TRAINER_STAGE))
     await member.known.look_first(member.directory, member.stages, member.clock)
-    wandb_run = None
-    if options.wandb is not None:
-        values = dataclasses.asdict(config)
-        wandb_run = WandbRun(
-            project=options.wandb, folder=options.output, online=options.wandb_online, config=values
-        )  # fmt: skip
-    metrics = MetricsLog(options.output / "metrics.jsonl", wandb_run=wandb_run)
+    reported = reporting.start(options, options.output, config)
+    metrics = MetricsLog(options.output / "metrics.jsonl", reporters=reported.reporters)
     watcher = RoundWatcher(
         run_id=config.run_id, num_stages=len(member.stages), synchronous=config.rounds.synchronous,
         peers=member.known.peers, channels=member.channels,
@@ -127,7 +122,7 @@ async def run(
         async with exporting(own, "swarm_trainer", host=options.metrics_host, port=options.metrics_port):
             interrupted = await carry_out(member, session, name)
     events.write(Leave())
-    return await finish(report, options.output, corpus, session.sample, wandb_run, interrupted=interrupted)
+    return await finish(report, options.output, corpus, session.sample, reported, interrupted=interrupted)
 
 
 def make_session(
@@ -200,7 +195,7 @@ async def keep_announced(member: Membership, session: Session, name: str) -> Non
 
 
 async def finish(
-    report: Report, folder: Path, corpus: corpora.Corpus, sample: str, wandb_run: WandbRun | None, *, interrupted: bool
+    report: Report, folder: Path, corpus: corpora.Corpus, sample: str, reported: Reporting, *, interrupted: bool
 ) -> int:  # fmt: skip
     """Say where training is, and write down how it went; gives the exit code.
 
@@ -219,8 +214,7 @@ async def finish(
         except OSError as error:
             logger.error("%s is not written: %s", folder / name, error.strerror or error)
             exit_code = process.EXIT_FAILURE
-    if wandb_run is not None and (command := await asyncio.to_thread(wandb_run.finish, timeout_seconds=30.0)):
-        print(f"To upload this run to Weights & Biases: {command}")
+    await asyncio.to_thread(reported.finish)
     return exit_code
 
 

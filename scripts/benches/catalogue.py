@@ -14,6 +14,7 @@ MEASURING = {
     "pipeline": "tokens/s of two stages, against what the cores can do",
     "peers": "tokens/s of two stages, against hivemind.moe and a static pipeline",
     "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",
+    "blocks": "held-out loss of nanoGPT's Shakespeare model with each block type (slow)",
     "startup": "CPU and wall seconds until each command is of use",
     "closing": "what the end of a round holds up, of a stage of 100 million parameters",
     "memory": "bytes of a stage peer, against arithmetic; the cost of computing forwards again",

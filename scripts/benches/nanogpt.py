@@ -84,13 +84,13 @@ def run(options: Options) -> dict[str, Any]:
     return figures
 
 
-def _config(options: Options, setting: Setting) -> RunConfig:
-    total = BATCH * options.iterations
-    synchronous = RunConfig(
+def shakespeare(dataset: str, iterations: int) -> RunConfig:
+    """nanoGPT's configuration in the synchronous setting."""
+    return RunConfig(
         run="bench-nanogpt",
         model=ModelConfig(num_layers=4, d_model=128, num_heads=4, vocab_size=256),
         stages=StagesConfig(num_stages=2),
-        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=3, held_out_fraction=0.1),
+        data=DataConfig(dataset=dataset, sequence_length=64, microbatch_size=3, held_out_fraction=0.1),
         rounds=RoundsConfig(setting="synchronous", round_samples=BATCH),
         optimizer=OptimizerConfig(
             learning_rate=1e-3,
@@ -99,10 +99,14 @@ def _config(options: Options, setting: Setting) -> RunConfig:
             clip_norm=1.0,
             schedule="cosine",
             warmup_samples=100 * BATCH,
-            total_samples=max(total, 101 * BATCH),
+            total_samples=BATCH * max(iterations, 101),
             final_fraction=0.1,
         ),
     )
+
+
+def _config(options: Options, setting: Setting) -> RunConfig:
+    synchronous = shakespeare(options.dataset, options.iterations)
     if setting == "synchronous":
         return synchronous
     return dataclasses.replace(

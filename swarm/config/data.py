@@ -25,9 +25,9 @@ class DataConfig:
     __pydantic_config__ = STRICT
 
     dataset: str | tuple[str, ...] = "stdlib"
-    """`stdlib`, a file, folder or glob, or `hf:NAME` (`hf:NAME:CONFIGURATION`) for a Hugging Face dataset. Files that
-    end in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text. A list names several
-    datasets: part of each is held out, and has a loss of its own."""
+    """`stdlib`, a file, folder or glob, `hf:NAME` (`hf:NAME:CONFIGURATION`) for a Hugging Face dataset, or `dummy` for
+    random tokens. Files that end in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text.
+    A list names several datasets: part of each is held out, and has a loss of its own."""
     weights: tuple[float, ...] = ()
     """Of several datasets: how much each is trained on. With `[3, 1]` three samples of the first come for one of the
     second, and a dataset that ends begins again. Left out, each sample of all of them comes once in an epoch."""
@@ -76,7 +76,7 @@ class DataConfig:
             object.__setattr__(self, "dataset", self.dataset[0])
         self._check_datasets()
         require(
-            "stdlib" not in self.datasets or not self.has_targets,
+            not {"stdlib", "dummy"} & {*self.datasets} or not self.has_targets,
             f"data.format {self.format!r} needs a data.dataset with such rows: a JSONL or Parquet file, a folder or "
             "glob of them, or hf:NAME",
         )

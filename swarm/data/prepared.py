@@ -29,6 +29,7 @@ from swarm.config import DataConfig
 from swarm.data import packing, tokenizers
 from swarm.data.chat import ChatTemplate
 from swarm.data.documents import Documents
+from swarm.data.dummy import DUMMY, random_tokens
 from swarm.data.sources import Source, Text
 from swarm.data.tokenizers import TokenIds, Tokenizer
 from swarm.errors import in_one_line
@@ -225,6 +226,8 @@ def _sweep(cache_dir: Path) -> None:
 
 def _pieces(source: Source, recipe: Recipe, documents: Documents | None) -> Iterator[npt.NDArray[Any]]:
     """What is stored, in order: tokens [N] of a text, or single sequences."""
+    if source.dataset == DUMMY:
+        return random_tokens(recipe.tokenizer.vocab_size)
     if documents is None:
         return _encode(source.texts(), recipe.tokenizer)
     return packing.sequences(documents.of(source.rows()), recipe.config, recipe.tokenizer.vocab_size)

@@ -10,6 +10,7 @@ from typing import Any
 
 from swarm.config import DataConfig
 from swarm.data import rows, text_files
+from swarm.data.dummy import DUMMY
 from swarm.data.rows import HUGGING_FACE, Row
 
 Text = Iterable[str]
@@ -35,7 +36,7 @@ class Source:
         self.unreadable: dict[str, str] = {}
         self.no_text: dict[str, str] = {}
         self.identity: list[Any] = [config.hf_config, config.hf_split, config.text_field]
-        if not self._is_hugging_face:
+        if not self._is_hugging_face and dataset != DUMMY:
             found = text_files.find(dataset)
             self._files = found.files
             self.unreadable = {_shown(path): reason for path, reason in found.unreadable.items()}

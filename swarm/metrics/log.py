@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from swarm.machine.line_file import LineFile
-from swarm.metrics.wandb_run import WandbRun
+from swarm.metrics.reporter import Reporter
 from swarm.training.inner_steps import InnerSteps
 
 BEGINS = "training begins"
@@ -76,7 +76,7 @@ class StepMetrics:
     """DiLoCo only: those of one peer of each stage, by stage."""
 
     def named(self) -> dict[str, Value]:
-        """The figures under the names they have in the JSONL file and in Weights & Biases."""
+        """The figures under the names they have in the JSONL file, in Weights & Biases and in TensorBoard."""
         return {
             "step": self.step,
             "train/loss": self.loss,
@@ -118,13 +118,13 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Appends to a JSONL file, and sends the steps to Weights & Biases. A full disk costs lines and stops nobody."""
+    """Appends to a JSONL file, and hands the steps to reporters. A full disk costs lines and stops nobody."""
 
-    def __init__(self, path: Path, *, wandb_run: WandbRun | None = None) -> None:
+    def __init__(self, path: Path, *, reporters: Sequence[Reporter] = ()) -> None:
         """Open the file and make its folder. Raises OSError if that fails."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = LineFile(path, "figures")
-        self._wandb_run = wandb_run
+        self._reporters = reporters
 
     def __enter__(self) -> Self:
         return self
@@ -138,8 +138,8 @@ class MetricsLog:
         """Append a step."""
         values = {name: _finite(value) for name, value in metrics.named().items()}
         self._append(values)
-        if self._wandb_run:
-            self._wandb_run.log(values, step=metrics.step)
+        for reporter in self._reporters:
+            reporter.log(values, step=metrics.step)
 
     def evaluation(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
         """Append what held-out text gives at a step, apart from the step's own figures.
@@ -150,8 +150,8 @@ class MetricsLog:
         named: dict[str, Value] = {"val/loss": loss, **_by_source(by_source)}
         values = {"step": step, **{name: _finite(value) for name, value in named.items()}}
         self._append(values)
-        if self._wandb_run:
-            self._wandb_run.log(values, step=step)
+        for reporter in self._reporters:
+            reporter.log(values, step=step)
 
     def event(self, step: int, text: str) -> None:
         """Append what happened in a step, such as that a peer joined."""

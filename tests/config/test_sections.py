@@ -103,6 +103,7 @@ from swarm.config import RunConfig
         ("[optimizer]\nschedule = 'cosine-restarts'", "'cosine-restarts' needs optimizer.restart_samples"),
         ("[averaging]\ncodec = 'int3'", "averaging.codec: Input should be"),
         ("[data]\nheld_out_fraction = 1.0", "data.held_out_fraction must be between 0 and 1, not 1.0"),
+        ("[data]\ndataset = 'dummy'\nformat = 'chat'", "data.format 'chat' needs a data.dataset with such rows"),
         ("[data]\ndataset = []", "data.dataset must not be empty"),
         ("[data]\ndataset = ['a', '']", "data.dataset must not be empty"),
         ("[data]\ndataset = ['a', 'b', 'a']", "data.dataset names 'a' twice: give it more of data.weights"),

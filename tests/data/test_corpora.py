@@ -413,6 +413,17 @@ class _Rows:
         monkeypatch.setitem(sys.modules, "datasets", module)
 
 
+def test_dummy_is_random_tokens_that_are_the_same_everywhere(cache: Path) -> None:
+    corpus = corpora.prepare(_config("dummy", max_tokens=1 << 16), cache_dir=cache)
+    (source,) = corpus.sources
+    assert len(source.tokens) == 1 << 16
+    counts = np.bincount(source.tokens, minlength=256)
+    assert len(counts) == 256
+    assert 150 < counts.min() < counts.max() < 360
+    assert corpus.digest == "ff0ed62fdce19badf38f24b62ad27b74e36174b6e5b98a0c248278a6707a06ce"
+    assert len(corpora.prepare(_config("dummy"), cache_dir=cache).sources[0].tokens) == 1 << 22
+
+
 def test_hugging_face(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = _Rows([{"text": f"row {number} of many"} for number in range(50)])
     rows.install(monkeypatch)

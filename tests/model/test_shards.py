@@ -3,19 +3,23 @@
 import dataclasses
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from swarm.config import DataConfig, LoraConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.model.adapters import trained_parameters
 from swarm.model.attention import KeyValueCache
 from swarm.model.masks import DropoutKey
-from swarm.model.shards import Shards, cut_axis, part_of, sum_here, whole_of
+from swarm.model.shards import Shards, cut_axis, part_of, sum_here, sum_over, whole_of
 from swarm.model.stages import build_stage, stage_loss
 from swarm.model.transformer import Transformer, build_transformer
 
@@ -272,3 +276,35 @@ def test_dropout_of_adapters_is_refused_where_shards_are_spread() -> None:
     config = make_config(block_types="spd", num_shards=2, lora=LoraConfig(rank=4, dropout=0.1))
     with pytest.raises(ValueError, match=r"lora\.dropout is not for shards in several processes"):
         Transformer(config, Shards(num_shards=2, num_held=1))
+
+
+def _in_a_process_group(rank: int, num_processes: int, config: RunConfig, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = (folder / "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_processes)
+    group = dist.group.WORLD
+    assert group is not None
+    shards = Shards(num_shards=num_processes, num_held=1, reduce=sum_over(group))
+    whole, module = randomised(build_transformer(config, device="cpu")), Transformer(config, shards)
+    module.load_state_dict(
+        {name: part_of(name, tensor, rank, num_processes) for name, tensor in whole.state_dict().items()}
+    )
+    loss, gradients = loss_and_gradients(module)
+    save_file({"loss": loss, **gradients}, folder / f"{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_processes_of_a_group_compute_what_one_process_computes(tmp_path: Path) -> None:
+    config = make_config(block_types=MIXTURE, num_shards=2)
+    expected = loss_and_gradients(randomised(build_transformer(config, device="cpu")))
+    spawn(_in_a_process_group, (2, config, tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
+    parts = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
+    for part in parts:
+        torch.testing.assert_close(part["loss"], expected[0], rtol=0, atol=1e-5)
+    for name, gradient in expected[1].items():
+        found = [part[name] for part in parts]
+        if cut_axis(name) is None and name.startswith("layers."):
+            found = [found[0] + found[1]]
+        torch.testing.assert_close(whole_of(name, found), gradient, rtol=1e-5, atol=1e-5, msg=name)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from peers.shared.reporting import Reporting
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_config import own_config
 from peers.trainer.program import finish, open_corpus
@@ -100,8 +101,8 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
             SYNCHRONOUS, steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True), clock=ManualClock(),
             remedy=str,
         )  # fmt: skip
-        wandb_run = cast(WandbRun, _Wandb())
-        assert await finish(report, tmp_path, corpus, sample, wandb_run, interrupted=interrupted) == exit_code
+        reported = Reporting(wandb=cast(WandbRun, _Wandb()), tensorboard=None)
+        assert await finish(report, tmp_path, corpus, sample, reported, interrupted=interrupted) == exit_code
     assert caplog.messages == [f"{tmp_path / name} is not written: Is a directory" for name in stuck]
     _, *told = capsys.readouterr().out.splitlines()
     assert told == [*([sample] if sample else []), "To upload this run to Weights & Biases: wandb sync x"]

@@ -1,0 +1,75 @@
+"""Where a training's figures go besides the JSONL file: Weights & Biases, TensorBoard.
+
+Used by the programs that train. What they report to, their options say.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from swarm.config import RunConfig
+from swarm.metrics.reporter import Reporter
+from swarm.metrics.tensorboard import TensorBoard
+from swarm.metrics.wandb_run import WandbRun
+
+_CLOSE_SECONDS = 30.0
+
+
+class ReportingOptions(Protocol):
+    """The options of a program that trains, as far as they are about this."""
+
+    @property
+    def wandb(self) -> str | None:
+        """A project."""
+        ...
+
+    @property
+    def wandb_online(self) -> bool:
+        """Whether to report to the service."""
+        ...
+
+    @property
+    def tensorboard(self) -> Path | None:
+        """A folder."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """What was asked for."""
+
+    wandb: WandbRun | None
+    tensorboard: TensorBoard | None
+
+    @property
+    def reporters(self) -> Sequence[Reporter]:
+        """All of them, for a MetricsLog."""
+        return [reporter for reporter in (self.wandb, self.tensorboard) if reporter is not None]
+
+    def finish(self) -> None:
+        """Send what is left, and print how to upload what lies here. Blocks, for half a minute each at most."""
+        if self.tensorboard is not None:
+            self.tensorboard.close(_CLOSE_SECONDS)
+        if self.wandb is not None and (command := self.wandb.finish(timeout_seconds=_CLOSE_SECONDS)):
+            print(f"To upload this run to Weights & Biases: {command}")
+
+
+def start(options: ReportingOptions, folder: Path, config: RunConfig) -> Reporting:
+    """Start what the options ask for.
+
+    Args:
+        folder: below which wandb's files go.
+
+    Raises:
+        ValueError: one line, if an extra is missing.
+        OSError: TensorBoard's folder cannot be made.
+    """
+    # First, because it may be refused.
+    tensorboard = None if options.tensorboard is None else TensorBoard(options.tensorboard)
+    wandb = None
+    if options.wandb is not None:
+        values = dataclasses.asdict(config)
+        wandb = WandbRun(project=options.wandb, folder=folder, online=options.wandb_online, config=values)
+    return Reporting(wandb=wandb, tensorboard=tensorboard)

@@ -1,0 +1,82 @@
+"""What it costs a model in loss that the shards of its layers exchange less.
+
+nanoGPT's Shakespeare model for a CPU (`nanogpt` has its configuration) is trained in one process, with the shards of
+its four layers as each block type has them, from the same initial weights and with the same batches. Figures are
+held-out losses in nats, and how many sums over the shards a step takes. The text has to be named: --dataset
+tinyshakespeare.txt.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peers.shared import cli
+from scripts.benches.nanogpt import BATCH, shakespeare
+from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
+from scripts.benches.shared.held_out import HeldOut
+from scripts.benches.shared.judged import LESS
+from scripts.benches.sides.reference import Reference
+from swarm.config import ModelConfig, RunConfig, StagesConfig
+from swarm.model.shards import spans
+
+ARMS: Mapping[str, tuple[str, ...]] = {
+    "tp": ("tp",) * 4,
+    "spd": ("spd",) * 4,
+    "parallel": ("parallel",) * 4,
+    "tp_ends": ("tp", "parallel", "parallel", "tp"),
+    "spd_every_second": ("parallel", "spd", "parallel", "spd"),
+}
+JUDGED = {"blocks.*.validation_loss": LESS}
+LARGEST_DIFFERENCE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Train nanoGPT's Shakespeare model with each block type."""
+
+    dataset: str = field()
+    """nanoGPT's Shakespeare text, a file."""
+    iterations: int = 1000
+    """Batches of 12 samples."""
+    shards: int = 2
+    """Of each layer: 2 or 4."""
+
+    def __post_init__(self) -> None:
+        cli.require_at_least(self, {"iterations": 1})
+        if self.shards not in (2, 4):
+            raise ValueError(f"--shards must be 2 or 4, not {self.shards}: the model has 4 heads")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Train every arm; gives the figures."""
+    compute_like_peers()
+    figures: dict[str, Any] = {}
+    for name, types in ARMS.items():
+        config, data = with_corpus(_config(options, types))
+        held_out, training = HeldOut(config, data), Reference(config, data)
+        started = time.monotonic()
+        for iteration in range(options.iterations):
+            training.step(iteration)
+            if iteration % 100 == 99:
+                say(f"{name}: iteration {iteration + 1} of {options.iterations}")
+        loss = held_out.loss(training.weights)
+        seconds, num_sums = time.monotonic() - started, 2 * len(spans(config.model, range(config.model.num_layers)))
+        figures[name] = {"validation_loss": loss, "block_types": types, "sums": num_sums, "seconds": seconds}
+        say(f"{name}: validation loss {loss:.4f}")
+    losses = {name: arm["validation_loss"] - figures["tp"]["validation_loss"] for name, arm in figures.items()}
+    apart = [name for name, difference in losses.items() if abs(difference) > LARGEST_DIFFERENCE]
+    return {"blocks": figures, "samples": BATCH * options.iterations, "shards": options.shards, "apart_from_tp": apart}
+
+
+def _config(options: Options, types: tuple[str, ...]) -> RunConfig:
+    config = shakespeare(options.dataset, options.iterations)
+    model: ModelConfig = dataclasses.replace(config.model, block_types=types, num_shards=options.shards)
+    # Of two stages each would have an end where shards meet.
+    return dataclasses.replace(
+        config,
+        model=model,
+        stages=StagesConfig(num_stages=1),
+        data=dataclasses.replace(config.data, microbatch_size=BATCH),
+    )

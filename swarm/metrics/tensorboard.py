@@ -1,0 +1,40 @@
+"""Figures as TensorBoard's event files.
+
+Used by MetricsLog. What an error or a slow disk does, reporter.py says.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarm.metrics.reporter import Figures, Reporter
+
+
+class TensorBoard(Reporter):
+    """Writes the figures of a training into a folder, under the names that they have in the JSONL file."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder, start the thread and return at once.
+
+        Raises:
+            ValueError: one line, if the extra is missing.
+            OSError: the folder cannot be made.
+        """
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ValueError(
+                "--tensorboard needs an extra; in swarm's folder: "
+                ".venv/bin/pip install -c constraints.txt -e '.[tensorboard]'"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        super().__init__("TensorBoard")
+
+    def _send(self, steps: Iterator[Figures]) -> None:
+        # It takes seconds to import.
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(self._folder) as writer:
+            for step, values in steps:
+                for name, value in values.items():
+                    if isinstance(value, int | float):
+                        writer.add_scalar(name, value, step)

@@ -1,0 +1,43 @@
+"""Datasets of Hugging Face through the library itself, from a folder that lies as one on the hub does.
+
+It needs the extra `hf`, without which it is skipped; it takes a while to import.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from swarm.config import DataConfig
+from swarm.data import corpora
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def stories(tmp_path: Path) -> Path:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("datasets")
+    folder = tmp_path / "TinyStories" / "data"
+    folder.mkdir(parents=True)
+    for shard in range(2):
+        rows = {"text": [f"Story {shard}.{number}" for number in range(50)]}
+        parquet.write_table(pyarrow.table(rows), folder / f"train-{shard:05}-of-00002.parquet")
+    parquet.write_table(pyarrow.table({"text": ["Held out"]}), folder / "validation-00000-of-00001.parquet")
+    return folder.parent
+
+
+def _config(dataset: str) -> DataConfig:
+    return DataConfig(dataset=dataset, sequence_length=8, microbatch_size=2, held_out_fraction=0.1)
+
+
+def test_shards_are_read_in_their_order_and_a_split_alone(stories: Path, tmp_path: Path) -> None:
+    corpus = corpora.prepare(_config(f"hf:{stories}"), cache_dir=tmp_path / "cache")
+    expected = [f"Story {shard}.{number}" for shard in range(2) for number in range(50)]
+    assert corpus.sources[0].tokens.tobytes().decode().splitlines() == expected
+
+
+def test_an_unknown_configuration_is_one_line(stories: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot load data\.dataset .*other") as caught:
+        corpora.prepare(_config(f"hf:{stories}:other"), cache_dir=tmp_path / "cache")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,62 @@
+""".env: which keys are read, and that the environment wins."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from peers.shared import env_file
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*env_file.NAMES, "LD_PRELOAD"):
+        # First set, so that it is undone at the end whatever is set meanwhile.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "HF_TOKEN=hf_abc=",
+        "export HF_TOKEN = hf_abc=  # mine",
+        'HF_TOKEN="hf_abc="',
+        "  HF_TOKEN='hf_abc=' # mine",
+        "# keys\n\nLD_PRELOAD=evil.so\nHF_TOKEN=hf_abc=\nnonsense",
+    ],
+)
+def test_a_key_is_read_and_nothing_else(line: str, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text(line + "\nWANDB_API_KEY=0123#4\n")
+    env_file.read(tmp_path / ".env")
+    assert os.environ["HF_TOKEN"] == "hf_abc="
+    assert os.environ["WANDB_API_KEY"] == "0123#4"
+    assert "LD_PRELOAD" not in os.environ
+
+
+def test_the_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "own")
+    (tmp_path / ".env").write_text("HF_TOKEN=other\n")
+    env_file.read(tmp_path / ".env")
+    assert os.environ["HF_TOKEN"] == "own"
+
+
+def test_no_file_is_no_fault(tmp_path: Path) -> None:
+    env_file.read(tmp_path / ".env")
+    env_file.read(tmp_path)
+    assert "HF_TOKEN" not in os.environ
+
+
+@pytest.mark.parametrize("value", ["", "# none", '"secret', "se cret", '""', "gehe\u00efm"])
+def test_a_bad_value_is_one_line_that_does_not_tell_it(value: str, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text(f"A=1\nHF_TOKEN={value}\n")
+    with pytest.raises(ValueError, match=r"\.env, line 2: HF_TOKEN has no key") as caught:
+        env_file.read(tmp_path / ".env")
+    assert "cret" not in str(caught.value)
+    assert "HF_TOKEN" not in os.environ
+
+
+def test_a_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="it is not UTF-8 text"):
+        env_file.read(tmp_path / ".env")
