@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
 from peers.shared.own_text import with_text
-from peers.static import precision, spread, traffic, workers
+from peers.static import precision, sharded, spread, traffic, workers
 from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints
 from peers.static.compressed import CompressedAverage
@@ -138,6 +138,7 @@ def trained_config(options: StaticOptions) -> RunConfig:
         raise ValueError("--fsdp and --tp are not for [lora]")
     if options.compile and (config.model.dropout or config.lora.dropout):
         raise ValueError("--compile is not for runs with dropout: every microbatch's masks would be compiled anew")
+    sharded.check(config, options)
     if config.model.weights:
         raise ValueError("model.weights: a static run begins with drawn weights")
     if not config.rounds.synchronous:

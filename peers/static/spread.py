@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from peers.static import tensor_parallel, tensors
+from peers.static import sharded, tensor_parallel, tensors
 from peers.static.options import StaticOptions
 from peers.static.workers import Shape, Workers
 from swarm.config import RunConfig, StagesConfig
@@ -54,8 +55,13 @@ def cut(config: RunConfig, shape: Shape, *, is_sharded: bool) -> RunConfig:
 class Part(nn.Module):
     """What a worker computes of a microbatch: from tokens or the stage before, to the next one or to the loss."""
 
-    def __init__(self, stage: nn.Module, seed: int) -> None:
+    def __init__(self, stage: nn.Module, seed: int, *, is_sharded: bool) -> None:
+        """
+        Args:
+            is_sharded: whether the stage is one of sharded.py.
+        """
         super().__init__()
+        self._is_sharded = is_sharded
         self.stage = stage
         self._seed = seed
 
@@ -79,7 +85,13 @@ class Part(nn.Module):
         number = int(microbatch_1)
         key = None if number < 0 else DropoutKey(seed=self._seed, microbatch=number)
         if isinstance(self.stage, StageModule):
-            output: torch.Tensor = self.stage(inputs, dropout_key=key, targets_BT=targets_BT, **extra)
+            extra |= {"dropout_key": key, "targets_BT": targets_BT}
+            if self._is_sharded:
+                output: torch.Tensor = functional_call(
+                    self.stage, sharded.local_parameters(self.stage), (inputs,), extra
+                )
+            else:
+                output = self.stage(inputs, **extra)
         else:
             output = summed_loss_of_logits(self.stage(inputs, dropout_key=key), cast(torch.Tensor, targets_BT))
         # Not a view, which FSDP warns of.
@@ -102,16 +114,23 @@ class Spread:
         shape, mesh = workers.shape, workers.mesh
         plain = dataclasses.replace(config.model, gradient_checkpointing=False)
         stage = build_stage(dataclasses.replace(config, model=plain), workers.place("pp"), device="cpu")
-        if shape.tp > 1:
+        is_sharded = shape.tp > 1 and bool(config.model.block_types)
+        self._partial = set[str]()
+        if is_sharded:
+            assert isinstance(stage, StageModule)
+            stage = sharded.spread(stage, config, workers.place("pp"), mesh["tp"])
+            self._partial = sharded.partial(stage)
+        elif shape.tp > 1:
             for layer in _layers(stage):
                 tensor_parallel.spread(layer, mesh["tp"])
+            self._partial = {name for name, _ in stage.named_parameters() if name.endswith(tensor_parallel.PARTIAL)}
         stage.to(workers.device)
-        if config.model.gradient_checkpointing and isinstance(stage, StageModule):
+        if config.model.gradient_checkpointing and isinstance(stage, StageModule) and not is_sharded:
             # The model's own way binds parameters before FSDP has gathered them.
             stage.layers = nn.ModuleDict({name: checkpoint_wrapper(layer) for name, layer in stage.layers.items()})
         for layer in _layers(stage) if options.compile else ():
             layer.compile()
-        self.module: nn.Module = Part(stage, config.data.seed)
+        self.module: nn.Module = Part(stage, config.data.seed, is_sharded=is_sharded)
         self._averages_itself = options.fsdp is not None
         if options.fsdp:
             for part in (*_layers(stage), self.module):
@@ -142,7 +161,7 @@ class Spread:
         shape, mesh = self._workers.shape, self._workers.mesh
         found = {name: tensors.local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         if shape.tp > 1:
-            partial = [gradient for name, gradient in found.items() if name.endswith(tensor_parallel.PARTIAL)]
+            partial = [gradient for name, gradient in found.items() if name in self._partial]
             tensors.sum_over(partial, mesh.get_group("tp"))
         if shape.dp > 1 and not self._averages_itself:
             tensors.sum_over(found.values(), mesh.get_group("dp"), weight=1 / shape.dp)

@@ -26,8 +26,8 @@ def check(config: RunConfig, num_workers: int) -> None:
     model = config.model
     if num_workers == 1:
         return
-    if model.custom_class or model.block_types or config.lora.is_on:
-        raise ValueError("--tp is for the built-in model, without model.block_types and without [lora]")
+    if model.custom_class or config.lora.is_on:
+        raise ValueError("--tp is for the built-in model, and not for [lora]")
     counts = {
         "model.num_heads": model.num_heads,
         "model.num_kv_heads": model.kv_heads,

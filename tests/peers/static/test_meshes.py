@@ -38,6 +38,17 @@ OTHER_SWITCHES = dataclasses.replace(
         qkv_bias=True, attention_output_bias=True, feed_forward_bias=True, gradient_checkpointing=True,
     ),
 )  # fmt: skip
+BLOCK_TYPES = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(CONFIG.model, num_layers=3, block_types=("parallel", "tp", "spd"), num_shards=2),
+    stages=StagesConfig(num_stages=1),
+)
+OTHER_BLOCK_TYPES = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(
+        OTHER_SWITCHES.model, num_layers=3, num_heads=4, block_types=("parallel", "parallel", "spd"), num_shards=4
+    ),
+)
 HEAD_NORMS = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, qk_norm=True, dropout=0.0))
 
 
@@ -53,20 +64,23 @@ class Case:
     def name(self) -> str:
         """For its files."""
         model = self.config.model
-        return "-".join([*(o.strip("-") for o in self.options), model.norm, str(model.qk_norm)]) or "alone"
+        switches = model.norm, str(model.qk_norm), str(model.num_shards)
+        return "-".join([*(o.strip("-") for o in self.options), *switches])
 
 
 CASES = [
     [Case(4, ("--dp", "2", "--tp", "2"))],
     [Case(2, ("--dp", "2")), Case(2, ("--fsdp", "zero3"))],
     [Case(2, ("--tp", "2")), Case(2, ("--pp", "2"))],
-    [Case(1, ())],
+    [Case(1, ()), Case(2, ("--tp", "2"), BLOCK_TYPES)],
 ]
 MORE_CASES = [
     [Case(4, ("--dp", "2", "--pp", "2"))],
     [Case(4, ("--tp", "2", "--fsdp", "zero3"))],
     [Case(4, ("--pp", "2", "--fsdp", "zero3"))],
     [Case(4, ("--pp", "2", "--tp", "2"))],
+    [Case(4, ("--pp", "2", "--tp", "2"), OTHER_BLOCK_TYPES)],
+    [Case(4, ("--dp", "2", "--tp", "2"), BLOCK_TYPES)],
     [Case(2, ("--fsdp", "zero2"), OTHER_SWITCHES), Case(2, ("--tp", "2"), OTHER_SWITCHES)],
     [Case(1, (), OTHER_SWITCHES), Case(1, ("--compile",), HEAD_NORMS), Case(2, ("--tp", "2"), HEAD_NORMS)],
     [Case(2, ("--dp", "2"), OTHER_SWITCHES), Case(2, ("--pp", "2"), OTHER_SWITCHES)],

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers.shared import process
+from peers.shared import cli, process
 from peers.shared.process import run_program
 from peers.static import program
+from peers.static.options import StaticOptions
 from scripts.benches.shared.common import with_corpus, write_config
 from scripts.benches.sides.reference import Reference
 from swarm.checkpoint.folder import CheckpointFolder
@@ -92,6 +93,25 @@ def test_a_fault_is_one_line(
     assert code == 2
     assert expected in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "expected"),
+    [
+        ("spd", ["--tp", "3"], "--tp 3 does not divide model.num_shards, which is 2"),
+        ("spd", ["--tp", "2", "--dp", "2", "--fsdp", "zero3"], "--fsdp is not for model.block_types with --tp"),
+        ("spd", ["--tp", "2", "--compile"], "--compile is not for model.block_types with --tp"),
+        ("parallel", ["--tp", "2"], "parallel blocks meet at the ends of the run's 2 stages: say --pp 2, or"),
+    ],
+)
+def test_block_types_that_do_not_fit_the_mesh_are_one_line(
+    kind: str, arguments: list[str], expected: str, tmp_path: Path
+) -> None:
+    model = dataclasses.replace(CONFIG.model, block_types=kind, num_shards=2)
+    write_config(dataclasses.replace(CONFIG, model=model), tmp_path / "run.toml")
+    options = cli.parse(StaticOptions, prog=program.PROG, argv=["--config", str(tmp_path / "run.toml"), *arguments])
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        program.trained_config(options)
 
 
 def test_other_workers_of_a_machine_do_not_repeat_it(
