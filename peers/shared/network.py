@@ -156,8 +156,12 @@ async def agree_on_config(
 
 
 def entries_of(rows: Iterable[Sequence[PeerRecord]]) -> list[Entry]:
-    """Those of each stage's peers that serve and are reached directly: one of each stage, then a second of each."""
-    spread = _spread([record for record in row if record.state is PeerState.SERVING] for row in rows)
+    """Those of each stage's peers that serve and are reached directly: one of each stage, then a second of each.
+
+    They come in the same order however the records do, so that two looks at a run give the same invite.
+    """
+    ordered = [sorted(row, key=lambda record: record.peer_id) for row in rows]
+    spread = _spread([record for record in row if record.state is PeerState.SERVING] for row in ordered)
     return [Entry(PeerId(r.peer_id), ends[0]) for r in spread if (ends := direct(r.endpoints))]
 
 

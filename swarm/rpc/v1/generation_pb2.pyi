@@ -66,7 +66,7 @@ class SessionOpen(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
     newest_round: _builtins.int
-    """Where it has not: the round of the stage before. With DiLoCo, the newest up to that one is wanted."""
+    """Where it has not: the round of the stage before. With DiLoCo, the nearest to that one is wanted."""
     num_positions: _builtins.int
     """Of the prompt and all that follows it, at most."""
     standby: _builtins.bool

@@ -104,7 +104,7 @@ def test_a_run_is_named_once() -> None:
 async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(patience, "SAY_SECONDS", 0.2)
+    monkeypatch.setattr(patience, "FIRST_SECONDS", 0.2)
     monkeypatch.setattr(patience, "RETRY_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
