@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from swarm import config as configs
 from swarm.checkpoint import changes
@@ -109,10 +107,7 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
     metadata = _pack(header)
     metadata["sha256"] = _sha256(metadata, whole)
     try:
-        try:
-            save_file(whole, temporary, metadata=metadata)
-        except SafetensorError as error:
-            raise OSError(str(error)) from None
+        tensor_file.write(temporary, whole, metadata)
         # Before the other one is set aside, so that a power cut in between costs neither.
         sync(temporary)
         if lineage(path) not in ("", header.lineage):

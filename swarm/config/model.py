@@ -13,6 +13,8 @@ from swarm.config.checks import (
     require_usable_numbers,
 )
 
+MOST_LAYERS = 100_000
+"""Of a model: more would take minutes to count, and no machine could hold them."""
 MOST_END_TOKENS = 64
 """Of one model."""
 BLOCK_TYPES = ("tp", "spd", "parallel")
@@ -107,6 +109,9 @@ class ModelConfig:
         require_at_least_one("model", self, "num_layers", "d_model", "num_heads", "vocab_size")
         require_not_negative("model", self, "num_kv_heads", "head_width", "d_ff", "max_positions")
         require_positive("model", self, "norm_epsilon", "init_std")
+        require(
+            self.num_layers <= MOST_LAYERS, f"model.num_layers must be at most {MOST_LAYERS}, not {self.num_layers}"
+        )
         self._check_positions()
         self._check_special_tokens()
         require(

@@ -147,7 +147,7 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
         if template is None:
             template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
         special_tokens = _read_json(folder / "special_tokens_map.json") | config
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"cannot read the chat template in {folder}: {in_one_line(error)}") from None
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -36,6 +36,6 @@ def end_tokens(model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer
 def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path} is no JSON") from None
     return values if isinstance(values, dict) else {}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm.config import RunConfig
@@ -21,6 +20,7 @@ from swarm.interchange.export import Load, Origin
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
 from swarm.interchange.source import parameter_shapes
+from swarm.machine import tensor_file
 from swarm.machine.disk import whole_folder
 from swarm.model.adapters import AdapterNames, adapter_names
 
@@ -47,7 +47,7 @@ def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = Non
             for module, adapters in adapted.items()
             for part, tensor in _theirs(adapters, origin.adapters).items()
         }
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        tensor_file.write(folder / WEIGHTS, tensors, {"format": "pt"})
         values = _config(config, family_of(config.model), adapted)
         (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_card(origin), encoding="utf-8")

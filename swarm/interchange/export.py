@@ -13,7 +13,6 @@ from typing import Any
 
 import tokenizers as library
 import torch
-from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from swarm.interchange.families import special_tokens
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
 from swarm.interchange.source import parameter_shapes
+from swarm.machine import tensor_file
 from swarm.machine.disk import whole_folder
 
 Load = Callable[[set[str]], Mapping[str, Tensor]]
@@ -108,7 +108,7 @@ def _write_weights(origin: Origin, family: Family, folder: Path, target: Target)
     shards, total_bytes, dtype = list[dict[str, Path]](), 0, torch.float32
     for shard in _shards(origin, family, target):
         path = folder / f"shard-{len(shards)}.tmp"
-        save_file(shard, path, metadata={"format": "pt"})
+        tensor_file.write(path, shard, {"format": "pt"})
         shards.append(dict.fromkeys(shard, path))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
         dtype = next(iter(shard.values())).dtype

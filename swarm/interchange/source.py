@@ -154,7 +154,7 @@ def _files(folder: Path) -> Mapping[str, Path]:
         try:
             index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
             named = {str(name): str(file) for name, file in index["weight_map"].items()}
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ValueError(f"{folder / _INDEX} is no index of safetensors files") from None
         for file in sorted(set(named.values())):
             if Path(file).name != file:

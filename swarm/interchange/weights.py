@@ -20,8 +20,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm.errors import IntegrityError
@@ -207,7 +205,7 @@ def write(folder: Path, parts: Iterable[tuple[str, Mapping[str, Tensor]]]) -> In
 
 def write_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
     """Write the file of one part, whole or not at all. Blocks. Raises OSError."""
-    _put(folder / f"{part}.safetensors", lambda path: save_file({n: t.contiguous() for n, t in tensors.items()}, path))
+    _put(folder / f"{part}.safetensors", lambda path: tensor_file.write(path, tensors))
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -272,7 +270,5 @@ def _put(path: Path, write_to: Callable[[Path], object]) -> None:
     try:
         write_to(temporary)
         put_in_place(temporary, path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
     finally:
         temporary.unlink(missing_ok=True)

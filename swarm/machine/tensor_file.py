@@ -1,14 +1,16 @@
-"""Safetensors files, opened to be read tensor by tensor; what is read is mapped into memory, and not copied.
+"""Safetensors files: written whole, and opened to be read tensor by tensor, mapped into memory and not copied.
 
 Used by checkpoint/file and interchange, which say which error stands for a file that cannot be read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from swarm.errors import in_one_line
 
@@ -23,3 +25,12 @@ def opened(path: Path, fault: type[Exception]) -> Iterator[Any]:
         raise fault(f"{path} cannot be read: {error.strerror or in_one_line(error)}") from None
     except SafetensorError as error:
         raise fault(f"{path} cannot be read: it is not a whole safetensors file ({in_one_line(error)})") from None
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file. Blocks. Raises OSError, with one line that names the file, if it cannot be written."""
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, path, metadata=None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {in_one_line(error)}") from None

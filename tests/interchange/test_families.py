@@ -105,6 +105,7 @@ def _changed(tmp_path: Path, name: str, **values: Any) -> Path:
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         ("qwen3", {"quantization_config": {"bits": 4}}, "a quantized model cannot be trained"),
+        ("llama-2", {"num_hidden_layers": 10**12}, "model.num_layers must be at most"),
         ("llama-2", {"num_attention_heads": 5}, r"model.num_kv_heads \(4\) must divide"),
     ],
 )
@@ -119,6 +120,27 @@ def test_older_spellings_of_rotary_positions_are_read(tmp_path: Path) -> None:
     old = {"type": "linear", "factor": 2.0}
     _, model = read_config(_changed(tmp_path, "llama-2", rope_parameters=None, rope_theta=5e5, rope_scaling=old))
     assert (model.rope_theta, model.rope_scaling, model.rope_factor) == (5e5, "linear", 2.0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_two_spellings_that_differ_are_refused(kind: str, tmp_path: Path) -> None:
+    default = {"rope_type": "default", "rope_theta": 5e5}
+    path = _changed(tmp_path, "llama-2", rope_parameters=default, rope_scaling={"type": kind, "factor": 2.0})
+    with pytest.raises(ValueError, match=r"describe different rotary|'yarn' are not supported"):
+        read_config(path)
+
+
+def test_two_spellings_of_the_same_are_read(tmp_path: Path) -> None:
+    default = {"rope_type": "default", "rope_theta": 5e5}
+    _, model = read_config(_changed(tmp_path, "llama-2", rope_parameters=default, rope_scaling={"type": "default"}))
+    assert (model.rope_theta, model.rope_scaling) == (5e5, "none")
+
+
+def test_a_file_that_is_nested_without_end_is_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        read_config(path)
 
 
 @pytest.mark.parametrize(("window", "longest"), [(16, 16), (None, 64), (4096, 64)])

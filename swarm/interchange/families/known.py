@@ -24,7 +24,7 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"cannot read {path}: {reason}") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} is no model's configuration: it holds no object")

@@ -58,11 +58,25 @@ def _read(keys: Keys) -> dict[str, Any]:
 
 def _read_rope(keys: Keys) -> dict[str, Any]:
     """Rotary positions as transformers 5 writes them, or as versions before it did."""
-    theta = keys.get("rope_theta", float, 10_000.0)
-    found = [section for section in map(keys.section, ("rope_parameters", "rope_scaling")) if section is not None]
-    if not found:
-        return {"rope_theta": theta}
-    rope = found[0]
+    fields = {"rope_theta": keys.get("rope_theta", float, 10_000.0)}
+    sections = [section for section in map(keys.section, ("rope_parameters", "rope_scaling")) if section is not None]
+    said = []
+    for section in sections:
+        fields = _read_rope_section(section, fields["rope_theta"])
+        said.append(fields)
+    if any(other != fields for other in said):
+        raise ValueError(
+            "config.json: rope_parameters and rope_scaling describe different rotary positions; "
+            "take out the one with which the model was not trained"
+        )
+    return fields
+
+
+def _read_rope_section(rope: Keys, theta: float) -> dict[str, Any]:
+    """
+    Args:
+        theta: where the section has none.
+    """
     theta = rope.get("rope_theta", float, theta)
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     fields: dict[str, Any] = {"rope_theta": theta}

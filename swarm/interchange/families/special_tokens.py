@@ -54,6 +54,6 @@ def write(model: ModelConfig) -> dict[str, Any]:
 def _generation_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path} is no JSON") from None
     return values if isinstance(values, dict) else {}
