@@ -13,6 +13,7 @@ MEASURING = {
     "generate": "tokens/s of text from three stages, against transformers, and training meanwhile",
     "pipeline": "tokens/s of two stages, against what the cores can do",
     "peers": "tokens/s of two stages, against hivemind.moe and a static pipeline",
+    "methods": "the ways to train, of a swarm and without one, on the same model and data (slow)",
     "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",
     "blocks": "held-out loss of nanoGPT's Shakespeare model with each block type (slow)",
     "startup": "CPU and wall seconds until each command is of use",

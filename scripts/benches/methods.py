@@ -1,0 +1,261 @@
+"""The ways to train, on the same model, data and tokens: how fast, how large, and what each does when a worker dies.
+
+One process (`single`), `swarm-static` with two workers (data parallel, also with compressed gradients; FSDP; tensor and
+pipeline parallel), torch's own DDP loop (`ddp_loop`), and a swarm of two stages with two peers each, in both settings.
+Every process has one thread. Steps are batches of 16 samples; a round of DiLoCo has as many samples as 16 of these. In
+a second, shorter training a worker is killed (kill -9) once it has gone well for a while.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from peers.commands import command_line
+from peers.local.supervisor import Child, Supervisor
+from peers.shared import cli
+from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus, write_config
+from scripts.benches.shared.judged import MORE
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.errors import DeadlineExceeded
+from swarm.metrics import log as metrics_log
+
+STATIC: Mapping[str, Sequence[str]] = {
+    "single": (),
+    "dp": ("--dp", "2"),
+    "dp_compressed": ("--dp", "2", "--compress", "int8"),
+    "fsdp": ("--dp", "2", "--fsdp", "zero3"),
+    "tp": ("--tp", "2"),
+    "pp": ("--pp", "2"),
+}
+"""Options of swarm-static, by method."""
+SWARMS = ("swarm_synchronous", "swarm_diloco")
+METHODS = (*STATIC, "ddp_loop", *SWARMS)
+BATCH_SAMPLES, BATCHES_A_ROUND = 16, 16
+"""Of a step, and steps of a round of DiLoCo."""
+SMOOTHED = 16
+"""Steps over which a loss is a mean."""
+SHARE_OF_STEPS = 0.8
+"""After so many of its steps, `single` has the loss that all are to reach."""
+WARM_UP = 5
+"""Steps that do not count for rates."""
+POLL_SECONDS = 0.1
+KILL_SECONDS = 180.0
+"""After which nothing goes on any more."""
+
+JUDGED = {"methods.*.scaling_efficiency": MORE, "dp_over_ddp_loop": MORE}
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare the ways to train."""
+
+    methods: tuple[str, ...] = METHODS
+    """Which; figures that compare others are left out."""
+    steps: int = 240
+    """Batches of 16 samples; a multiple of 16."""
+    d_model: int = 128
+    """Width of the model, which has four layers; a multiple of 32."""
+    kill: bool = True
+    """Kill a worker of each in a training of its own."""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.methods if name not in METHODS]:
+            raise ValueError(f"--methods: {unknown[0]!r} is none of {', '.join(METHODS)}")
+        if not self.methods:
+            raise ValueError("--methods names none")
+        cli.require_at_least(self, {"steps": 2 * BATCHES_A_ROUND, "d_model": 32})
+        if self.steps % BATCHES_A_ROUND or self.d_model % 32:
+            raise ValueError("--steps must be a multiple of 16, and --d-model of 32")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Train with each method; gives the figures by method."""
+    started_at = time.monotonic()
+    rows: dict[str, Rows] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in options.methods:
+        config, _ = with_corpus(run_config(options, name))
+        with tempfile.TemporaryDirectory(prefix="bench-methods-") as folder:
+            with Training(name, config, Path(folder) / "whole", options.steps) as training:
+                rows[name], memory_bytes = training.to_the_end()
+            found[name] = figures(config, rows[name], memory_bytes)
+            if options.kill:
+                with Training(name, config, Path(folder) / "killed", options.steps) as training:
+                    found[name]["killed"] = training.with_a_kill()
+        say(f"{name}: {found[name]['tokens_per_second']:,.0f} tokens/s, loss {found[name]['held_out_loss']}")
+    compare(found, rows)
+    ratio = None
+    if {"dp", "ddp_loop"} <= found.keys():
+        ratio = found["dp"]["tokens_per_second"] / found["ddp_loop"]["tokens_per_second"]
+    return {"methods": found, "dp_over_ddp_loop": ratio, "seconds": time.monotonic() - started_at}
+
+
+def run_config(options: Options, method: str) -> RunConfig:
+    """What a method trains."""
+    rounds = RoundsConfig(setting="synchronous", round_samples=BATCH_SAMPLES)
+    if method == "swarm_diloco":
+        samples = BATCH_SAMPLES * BATCHES_A_ROUND
+        # Two peers then take as many steps one after the other as the other methods do.
+        rounds = RoundsConfig(setting="diloco", round_samples=samples, inner_batch_samples=BATCH_SAMPLES // 2)
+    return RunConfig(
+        run="bench-methods",
+        model=ModelConfig(num_layers=4, d_model=options.d_model, num_heads=options.d_model // 32, vocab_size=256),
+        stages=StagesConfig(num_stages=2 if method in SWARMS else 1),
+        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=4),
+        rounds=rounds,
+        optimizer=OptimizerConfig(learning_rate=2e-3),
+    )
+
+
+class Training:
+    """One training by a method: its processes, from their start to their end."""
+
+    def __init__(self, method: str, config: RunConfig, folder: Path, steps: int) -> None:
+        self._config = config
+        self._rounds = steps * BATCH_SAMPLES // config.rounds.round_samples
+        self._children = Supervisor(folder / "logs")
+        self._swarm = SwarmProcesses(config, self._children, folder) if method in SWARMS else None
+        self._metrics = folder / ("trainer" if self._swarm else "") / "metrics.jsonl"
+        self._folder = folder
+        self._method = method
+        self._child: Child
+
+    def __enter__(self) -> "Training":
+        self._folder.mkdir(parents=True)
+        if self._swarm is not None:
+            self._swarm.start_peers([0, 1, 0, 1])
+            self._child = self._swarm.launch_trainer("trainer", self._rounds, evaluation_samples=2048)
+        else:
+            write_config(self._config, self._folder / "run.toml")
+            self._child = self._children.start(self._method, self._command())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children.running:
+            self._children.kill9(child)
+
+    def _command(self) -> list[str]:
+        config, steps, metrics = map(str, (self._folder / "run.toml", self._rounds, self._metrics))
+        restarts = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
+        if self._method == "ddp_loop":
+            # It writes no checkpoints, so that it would begin anew.
+            return [sys.executable, *restarts[:-1], "0", "-m", "scripts.benches.sides.ddp_loop", config, steps, metrics]
+        given = [
+            *("--config", config, "--steps", steps, "--metrics", metrics, "--threads", "1", "--device", "cpu"),
+            *("--evaluate-every", "0", "--evaluation-samples", "2048"),
+            *("--checkpoint", str(self._folder / "checkpoints"), "--checkpoint-every", "20"),
+        ]
+        alone = command_line("static", [*given, *STATIC[self._method]])
+        return alone if self._method == "single" else [sys.executable, *restarts, "--no-python", *alone]
+
+    def _processes(self) -> list[psutil.Process]:
+        """All of its processes that compute."""
+        roots = [psutil.Process(child.pid) for child in self._children.running]
+        return [process for root in roots for process in (root, *root.children(recursive=True))]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return list(metrics_log.read(self._metrics)) if self._metrics.exists() else []
+
+    def _steps(self) -> list[int]:
+        return [row["step"] for row in self._rows() if "train/loss" in row]
+
+    def to_the_end(self) -> tuple[Rows, int]:
+        """Wait for its end; gives its figures, and the most memory that one of its processes held.
+
+        Raises:
+            DeadlineExceeded: a process failed.
+        """
+        most_bytes = 0
+        while not (ended := self._children.exits()):
+            for process in self._processes():
+                try:
+                    most_bytes = max(most_bytes, process.memory_info().rss)
+                except psutil.NoSuchProcess:
+                    continue
+            time.sleep(POLL_SECONDS)
+        if ended[0].returncode:
+            raise DeadlineExceeded(f"{self._method} failed: {ended[0].reason}")
+        return self._rows(), most_bytes
+
+    def with_a_kill(self) -> dict[str, Any]:
+        """Kill a worker when a third is trained; gives what became of it."""
+        self._until(lambda: len(self._steps()) >= self._rounds // 3)
+        victim = self._victim()
+        before, killed_at = self._steps(), time.monotonic()
+        victim.kill()
+        if not self._until(lambda: len(self._steps()) > len(before)):
+            return {"goes_on": False, "seconds": None, "steps_lost": max(before)}
+        seconds = time.monotonic() - killed_at
+        lost_rounds = max(0, max(before) + 1 - self._steps()[len(before)])
+        return {
+            "goes_on": True,
+            "seconds": seconds,
+            "steps_lost": lost_rounds * self._config.rounds.round_samples // BATCH_SAMPLES,
+        }
+
+    def _victim(self) -> psutil.Process:
+        if self._swarm is not None:
+            return psutil.Process(self._swarm.peers[-1].child.pid)
+        process = psutil.Process(self._child.pid)
+        return process if self._method == "single" else process.children()[-1]
+
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for it; False if training has ended, or nothing comes of it."""
+        deadline = time.monotonic() + KILL_SECONDS
+        while not condition():
+            if time.monotonic() > deadline or any(end.name == self._child.name for end in self._children.exits()):
+                return condition()
+            time.sleep(POLL_SECONDS / 10)
+        return True
+
+
+def figures(config: RunConfig, rows: Rows, memory_bytes: int) -> dict[str, Any]:
+    """What one training's lines say."""
+    steps = [row for row in rows if "train/loss" in row]
+    batches = config.rounds.round_samples // BATCH_SAMPLES
+    counted = steps[-(-WARM_UP // batches) :]
+    held_out = [row["val/loss"] for row in rows if row.get("val/loss") is not None]
+    averaged = [row["averaging/bytes"] for row in counted if row.get("averaging/bytes") is not None]
+    tokens = config.rounds.round_samples * config.data.sequence_length
+    activations = 2 * (config.stages.num_stages - 1) * BATCH_SAMPLES * config.data.sequence_length * 4
+    return {
+        "tokens_per_second": tokens / statistics.median(row["train/step_time"] for row in counted),
+        "memory_bytes": memory_bytes,
+        "averaged_bytes_a_step": statistics.mean(averaged) / batches if averaged else None,
+        "activation_bytes_a_step": activations * config.model.d_model,
+        "held_out_loss": held_out[-1] if held_out else None,
+    }
+
+
+def compare(found: Mapping[str, dict[str, Any]], rows: Mapping[str, Rows]) -> None:
+    """Add what follows from `single`, if that was trained."""
+    if "single" not in found:
+        return
+    losses = [loss for _, loss in curve(rows["single"])]
+    target = losses[int(SHARE_OF_STEPS * len(losses)) - 1]
+    for name, each in found.items():
+        num_cores = 1 if name == "single" else 2
+        each["scaling_efficiency"] = each["tokens_per_second"] / found["single"]["tokens_per_second"] / num_cores
+        each["seconds_to_loss"] = next((seconds for seconds, loss in curve(rows[name]) if loss <= target), None)
+
+
+def curve(rows: Rows) -> list[tuple[float, float]]:
+    """Seconds of training, and the mean of the last losses then."""
+    steps = [row for row in rows if "train/loss" in row]
+    seconds, points = 0.0, list[tuple[float, float]]()
+    # A row of DiLoCo is a round, whose loss is a mean by itself.
+    width = min(SMOOTHED, max(1, len(steps) // 10))
+    for number, row in enumerate(steps):
+        seconds += row["train/step_time"]
+        recent = steps[max(0, number + 1 - width) : number + 1]
+        points.append((seconds, statistics.mean(each["train/loss"] for each in recent)))
+    return points

@@ -1,0 +1,51 @@
+"""The train loop that one would write with torch alone: DistributedDataParallel, AdamW, and nothing of the swarm's.
+
+    python -m torch.distributed.run --nproc-per-node N -m scripts.benches.sides.ddp_loop CONFIG STEPS METRICS
+
+What the bench `methods` compares `swarm-static --dp` with. The model and the data are the run's.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from scripts.benches.shared.common import compute_like_peers, with_corpus
+from scripts.benches.sides.reference import torch_adamw
+from swarm import config as configs
+from swarm.model.stages import build_stage
+from swarm.training.samples import TOKENS
+
+
+def main(path: Path, num_steps: int, metrics: Path) -> None:
+    """Train so many steps; the first worker appends a line for each."""
+    compute_like_peers()
+    dist.init_process_group("gloo")
+    rank, num_workers = dist.get_rank(), dist.get_world_size()
+    config, data = with_corpus(configs.load(path))
+    model = DistributedDataParallel(build_stage(config, 0, device="cpu"))
+    optimizer = torch_adamw(model.module, config.optimizer)
+    own = range(rank, config.microbatches_per_round, num_workers)
+    ended_at = time.perf_counter()
+    for step in range(num_steps):
+        batch = torch.cat([data.samples(step * config.microbatches_per_round + n)[TOKENS].long() for n in own])
+        targets = batch[:, 1:]
+        loss = model(batch[:, :-1], dropout_key=None, targets_BT=targets) / targets.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss := loss.detach())
+        seconds, ended_at = time.perf_counter() - ended_at, time.perf_counter()
+        if rank == 0:
+            row = {"step": step + 1, "train/loss": float(loss) / num_workers, "train/step_time": seconds}
+            with metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
