@@ -13,15 +13,15 @@ import logging
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from peers.shared.network import in_turns
 from swarm.errors import PeerUnavailable
+from swarm.machine import extras
 from swarm.machine.clock import run_loop
-from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ async def find() -> dict[str, Invite]:
 def require_installed() -> None:
     """Raise ValueError if what --lan needs is not there."""
     if find_spec("zeroconf") is None:
-        raise ValueError("--lan needs zeroconf: .venv/bin/pip install -c constraints.txt -e '.[lan]'")
+        raise extras.missing("--lan", "zeroconf", "lan")
 
 
 def claimed(properties: Mapping[bytes, bytes | None]) -> tuple[str, Invite] | None:
@@ -137,14 +137,10 @@ def merged(claims: Iterable[tuple[str, Invite]]) -> dict[str, Invite]:
         name: dataclasses.replace(
             invites[0],
             # The first of each, then the second of each.
-            entries=tuple(dict.fromkeys(_spread(invite.entries for invite in invites)))[:MOST_ENTRIES],
+            entries=tuple(dict.fromkeys(in_turns(invite.entries for invite in invites)))[:MOST_ENTRIES],
         )
         for name, invites in by_run.items()
     }
-
-
-def _spread(rows: Iterable[Sequence[Entry]]) -> list[Entry]:
-    return [entry for column in zip_longest(*rows) for entry in column if entry is not None]
 
 
 async def _is_set(event: asyncio.Event, seconds: float) -> bool:

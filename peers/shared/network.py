@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import TypeVar
 
 from swarm import config as configs
 from swarm.config import RunConfig
@@ -28,6 +29,8 @@ from swarm.rpc.meeting.endpoints import direct
 from swarm.types import MOST_BANS, Ban, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 REFRESH_SECONDS = 2.0
 """Time between two looks into the DHT."""
@@ -117,7 +120,7 @@ class KnownPeers:
 
     def dht_addresses(self, limit: int) -> list[str]:
         """The addresses at which the DHT is entered at up to `limit` other peers, spread over the stages."""
-        spread = _spread(records for _, records in sorted(self.records.items()))
+        spread = in_turns(records for _, records in sorted(self.records.items()))
         enterable = list(dict.fromkeys(record.dht_addresses for record in spread if record.dht_addresses))[:limit]
         return list(dict.fromkeys(address for addresses in enterable for address in addresses))
 
@@ -161,13 +164,13 @@ def entries_of(rows: Iterable[Sequence[PeerRecord]]) -> list[Entry]:
     They come in the same order however the records do, so that two looks at a run give the same invite.
     """
     ordered = [sorted(row, key=lambda record: record.peer_id) for row in rows]
-    spread = _spread([record for record in row if record.state is PeerState.SERVING] for row in ordered)
+    spread = in_turns([record for record in row if record.state is PeerState.SERVING] for row in ordered)
     return [Entry(PeerId(r.peer_id), ends[0]) for r in spread if (ends := direct(r.endpoints))]
 
 
-def _spread(rows: Iterable[Sequence[PeerRecord]]) -> list[PeerRecord]:
+def in_turns(rows: Iterable[Sequence[Item]]) -> list[Item]:
     """The first of each row, then the second of each, and so on."""
-    return [record for column in zip_longest(*rows) for record in column if record is not None]
+    return [item for column in zip_longest(*rows) for item in column if item is not None]
 
 
 def say_who_may_join(authority: Authority | None) -> None:

@@ -94,7 +94,7 @@ def work(config: RunConfig, options: StaticOptions, joined: Workers, stops: Call
     plain_bytes = traffic.bytes_sent(
         config, options, joined.shape, num_parameters=num_parameters, num_microbatches=batches.size
     )
-    bytes_sent: Callable[[], int] = lambda: plain_bytes  # noqa: E731
+    bytes_sent = None
     if options.compress is not None:
         assert isinstance(model.module, DistributedDataParallel)
         averaging = dataclasses.replace(config.averaging, codec=options.compress)

@@ -47,12 +47,12 @@ class Report:
 
     def __init__(
         self, config: RunConfig, options: StaticOptions, workers: Workers, *, plain_bytes: int,
-        bytes_sent: Callable[[], int],
+        bytes_sent: Callable[[], int] | None,
     ) -> None:  # fmt: skip
         """
         Args:
             plain_bytes: that a worker sends in a step if gradients are not compressed.
-            bytes_sent: gives those that it has sent since it was asked last.
+            bytes_sent: gives those that it has sent since it was asked last; None where they are not compressed.
         """
         self._config = config
         self._workers = workers
@@ -69,7 +69,8 @@ class Report:
 
     def step(self, figures: StepFigures, held_out: HeldOutLoss | None) -> None:
         """A step was made."""
-        number, num_sent = figures.progress.step, self._bytes_sent()
+        number = figures.progress.step
+        num_sent = self._plain_bytes if self._bytes_sent is None else self._bytes_sent()
         now = time.monotonic()
         seconds, self._stepped_at = max(now - self._stepped_at, 1e-9), now
         length = self._config.data.sequence_length

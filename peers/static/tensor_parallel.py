@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from swarm.config import RunConfig
+from swarm.model.shards import READS, WRITES
 
-READS = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
-WRITES = ("attention.output", "feed_forward.down")
 PARTIAL = ("attention.q_norm.weight", "attention.k_norm.weight")
 """They are whole at every worker, and see the heads of one alone: their gradients are summed."""
 

@@ -29,11 +29,11 @@ from scripts.benches.shared.common import (
     SwarmProcesses,
     fail_on_exit,
     say,
+    small_run,
     stalled,
     with_corpus,
 )
 from scripts.benches.shared.judged import LESS
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import PeerUnavailable
 from swarm.rpc.entry import Entry
 from swarm.types import PeerId
@@ -67,7 +67,7 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     """Medians of all repetitions, and ratios of CPU seconds within each."""
-    config, _ = with_corpus(_config(options))
+    config, _ = with_corpus(small_run("startup", options.dataset))
     samples: list[dict[str, float]] = []
     for number in range(options.repetitions):
         say(f"repetition {number + 1} of {options.repetitions}")
@@ -93,16 +93,6 @@ def _over_import(turns: paired.Turns) -> dict[str, paired.Ratio]:
             yardstick = "hivemind" if command in IN_THE_DHT else "torch"
             found[command] = paired.ratio(turns[name], turns[f"import_{yardstick}_cpu_seconds"])
     return found
-
-
-def _config(options: Options) -> RunConfig:
-    return RunConfig(
-        run="startup",
-        model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
-        stages=StagesConfig(num_stages=2),
-        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=4),
-        rounds=RoundsConfig(setting="diloco", round_samples=32, inner_batch_samples=8),
-    )
 
 
 def _imports() -> dict[str, float]:

@@ -29,10 +29,10 @@ from scripts.benches.shared.common import (
     SwarmProcesses,
     fail_on_exit,
     say,
+    small_run,
     with_corpus,
 )
 from scripts.benches.shared.judged import LESS, MORE
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import DeadlineExceeded
 from swarm.rpc.entry import Entry
 from swarm.types import PeerId
@@ -78,7 +78,7 @@ class Turn:
 
 def run(options: Options) -> dict[str, Any]:
     """Ratios of neighbouring turns, and the medians of each side."""
-    config, _ = with_corpus(_config(options))
+    config, _ = with_corpus(small_run("viewers", options.dataset))
     sides: dict[str, list[Turn]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as name, Supervisor(Path(name) / "logs") as children:
         swarm = SwarmProcesses(config, children, Path(name))
@@ -117,16 +117,6 @@ def compared(watched: Sequence[Turn], unwatched: Sequence[Turn]) -> dict[str, An
 def _columns(turns: Sequence[Turn]) -> Mapping[str, Sequence[float]]:
     rows = [asdict(turn) for turn in turns]
     return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def _config(options: Options) -> RunConfig:
-    return RunConfig(
-        run="viewers",
-        model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
-        stages=StagesConfig(num_stages=2),
-        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=4),
-        rounds=RoundsConfig(setting="diloco", round_samples=32, inner_batch_samples=8),
-    )
 
 
 def _start_dashboard(swarm: SwarmProcesses) -> tuple[Child, str]:

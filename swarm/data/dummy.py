@@ -16,7 +16,7 @@ _PIECE_TOKENS = 1 << 20
 
 def random_tokens(vocab_size: int) -> Iterator[TokenIds]:
     """Tokens that are equally likely and tell nothing of each other, in pieces."""
-    # Of numpy's generators this is the one whose numbers stay the same from release to release.
+    # numpy promises that this generator gives the same numbers in every release, which it does not of newer ones.
     generator = np.random.RandomState(0)
     for _ in range(_NUM_TOKENS // _PIECE_TOKENS):
         yield generator.randint(0, vocab_size, _PIECE_TOKENS, dtype=token_dtype(vocab_size).type)

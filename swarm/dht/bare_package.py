@@ -13,7 +13,7 @@ from contextlib import contextmanager
 def bare_package(name: str) -> Iterator[None]:
     """Have parts of a package imported inside the block without its own __init__.
 
-    Who imports the package itself afterwards gets it whole. Where it is there already, nothing changes.
+    A later import of the package itself gives all of it. Where it is there already, nothing changes.
 
     Raises:
         ModuleNotFoundError: it is not installed.

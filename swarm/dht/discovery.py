@@ -66,7 +66,7 @@ async def discover_runs(
 ) -> list[config.RunConfig]:
     """The configurations of all runs that are announced at `address` and that this token, or none, is good for.
 
-    Whoever is in the DHT can announce runs that are none. So what is named comes first, and nothing displaces it.
+    Any node of the DHT can announce runs that are none. So what is named comes first, and nothing displaces it.
 
     Args:
         run: the digest with which the id of the run ends that comes first, if it is there.

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from swarm.machine import extras
 from swarm.metrics.reporter import Figures, Reporter
 
 
@@ -21,10 +22,7 @@ class TensorBoard(Reporter):
             OSError: the folder cannot be made.
         """
         if importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(
-                "--tensorboard needs an extra; in swarm's folder: "
-                ".venv/bin/pip install -c constraints.txt -e '.[tensorboard]'"
-            )
+            raise extras.missing("--tensorboard", "an extra", "tensorboard")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         super().__init__("TensorBoard")

@@ -32,11 +32,11 @@ SUBLAYERS: tuple[Sublayer, ...] = ("attention", "feed_forward")
 Span = list[tuple[int, tuple[Sublayer, ...]]]
 """Layers, each with what is computed of it, between two meetings."""
 
-_READ = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
-_WRITE = ("attention.output", "feed_forward.down")
+READS = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
+WRITES = ("attention.output", "feed_forward.down")
 _CUT_AXES = {
-    **{f".{name}.{parameter}": 0 for name in _READ for parameter in ("weight", "bias", "adapter.b")},
-    **{f".{name}.{parameter}": 1 for name in _WRITE for parameter in ("weight", "adapter.a")},
+    **{f".{name}.{parameter}": 0 for name in READS for parameter in ("weight", "bias", "adapter.b")},
+    **{f".{name}.{parameter}": 1 for name in WRITES for parameter in ("weight", "adapter.a")},
 }
 """By the end of a parameter's name, along which axis it is cut: what reads the stream by outputs, what writes to it by
 inputs."""

@@ -1,7 +1,6 @@
 """Two laptops on one network, on which nobody types an address: a peer is found by what it announces there."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
 ]
-
-
-@pytest.fixture
-def children(tmp_path: Path) -> Iterator[Supervisor]:
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
-        yield children
 
 
 def test_a_run_is_found_joined_trained_and_watched_without_an_address(children: Supervisor, tmp_path: Path) -> None:

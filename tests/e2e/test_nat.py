@@ -24,12 +24,6 @@ pytestmark = [
 
 
 @pytest.fixture
-def children(tmp_path: Path) -> Iterator[Supervisor]:
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
-        yield children
-
-
-@pytest.fixture
 def internet() -> Iterator[Internet]:
     with Internet() as internet:
         yield internet

@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,12 +45,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
     pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="miniupnpd is not installed"),
 ]
-
-
-@pytest.fixture
-def children(tmp_path: Path) -> Iterator[Supervisor]:
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
-        yield children
 
 
 @pytest.mark.parametrize("way", ["natpmp", "upnp"])

@@ -22,7 +22,7 @@ from peers.shared import cli, process
 from peers.shared.cache import cache_folder
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
-from swarm.config import RunConfig
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, PeerUnavailable
@@ -80,6 +80,17 @@ def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
     corpus = corpora.prepare(config.data, cache_dir=cache_folder() / "corpora")
     data = corpora.published(config.data, corpus, None)
     return dataclasses.replace(config, data=data), Microbatches(corpus, data)
+
+
+def small_run(name: str, dataset: str) -> RunConfig:
+    """A DiLoCo run in two stages, which trains with little computing."""
+    return RunConfig(
+        run=name,
+        model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(dataset=dataset, sequence_length=64, microbatch_size=4),
+        rounds=RoundsConfig(setting="diloco", round_samples=32, inner_batch_samples=8),
+    )
 
 
 def write_config(config: RunConfig, path: Path) -> None:

@@ -4,12 +4,12 @@ They change nothing of what a model computes, and much of where its texts end. I
 configuration, with which they come to every peer, checkpoint and export, also where there is no tokenizer.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from swarm.config import ModelConfig
+from swarm.machine import json_file
 
 GENERATION = "generation_config.json"
 _FIELDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_ids", "pad_token_id": "pad_token_id"}
@@ -28,7 +28,7 @@ def read(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, int], *
     Raises:
         ValueError: one line, for what is no token's number.
     """
-    generation = _generation_config(folder / GENERATION)
+    generation = json_file.read_object(folder / GENERATION)
     fields: dict[str, Any] = {}
     for key, field in _FIELDS.items():
         value = generation.get(key)
@@ -49,11 +49,3 @@ def write(model: ModelConfig) -> dict[str, Any]:
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "pad_token_id": model.pad_token_id if model.pad_token_id >= 0 else None,
     }
-
-
-def _generation_config(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is no JSON") from None
-    return values if isinstance(values, dict) else {}
