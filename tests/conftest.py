@@ -1,8 +1,35 @@
-"""What must be set before anything imports grpc, hivemind or torch, as the programs do it."""
+"""What must be set before anything imports grpc, hivemind or torch, as the programs do it; and what each test finds."""
 
+import logging
 import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
 
 from peers.shared.process import prepare_environment
 
 prepare_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A program that a test runs in this process sets up logging. The next test must not depend on that."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    levels = {name: logger.level for name, logger in _loggers().items()}
+    hooks = threading.excepthook, sys.unraisablehook
+    yield
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
+    root.setLevel(level)
+    for name, logger in _loggers().items():
+        if logger.level != levels.get(name, logger.level):
+            logger.setLevel(levels[name])
+    threading.excepthook, sys.unraisablehook = hooks
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    return {name: it for name, it in logging.Logger.manager.loggerDict.items() if isinstance(it, logging.Logger)}
