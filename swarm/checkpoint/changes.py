@@ -4,6 +4,7 @@ Used by checkpoint/file, which refuses a checkpoint with a difference that is fo
 peers/stage_peer/resume_news, which tells the user of every other difference.
 """
 
+import dataclasses
 from typing import Any
 
 from swarm import config as configs
@@ -50,7 +51,8 @@ def allowed(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
 
 
 def _differences(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    differing = configs.differences(checkpoint, run)
+    # What was left out of [outer] counts as what it means in that run: earlier releases wrote it so.
+    differing = configs.differences(*(dataclasses.replace(each, outer=each.outer_step) for each in (checkpoint, run)))
     return {name: pair for name, pair in differing.items() if name not in _NO_CHANGE}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from swarm.checkpoint import changes
-from swarm.config import RoundsConfig, RunConfig
+from swarm.config import OuterConfig, RoundsConfig, RunConfig
 
 SYNCHRONOUS = RunConfig(rounds=RoundsConfig(setting="synchronous"))
 DILOCO = RunConfig()
@@ -50,7 +50,8 @@ def test_what_may_change(run: RunConfig, name: str, value: Any, may_change: bool
     if may_change is False or (may_change is None and run.rounds.synchronous):
         found, other = other, found
     ((section, _, field),) = [name.rpartition(".")]
-    now = getattr(getattr(run, section) if section else run, field)
+    meant = dataclasses.replace(run, outer=run.outer_step)
+    now = getattr(getattr(meant, section) if section else meant, field)
     assert found(before, run) == {name: (value, now)}
     assert other(before, run) == {}
 
@@ -71,3 +72,11 @@ def test_the_setting_may_not() -> None:
 def test_another_path_is_no_change(name: str) -> None:
     assert changes.allowed(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
     assert changes.forbidden(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
+
+
+def test_an_outer_step_that_is_left_out_is_what_it_means() -> None:
+    """Earlier releases wrote 0.7 and 0.9 where nothing was configured."""
+    earlier = _set(DILOCO, "outer", OuterConfig(learning_rate=0.7, momentum=0.9))
+    assert changes.allowed(earlier, DILOCO) == {"outer.momentum": (0.9, DILOCO.outer_step.momentum)}
+    same = _set(DILOCO, "outer", DILOCO.outer_step)
+    assert changes.allowed(same, DILOCO) == changes.allowed(DILOCO, same) == {}
