@@ -1,11 +1,10 @@
 """A conversation in the terminal, or in a pipe: a line is a message, and the answer comes as it is written."""
 
-import asyncio
 import sys
 
 from peers.generate import terminal
 from peers.generate.keyboard import Keyboard
-from peers.generate.options import GenerateOptions
+from peers.generate.options import PROG, GenerateOptions
 from peers.shared import process
 from swarm.errors import SwarmError
 from swarm.generation.text_model import TextModel
@@ -27,6 +26,10 @@ class Conversation:
         self._beginning = [{"role": "system", "content": options.system}] if options.system else []
         self._messages = self._beginning
 
+    async def require_beginning(self) -> None:
+        """Raise ValueError if no first message can be answered, whatever it is."""
+        await self._model.conversation([*self._beginning, {"role": "user", "content": "Hello"}])
+
     def reset(self) -> None:
         """Forget what has been said, but for --system."""
         self._messages = self._beginning
@@ -40,7 +43,7 @@ class Conversation:
             SwarmError: there is no answer, or no more of it.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
-        prompt = await asyncio.to_thread(self._model.conversation, messages)
+        prompt = await self._model.conversation(messages)
         longest = self._model.engine.longest
         if len(prompt) >= longest:
             raise ValueError(
@@ -59,9 +62,18 @@ class Conversation:
             self._messages = [*messages, {"role": "assistant", "content": said}]
 
 
-async def talk(model: TextModel, options: GenerateOptions) -> None:
-    """Answer the lines of stdin until there are no more. Raises ValueError for a model without a chat template."""
+async def talk(model: TextModel, options: GenerateOptions) -> int:
+    """Answer the lines of stdin until there are no more.
+
+    Returns:
+        The exit code: a failure if SIGTERM ended it, or an answer from a pipe failed, which nobody has seen.
+
+    Raises:
+        ValueError: the model has no chat template, or none with which a conversation can begin.
+    """
     conversation, keyboard, is_terminal = Conversation(model, options), Keyboard(), sys.stdin.isatty()
+    await keyboard.before_interrupt(conversation.require_beginning())
+    exit_code = 0
     if is_terminal:
         print(f"{model.name}: {HELP}", file=sys.stderr)
     while not keyboard.is_over:
@@ -76,4 +88,6 @@ async def talk(model: TextModel, options: GenerateOptions) -> None:
             try:
                 await keyboard.before_interrupt(conversation.answer(line.strip()))
             except (ValueError, SwarmError) as error:
-                print(f"swarm-generate: error: {process.printable(str(error))}", file=sys.stderr)
+                print(f"{PROG}: error: {process.printable(str(error))}", file=sys.stderr)
+                exit_code = 0 if is_terminal else process.EXIT_FAILURE
+    return process.EXIT_TERMINATED if keyboard.is_over else exit_code

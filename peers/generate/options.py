@@ -93,6 +93,7 @@ class GenerateOptions:
         cli.require_positive(self, ["cache_gib"])
         if "" in self.stop:
             raise ValueError("--stop must not be empty")
+        cli.require_text(self, ["prompt", "system", "stop"])
         # Their rules are their own.
         _ = self.sampling
         if self.serve is not None:

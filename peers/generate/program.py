@@ -41,8 +41,7 @@ def main(argv: Sequence[str]) -> int:
     server = _server(options) if options.serve is not None else None
     with process.interruptible():
         options = dataclasses.replace(options, model=_folder(options.model), base=_folder(options.base))
-        run_loop(_run(options, server))
-    return 0
+        return run_loop(_run(options, server))
 
 
 def _folder(place: str | None) -> str | None:
@@ -50,16 +49,18 @@ def _folder(place: str | None) -> str | None:
     return None if place is None else str(located(place, terminal.tell)[0])
 
 
-async def _run(options: GenerateOptions, server: "Server | None") -> None:
+async def _run(options: GenerateOptions, server: "Server | None") -> int:
+    """Gives the exit code."""
     from_swarm = joins(options)
     terminal.tell("looking for the swarm" if from_swarm else "loading the model")
     async with (open_swarm if from_swarm else open_local_model)(options) as model:
         if server is not None:
             await server.serve(model)
         elif options.chat:
-            await conversation.talk(model, options)
+            return await conversation.talk(model, options)
         else:
             await terminal.write(model, options)
+    return 0
 
 
 def _server(options: GenerateOptions) -> "Server":

@@ -41,6 +41,11 @@ class Server:
         stop = process.stop_event()
         if not self._listener.is_local and self._token is None:
             tell(f"warning: everybody who reaches {self._url} can use the model: lock it with --serve-token @FILE")
+        if model.template is not None:
+            try:
+                await model.conversation([{"role": "user", "content": "Hello"}])
+            except ValueError as error:
+                tell(f"warning: conversations will be refused: {error}")
         tell(f"serves {model.name} at {self._url}")
         await self._listener.serve(self._app(model), stop)
 

@@ -61,8 +61,9 @@ def main(argv: Sequence[str]) -> int:
 
 async def run(swarm: LocalSwarm) -> int:
     """Run it until it has trained, or is told to stop; gives the exit code."""
-    exit_code = await process.before_stop(swarm.run())
+    stop = process.stop_event()
+    exit_code = await process.before(stop, swarm.run())
     if exit_code is None:
         print(f"{PROG}: stopped; every process is being ended", file=sys.stderr)
-        return process.EXIT_INTERRUPTED
+        return stop.exit_code
     return exit_code

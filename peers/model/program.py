@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
 def import_(options: ImportModelOptions) -> None:
     """Make a run folder. Raises ValueError, IntegrityError, PeerUnavailable, OSError."""
     folder, name = located(options.source, _say)
+    _require_apart(options.output, folder)
     source = Source(folder)
     _say(f"{source.family.architecture}, {_count(source.shapes)} parameters, {_name_of(source.dtype)}")
     wanted = ImportOptions(
@@ -66,6 +67,9 @@ def export(options: ExportModelOptions) -> None:
     process.setup_logging(PROG, "info")
     # Before anybody is asked, or anything large is read.
     require_new(options.output)
+    for source in (options.checkpoint, options.model, options.base):
+        if source is not None:
+            _require_apart(options.output, Path(source).expanduser())
     losses = read_losses(options.metrics) if options.metrics is not None else []
     base = open_model(options.base, _say).all_weights(cache_folder()) if options.base is not None else None
     if options.model is not None:
@@ -99,6 +103,12 @@ def _say_exported(folder: Path, found: Origin, files: Sequence[Path], load: str)
     num_bytes = sum(path.stat().st_size for path in files)
     print(f"{folder}: round {found.card.round} of the run {found.config.run}, {num_bytes / 1e6:,.1f} MB")
     print(f"  load:   {load.format(repr(str(folder)))}")
+
+
+def _require_apart(output: Path, source: Path) -> None:
+    """Raise ValueError if the output would lie in a folder that it is made from."""
+    if source.is_dir() and output.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"--output {output} lies in {source}, which it is made from: name a folder elsewhere")
 
 
 def _existing(folder: Path) -> Path:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import tyro
 
 from peers.shared.process import EXIT_USAGE
+from swarm.machine.words import counted
 from swarm.types import LONGEST_NAME, NAME_PATTERN
 
 Options = TypeVar("Options")
@@ -116,6 +117,18 @@ def require_positive(options: object, names: Iterable[str]) -> None:
         value = getattr(options, name)
         if not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value}")
+
+
+def require_text(options: object, names: Iterable[str]) -> None:
+    """Raise ValueError for a text, or one of several, that was no UTF-8 on the command line, by the option's name."""
+    for name in names:
+        value = getattr(options, name)
+        for text in value if isinstance(value, tuple) else (value or "",):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                where = f"the byte 0x{ord(text[error.start]) & 0xFF:02x} after {counted(error.start, 'character')}"
+                raise ValueError(f"--{name.replace('_', '-')} must be UTF-8 text, and has {where}") from None
 
 
 def require_ports(options: object, names: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ Result = TypeVar("Result")
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_NO_READER = 128 + signal.SIGPIPE
 
 _PR_SET_PDEATHSIG = 1
@@ -140,8 +141,8 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
     """Run a program and turn every fault that is not a bug into one line on stderr.
 
     A ValueError is the user's fault (exit code 2); SwarmError, OSError and a lack of memory come from the world (1);
-    Ctrl-C gives 130; and where nobody reads the output any more (`| head`), it is 141, without a word. Of an
-    ExceptionGroup the first fault is reported, or a lack of memory. Log level `debug` shows the traceback as well.
+    Ctrl-C gives 130, SIGTERM 143; and where nobody reads the output any more (`| head`), it is 141, without a word. Of
+    an ExceptionGroup the first fault is reported, or a lack of memory. Log level `debug` shows the traceback as well.
 
     Returns:
         The exit code.
@@ -153,6 +154,9 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
         exit_code = main()
         sys.stdout.flush()
         return exit_code
+    except Terminated:
+        print(f"{prog}: terminated", file=sys.stderr)
+        return EXIT_TERMINATED
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -185,12 +189,16 @@ def _has_lost_reader(stream: TextIO) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Have SIGTERM interrupt the block as Ctrl-C does: for long work of the main thread that has to clear away."""
 
     def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+        raise Terminated
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -199,24 +207,34 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def stop_event() -> asyncio.Event:
+class Stop(asyncio.Event):
+    """Set when the program is to end.
+
+    Attributes:
+        exit_code: of a program that was ended before its work was done: by Ctrl-C, unless it is known to be otherwise.
+    """
+
+    exit_code = EXIT_INTERRUPTED
+
+    def by(self, number: int) -> None:
+        """A signal has come."""
+        self.exit_code = 128 + number
+        self.set()
+
+
+def stop_event() -> Stop:
     """An event that SIGINT and SIGTERM set, for the running loop; a second Ctrl-C ends the process at once."""
-    stop = asyncio.Event()
+    stop = Stop()
 
     def on_signal(number: int) -> None:
         if stop.is_set() and number == signal.SIGINT:
             os._exit(EXIT_INTERRUPTED)
-        stop.set()
+        stop.by(number)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     return stop
-
-
-async def before_stop(work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What `work` gives; None if SIGINT or SIGTERM came before: then it was cancelled, and has ended."""
-    return await before(stop_event(), work)
 
 
 async def before(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:

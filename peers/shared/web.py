@@ -10,12 +10,16 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 """What a browser of this machine calls it, as a request's Host has it."""
-_MOST_CONNECTIONS = 512
+MOST_CONNECTIONS = 512
+REQUEST_SECONDS = 20.0
+"""For a connection to bring the first request, or the next one, up to the end of its headers."""
 _GOODBYE_SECONDS = 3
 """For answers under way, once the program is to end."""
 _MOST_MESSAGE_BYTES = 4096
@@ -55,6 +59,51 @@ class Listener:
         self._socket.close()
 
 
+class _Connection(H11Protocol):
+    """A connection, of which there are only so many, and which is closed if it brings no request for long.
+
+    The web server itself waits without end for the first request, and for the rest of any that has begun.
+    """
+
+    _waiting: asyncio.TimerHandle | None = None
+    _is_upgraded = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        super().handle_websocket_upgrade(event)
+        self._is_upgraded = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Wait for a request, unless one is being answered."""
+        if self._is_upgraded or (self.cycle is not None and not self.cycle.response_complete):
+            self._wait_no_more()
+        elif self._waiting is None:
+            self._waiting = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+
+    def _wait_no_more(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
 class _Uvicorn(uvicorn.Server):
     """The web server. Signals are the program's."""
 
@@ -77,7 +126,7 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
         try:
             listening.bind(address)
             # From now on another program that wants the address is told so.
-            listening.listen(_MOST_CONNECTIONS)
+            listening.listen(MOST_CONNECTIONS)
         except OSError:
             listening.close()
             raise
@@ -108,7 +157,7 @@ def _config(app: ASGIApp, *, with_websockets: bool) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         interface="asgi3",
-        http="h11",
+        http=_Connection,
         ws="websockets-sansio" if with_websockets else "none",
         ws_max_size=_MOST_MESSAGE_BYTES,
         ws_per_message_deflate=False,
@@ -118,6 +167,6 @@ def _config(app: ASGIApp, *, with_websockets: bool) -> uvicorn.Config:
         log_level="critical",
         access_log=False,
         server_header=False,
-        limit_concurrency=_MOST_CONNECTIONS,
+        limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=_GOODBYE_SECONDS,
     )

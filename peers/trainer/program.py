@@ -120,9 +120,9 @@ async def run(
         own = OwnFigures()
         own.follow(lambda: TrainerRow.of(record_of(member, session, name)), run=config.run_id)
         async with exporting(own, "swarm_trainer", host=options.metrics_host, port=options.metrics_port):
-            interrupted = await carry_out(member, session, name)
+            exit_code = await carry_out(member, session, name)
     events.write(Leave())
-    return await finish(report, options.output, corpus, session.sample, reported, interrupted=interrupted)
+    return await finish(report, options.output, corpus, session.sample, reported, exit_code=exit_code)
 
 
 def make_session(
@@ -148,8 +148,8 @@ def make_session(
     return Session(options, config, data, hop, watcher, loop, report)
 
 
-async def carry_out(member: Membership, session: Session, name: str) -> bool:
-    """Train, or only evaluate, until it is done or told to stop; gives whether it was told to."""
+async def carry_out(member: Membership, session: Session, name: str) -> int:
+    """Train, or only evaluate, until it is done or told to stop; gives the exit code, 0 if it is done."""
     known, directory, clock = member.known, member.directory, member.clock
     stop = process.stop_event()
     async with asyncio.TaskGroup() as tasks:
@@ -165,7 +165,7 @@ async def carry_out(member: Membership, session: Session, name: str) -> bool:
         interrupted = not training.done() or training.cancelled()
         for task in [*background, training, stopped]:
             task.cancel()
-    return interrupted
+    return stop.exit_code if interrupted else 0
 
 
 def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
@@ -195,19 +195,22 @@ async def keep_announced(member: Membership, session: Session, name: str) -> Non
 
 
 async def finish(
-    report: Report, folder: Path, corpus: corpora.Corpus, sample: str, reported: Reporting, *, interrupted: bool
+    report: Report, folder: Path, corpus: corpora.Corpus, sample: str, reported: Reporting, *, exit_code: int
 ) -> int:  # fmt: skip
     """Say where training is, and write down how it went; gives the exit code.
 
     A file that cannot be written is one line in the log and keeps nothing else from being written or said.
+
+    Args:
+        exit_code: 0 if training is done; otherwise it was told to stop.
     """
+    interrupted = exit_code != 0
     report.goodbye(interrupted=interrupted)
     if sample:
         print(sample)
     files = report.files(corpus, interrupted=interrupted)
     if sample:
         files["sample.txt"] = lambda path: path.write_text(sample + "\n", encoding="utf-8")
-    exit_code = process.EXIT_INTERRUPTED if interrupted else 0
     for name, write in files.items():
         try:
             write(folder / name)

@@ -132,6 +132,10 @@ def remove_unfinished(folder: Path, owner: str) -> None:
                     leftover.unlink()
 
 
+class OfAnotherRun(IntegrityError):
+    """A sound file that does not belong here, as those beside it may not."""
+
+
 def read_header(path: Path, config: RunConfig) -> Header:
     """Read and check all of a file, with one tensor at a time in memory. Blocks.
 
@@ -151,7 +155,7 @@ def read_header(path: Path, config: RunConfig) -> Header:
     if str(header.name) != path.name:
         raise IntegrityError(f"{path} was renamed: it is {header.name}")
     if difference := _difference(header.config, config):
-        raise IntegrityError(f"{path} is of another run: {difference}")
+        raise OfAnotherRun(f"{path} is of another run: {difference}")
     return header
 
 

@@ -1,7 +1,7 @@
 """A folder of checkpoints, and the state of a stage put together from it, under the same cut or another one.
 
 Used by peers/stage_peer when it starts. The newest round that is sound is taken, and files that are not sound are named
-in the log. Nothing is written.
+in the log, of those of another run one. Nothing is written.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from swarm.checkpoint import file
-from swarm.checkpoint.file import FileName, Header, Tensors
+from swarm.checkpoint.file import FileName, Header, OfAnotherRun, Tensors
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
 
@@ -47,6 +47,7 @@ class CheckpointFolder:
         self._config = config
         self._names = file.names(path)
         self._headers: dict[FileName, Header | None] = {}
+        self._has_foreign = False
 
     @property
     def is_empty(self) -> bool:
@@ -102,9 +103,15 @@ class CheckpointFolder:
                 try:
                     self._headers[name] = file.read_header(self.path / str(name), self._config)
                 except IntegrityError as error:
-                    logger.warning("refused: %s", error)
-                    self._headers[name] = None
+                    self._refuse(name, error)
         return [header for name in self._files(cut) if (header := self._headers[name]) is not None]
+
+    def _refuse(self, name: FileName, error: IntegrityError) -> None:
+        is_foreign = isinstance(error, OfAnotherRun)
+        if not (is_foreign and self._has_foreign):
+            logger.warning("refused: %s%s", error, "; others like it are not named" if is_foreign else "")
+        self._has_foreign |= is_foreign
+        self._headers[name] = None
 
     def _gather(self, headers: Sequence[Header], stage: int, shapes: Mapping[str, torch.Size]) -> Restored | None:
         """A stage's state from files of one round. None if a parameter is missing, or of another shape."""

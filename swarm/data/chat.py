@@ -2,7 +2,8 @@
 
 data/conversations makes training samples with them, and the programs the prompts of a chat. A template is Jinja and
 comes from a tokenizer's folder, where `transformers` finds it too, with that library's conventions. It runs in a
-sandbox without access to anything but the messages. Texts become tokens elsewhere.
+process of its own (data/template_child), in a sandbox without access to anything but the messages. Texts become tokens
+elsewhere.
 """
 
 import hashlib
@@ -11,16 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from swarm.data import tokenizer_files
-from swarm.errors import in_one_line
+from swarm.data.template_process import Limits, TemplateProcess
+from swarm.machine import json_file
 
 Message = Mapping[str, Any]
 """`role` and `content`, and whatever else a template looks at."""
@@ -30,10 +26,12 @@ TRAINING_DATE = datetime(2024, 7, 26)
 names it where it knows no date."""
 MAX_TEMPLATE_BYTES = 1 << 20
 
-_ASSISTANT = "assistant"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Unicode promises that no text has these two.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
+_ORDINARY = [
+    {"role": "user", "content": "Do bees sleep?"},
+    {"role": "assistant", "content": "Yes, at night."},
+    {"role": "user", "content": "And ants?"},
+]
 
 
 @dataclass(frozen=True)
@@ -49,39 +47,27 @@ class Rendered:
 
 
 class ChatTemplate:
-    """One template, compiled."""
+    """One template, rendered in a process of its own, which the first rendering starts."""
 
-    def __init__(self, template: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime]) -> None:
+    def __init__(
+        self, template: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime],
+        limits: Limits | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             special_tokens: by the names under which templates know them, `bos_token` for one.
             now: gives the local time, for templates that tell the model the date.
-
-        Raises:
-            ValueError: one line, if it is no valid template.
         """
-        self._special_tokens = dict(special_tokens)
         self._now = now
-        content = json.dumps([template, self._special_tokens], sort_keys=True)
+        content = json.dumps([template, special_tokens], sort_keys=True)
         self.identity = hashlib.sha256(content.encode()).hexdigest()
         """SHA-256, in hexadecimal: equal identities render alike, at one time."""
-        try:
-            self._plain = self._environment("", "").from_string(template)
-            marking = self._environment(_BEGIN, _END)
-            self._marked = marking.from_string(template)
-            self._marks_itself = any(marking.parse(template).find_all(nodes.ExtensionAttribute))
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template is not valid: {in_one_line(error)}") from None
+        opening = {"template": template, "special_tokens": dict(special_tokens)}
+        self._process = TemplateProcess(opening, limits or Limits())
 
-    def _environment(self, begin: str, end: str) -> ImmutableSandboxedEnvironment:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: self._now().strftime(form)
-        environment.globals["_generation_marks"] = (begin, end)
-        return environment
+    def check(self) -> None:
+        """Raise ValueError, one line, if it is no valid template, or cannot render an ordinary conversation."""
+        self.render(_ORDINARY, add_generation_prompt=True)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The text of a conversation.
@@ -90,9 +76,10 @@ class ChatTemplate:
             add_generation_prompt: whether the assistant's next turn is to be opened at the end.
 
         Raises:
-            ValueError: one line, if the template refuses the messages.
+            ValueError: one line, if the template is not valid, refuses the messages, or goes beyond its limits.
         """
-        return self._run(self._plain, messages, add_generation_prompt=add_generation_prompt)
+        text: str = self._ask(messages, is_training=False, opens_turn=add_generation_prompt)
+        return text
 
     def render_training(self, messages: Sequence[Message]) -> Rendered:
         """The text of a whole conversation, with the parts that the assistant said.
@@ -101,35 +88,17 @@ class ChatTemplate:
         assistant's messages adds to the text that opens its turn, with the end of the turn.
 
         Raises:
-            ValueError: one line, if the template refuses the messages, or does not tell the assistant's parts.
+            ValueError: as render does, and if the template does not tell the assistant's parts.
         """
-        if self._marks_itself:
-            return _unmarked(self._run(self._marked, messages, add_generation_prompt=False))
-        text, spans = self.render(messages), []
-        for index, message in enumerate(messages):
-            if message.get("role") != _ASSISTANT:
-                continue
-            opened = self.render(messages[:index], add_generation_prompt=True)
-            said = self.render(messages[: index + 1])
-            if not (said.startswith(opened) and text.startswith(said)):
-                raise ValueError(
-                    "the chat template writes a message differently once others follow it, so that the assistant's "
-                    "parts cannot be told; put {% generation %} and {% endgeneration %} around them in the template"
-                )
-            spans.append((len(opened), len(said)))
-        return Rendered(text, spans)
+        text, spans = self._ask(messages, is_training=True)
+        return Rendered(text, [(first, last) for first, last in spans])
 
-    def _run(self, template: jinja2.Template, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        try:
-            return template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except Exception as error:  # noqa: BLE001 - a template may fail with whatever its expressions raise
-            raise ValueError(f"the chat template cannot render these messages: {in_one_line(error)}") from None
+    def close(self) -> None:
+        """End the process; a rendering that is under way in another thread fails. The next one starts it again."""
+        self._process.close()
+
+    def _ask(self, messages: Sequence[Message], **how: bool) -> Any:
+        return self._process.ask({"messages": messages, "now": self._now().isoformat(), **how})
 
 
 def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
@@ -139,28 +108,22 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
     with names may stand, of which it is `default`.
 
     Raises:
-        ValueError: one line, if it is unreadable, too large or not valid.
+        ValueError: one line, if it is unreadable or too large.
     """
-    try:
-        config = _read_json(folder / "tokenizer_config.json")
-        template = _text(folder / "chat_template.jinja")
-        if template is None:
-            template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-        special_tokens = _read_json(folder / "special_tokens_map.json") | config
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"cannot read the chat template in {folder}: {in_one_line(error)}") from None
+    config = json_file.read_object(folder / "tokenizer_config.json", is_optional=True)
+    template = _text(folder / "chat_template.jinja") or config.get("chat_template")
+    if not template:
+        template = json_file.read_object(folder / "chat_template.json", is_optional=True).get("chat_template")
+    special_tokens = json_file.read_object(folder / "special_tokens_map.json", is_optional=True) | config
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if template is None:
         return None
     if not isinstance(template, str) or len(template) > MAX_TEMPLATE_BYTES:
         raise ValueError(f"the chat template in {folder} is no text of at most {MAX_TEMPLATE_BYTES >> 20} MiB")
     tokens = {name: _token(special_tokens.get(name)) for name in _SPECIAL_TOKENS}
-    try:
-        return ChatTemplate(template, {name: token for name, token in tokens.items() if token is not None}, now=now)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+    return ChatTemplate(template, {name: token for name, token in tokens.items() if token is not None}, now=now)
 
 
 def beside(tokenizer: str, *, now: Callable[[], datetime]) -> ChatTemplate:
@@ -181,58 +144,18 @@ def beside(tokenizer: str, *, now: Callable[[], datetime]) -> ChatTemplate:
     return template
 
 
-class _Generation(Extension):
-    """`{% generation %}`: puts marks around a part of the text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja declares it like that
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-        marks: tuple[str, str] = cast(Any, self.environment.globals["_generation_marks"])
-        return marks[0] + caller() + marks[1]
-
-
-def _unmarked(marked: str) -> Rendered:
-    text, spans = "", []
-    for number, piece in enumerate(marked.split(_BEGIN)):
-        said, *rest = piece.split(_END)
-        if len(rest) != min(number, 1):
-            raise ValueError(
-                "a message has a character that Unicode keeps out of texts (U+FDD0, U+FDD1), or the chat template has "
-                "one {% generation %} inside another"
-            )
-        if rest:
-            spans.append((len(text), len(text) + len(said)))
-        text += piece.replace(_END, "")
-    return Rendered(text, spans)
-
-
 def _text(path: Path) -> str | None:
     if not path.is_file():
         return None
-    with path.open(encoding="utf-8") as file:
-        return file.read(MAX_TEMPLATE_BYTES + 1)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return values if isinstance(values, dict) else {}
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_TEMPLATE_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"cannot read {path}: {reason}") from None
 
 
 def _token(value: Any) -> str | None:
     """A special token, which may be a record that has more about it."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own would escape what HTML needs escaped.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -3,7 +3,6 @@
 Used by data/sources. Each row knows where it stands, so that a fault in it can be found. A few of them are in memory.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from swarm.config import DataConfig
 from swarm.errors import in_one_line
+from swarm.machine import json_file
 from swarm.machine.extras import missing
 
 HUGGING_FACE = "hf:"
@@ -83,9 +83,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                values = json.loads(line)
-            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-                raise row.fault(f"the line is no JSON: {error}") from None
+                values = json_file.parse(line)
+            except ValueError as error:
+                raise row.fault(f"the line cannot be read: {error}") from None
             if not isinstance(values, dict):
                 raise row.fault("the line is no JSON object with fields")
             yield Row(row.place, values)

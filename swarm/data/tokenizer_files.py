@@ -16,6 +16,7 @@ from pathlib import Path
 
 from swarm.data import hub
 from swarm.errors import IntegrityError
+from swarm.machine import json_file
 from swarm.machine.disk import whole_folder
 
 TOKENIZER = "tokenizer.json"
@@ -112,6 +113,16 @@ def copy(source: Path, folder: Path) -> None:
         shutil.copyfile(file, folder / name)
 
 
+def require_sound(folder: Path) -> None:
+    """Raise ValueError, one line, for a file beside the tokenizer.json that holds no JSON object as it should. Blocks.
+
+    tokenizers.load reads the tokenizer.json itself.
+    """
+    for name, path in _paths(folder).items():
+        if name.endswith(".json") and name != TOKENIZER:
+            json_file.read_object(path)
+
+
 def _paths(folder: Path) -> dict[str, Path]:
     here = {name: folder / name for name in FILES if (folder / name).is_file()}
     if sum(file.stat().st_size for file in here.values()) > MOST_BYTES:
@@ -130,7 +141,7 @@ def is_at(folder: Path, digest: str) -> bool:
 def digests_of(content: bytes) -> dict[str, str]:
     """The digest of each file, as a list tells it. Raises IntegrityError if it is none."""
     try:
-        digests = {str(name): str(digest) for name, digest in json.loads(content).items()}
+        digests = {str(name): str(digest) for name, digest in json_file.parse(content).items()}
     except (ValueError, AttributeError):
         digests = {}
     if TOKENIZER not in digests or not digests.keys() <= set(FILES):

@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass
 
+MOST_TOP_K = 2**31
+"""More than any vocabulary has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -25,5 +28,5 @@ class Sampling:
             raise ValueError(f"temperature must be 0 or positive, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must not be negative, not {self.top_k}")
+        if not 0 <= self.top_k < MOST_TOP_K:
+            raise ValueError(f"top_k must be at least 0 and below {MOST_TOP_K}, not {self.top_k}")

@@ -1,19 +1,24 @@
 """A model that people talk to: what computes it, what its tokens mean, and how a conversation is put to it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from swarm.config import RunConfig
 from swarm.data import chat
 from swarm.data.chat import ChatTemplate, Message
+from swarm.data.end_tokens import end_tokens
 from swarm.data.tokenizers import Tokenizer
-from swarm.generation.end_tokens import end_tokens
+from swarm.errors import Overloaded
 from swarm.generation.engine import Engine
 from swarm.generation.sampling import Sampling
 from swarm.generation.text import Writing
+
+TURN_SECONDS = 30.0
+"""How long a conversation waits until those before it have been rendered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,8 @@ class TextModel:
     tokenizer: Tokenizer
     end_tokens: frozenset[int]
     template: ChatTemplate | None
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Of rendering a conversation."""
 
     @property
     def name(self) -> str:
@@ -49,15 +56,30 @@ class TextModel:
         async with aclosing(self.engine.generate(prompt, sampling, max_tokens)) as tokens:
             yield Writing(tokens, self.tokenizer, prompt=prompt, end_tokens=self.end_tokens, stops=stops)
 
-    def conversation(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens after which the assistant's answer comes. Blocks.
+    async def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens after which the assistant's answer comes. Cancellation ends what computes them.
 
         Raises:
             ValueError: the model has no chat template, or it refuses the messages.
+            Overloaded: others are before it, whose conversations take long.
         """
-        if self.template is None:
+        template = self.template
+        if template is None:
             raise ValueError("the model has no chat template, so that it takes prompts and no conversations")
-        return self.encode(self.template.render(messages, add_generation_prompt=True))
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                # Here, and not in threads, of which all that encode texts would soon be waiting.
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Overloaded("other conversations take long", retry_after_seconds=TURN_SECONDS) from None
+        try:
+            text = await asyncio.to_thread(template.render, messages, add_generation_prompt=True)
+        except asyncio.CancelledError:
+            template.close()
+            raise
+        finally:
+            self._turn.release()
+        return await asyncio.to_thread(self.encode, text)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. Blocks. Raises ValueError for one that has none."""

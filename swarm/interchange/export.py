@@ -16,10 +16,11 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from swarm.config import RunConfig
+from swarm.config import ModelConfig, RunConfig
 from swarm.data import tokenizer_files, tokenizers
+from swarm.data.end_tokens import end_tokens
 from swarm.data.tokenizer_files import TOKENIZER
-from swarm.data.tokenizers import ByteTokenizer
+from swarm.data.tokenizers import ByteTokenizer, Tokenizer
 from swarm.interchange.families import special_tokens
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
@@ -93,12 +94,12 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
     target = target or Target()
     with whole_folder(output) as folder:
         family = family_of(origin.config.model)
-        _write_tokenizer(origin.config, target.tokenizer or origin.tokenizer, folder)
+        tokenizer = _write_tokenizer(origin.config, target.tokenizer or origin.tokenizer, folder)
+        tokens = special_tokens.write(_with_ends(origin.config.model, folder, tokenizer))
         dtype = _write_weights(origin, family, folder, target)
-        _write_json(folder / "config.json", _config(origin.config, family, dtype))
+        _write_json(folder / "config.json", _config(origin.config, family, dtype) | tokens)
         if not (folder / special_tokens.GENERATION).exists():
-            values = {"_from_model_config": True, **special_tokens.write(origin.config.model)}
-            _write_json(folder / special_tokens.GENERATION, values)
+            _write_json(folder / special_tokens.GENERATION, {"_from_model_config": True, **tokens})
         (folder / "README.md").write_text(_card(origin, family, dtype), encoding="utf-8")
     return sorted(output.iterdir())
 
@@ -148,23 +149,32 @@ def _theirs(rule: TensorRule, origin: Origin, dtype: torch.dtype | None) -> Tens
 
 def _config(config: RunConfig, family: Family, dtype: torch.dtype) -> dict[str, Any]:
     model = config.model
-    values = family.write(model) | special_tokens.write(model)
+    values = family.write(model)
     if not model.max_positions:
         values["max_position_embeddings"] = config.data.sequence_length
     name = str(dtype).removeprefix("torch.")
     return {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": name, **values}
 
 
-def _write_tokenizer(config: RunConfig, spec: str, folder: Path) -> None:
+def _with_ends(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -> ModelConfig:
+    """Where a run names no end tokens, those that its tokenizer's files name: transformers asks for their numbers."""
+    if model.eos_token_ids:
+        return model
+    ends = sorted(token for token in end_tokens(model, [folder], tokenizer) if token < model.vocab_size)
+    return dataclasses.replace(model, eos_token_ids=tuple(ends))
+
+
+def _write_tokenizer(config: RunConfig, spec: str, folder: Path) -> Tokenizer:
+    data = dataclasses.replace(config.data, tokenizer=spec)
     if spec == ByteTokenizer.identity:
+        tokenizer: Tokenizer = ByteTokenizer()
         _byte_tokenizer().save(str(folder / TOKENIZER))
     else:
-        tokenizers.load_for_run(
-            dataclasses.replace(config.data, tokenizer=spec), vocab_size=config.model.vocab_size
-        )  # fmt: skip
+        tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         tokenizer_files.read(tokenizer_files.located(spec)).write(folder)
     if not (folder / "tokenizer_config.json").exists():
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    return tokenizer
 
 
 def _byte_tokenizer() -> library.Tokenizer:

@@ -20,6 +20,7 @@ from swarm import config as configs
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.config.data import Format
 from swarm.data import chat, sources, tokenizer_files, tokenizers
+from swarm.data.chat import ChatTemplate
 from swarm.data.tokenizer_files import TOKENIZER
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.interchange import weights
@@ -102,11 +103,28 @@ def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> Run
     if (source.folder / TOKENIZER).is_file():
         tokenizers.load_for_run(dataclasses.replace(data, tokenizer=str(source.folder)), vocab_size=model.vocab_size)
         data = dataclasses.replace(data, tokenizer=str(tokenizer.resolve()))
-    if data.format == "chat":
-        # It is wanted once peers begin the run; that it is missing is better known now.
-        chat.beside(str(source.folder), now=lambda: chat.TRAINING_DATE)
+    _require_sound_texts(source.folder, is_chat=data.format == "chat")
     num_stages = options.num_stages or min(2, model.num_layers)
     return RunConfig(run=name, model=model, stages=StagesConfig(num_stages=num_stages), data=data)
+
+
+def _require_sound_texts(folder: Path, *, is_chat: bool) -> None:
+    """Raise ValueError for files beside the tokenizer that a run, or whoever talks to the model, would stumble over."""
+    tokenizer_files.require_sound(folder)
+    if is_chat:
+        template: ChatTemplate | None = chat.beside(str(folder), now=lambda: chat.TRAINING_DATE)
+    else:
+        template = chat.load(folder, now=lambda: chat.TRAINING_DATE)
+    if template is None:
+        return
+    try:
+        template.check()
+    except ValueError as error:
+        raise ValueError(
+            f"{folder}: an ordinary conversation has no text: {error}; mend the chat template, or take it out"
+        ) from None
+    finally:
+        template.close()
 
 
 def with_weights(config: RunConfig, index: Index) -> RunConfig:

@@ -5,7 +5,6 @@ the configuration says, and none that nobody knows. Nothing of a folder is ever 
 only safetensors is read. Never writes.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.data import hub
 from swarm.interchange.families.family import TensorRule
 from swarm.interchange.families.known import read_config
-from swarm.machine import tensor_file
+from swarm.machine import json_file, tensor_file
 from swarm.model import stages
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -151,11 +150,12 @@ class Source:
 def _files(folder: Path) -> Mapping[str, Path]:
     """The file of each tensor. Raises ValueError if one of the files is missing, or there is none."""
     if (folder / _INDEX).exists():
-        try:
-            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-            named = {str(name): str(file) for name, file in index["weight_map"].items()}
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise ValueError(f"{folder / _INDEX} is no index of safetensors files") from None
+        named = json_file.read_object(folder / _INDEX).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise ValueError(
+                f"{folder / _INDEX} is no index of safetensors files: it has no weight_map with a file's name for each "
+                "tensor"
+            )
         for file in sorted(set(named.values())):
             if Path(file).name != file:
                 raise ValueError(f"{folder / _INDEX} names {file!r}, which is not in the folder")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from swarm.errors import IntegrityError
-from swarm.machine import tensor_file
+from swarm.machine import json_file, tensor_file
 from swarm.machine.disk import put_in_place
 
 INDEX = "index.json"
@@ -72,10 +72,10 @@ class Index:
                     dtype=str(entry["dtype"]),
                     sha256=tuple(map(str, entry["sha256"])),
                 )
-                for name, entry in json.loads(content).items()
+                for name, entry in json_file.parse(content).items()
             }
             is_sound = all(len(entry.sha256) == _num_segments(entry.num_bytes) for entry in self.entries.values())
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, OverflowError, KeyError, TypeError, AttributeError):
             is_sound = False
         if not is_sound:
             raise IntegrityError("the index of the weights is damaged")

@@ -44,6 +44,19 @@ def test_the_same_cut_gives_back_what_was_written(tmp_path: Path) -> None:
     assert digest_of(restored.tensors) == weights.state_digest()
 
 
+def test_one_of_another_run_is_named_for_all_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for rounds in (1, 2):
+        write_cut(tmp_path, dataclasses.replace(cut(2), run="another"), rounds)
+    (path,) = [path for path in write_cut(tmp_path, cut(2), 3) if "stage-0" in path.name]
+    _damage(path)
+    assert _restore(tmp_path, cut(2), 0) is None
+    foreign, damaged = (
+        [line for line in caplog.messages if fault in line] for fault in ("is of another run", "is damaged")
+    )
+    assert (len(foreign), len(damaged)) == (1, 1)
+    assert foreign[0].endswith("; others like it are not named")
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_another_cut_gives_the_tensors_of_a_run_that_was_never_cut_otherwise(tmp_path: Path, num_stages: int) -> None:
     """Weights, Adam's moments and its step counter are the same, and so is the next step."""

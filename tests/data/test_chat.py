@@ -1,4 +1,9 @@
 import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -8,6 +13,7 @@ from transformers import AutoTokenizer
 
 from swarm.data import chat
 from swarm.data.chat import TRAINING_DATE, ChatTemplate
+from swarm.data.template_process import Limits
 from tests.support.tokenizers import CHAT_TEMPLATE, write_chat_tokenizer
 
 TALK = [
@@ -20,8 +26,8 @@ TALK = [
 WITHOUT_MARKS = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-def _template(text: str, **special_tokens: str) -> ChatTemplate:
-    return ChatTemplate(text, special_tokens, now=lambda: datetime(2026, 5, 4))
+def _template(text: str, limits: Limits | None = None, **special_tokens: str) -> ChatTemplate:
+    return ChatTemplate(text, special_tokens, now=lambda: datetime(2026, 5, 4), limits=limits)
 
 
 def _said(template: ChatTemplate, messages: list[dict[str, str]]) -> list[str]:
@@ -115,9 +121,117 @@ def test_message_with_a_mark_is_refused() -> None:
         template.render_training([{"role": "user", "content": "\ufdd0"}])
 
 
-def test_invalid_template_is_one_line() -> None:
-    with pytest.raises(ValueError, match="not valid"):
-        _template("{% for %}")
+@pytest.mark.parametrize("text", ["{% for %}", "{{", "{% if x %}", "{{ " + "(" * 5000 + " }}", "{% include 'x' "])
+def test_invalid_template_is_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match="not valid") as raised:
+        _template(text).check()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ raise_exception('no') }}",
+        "{% for m in messages %}{{ m.text.strip() }}{% endfor %}",
+        "{% if messages[1].role == 'assistant' %}{{ raise_exception('no answers') }}{% endif %}",
+    ],
+)
+def test_a_template_that_fails_on_an_ordinary_conversation_is_found_out(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot render these messages"):
+        _template(text).check()
+
+
+IN_LITTLE_TIME = Limits(seconds=0.2)
+WITH_LITTLE_MEMORY = Limits(seconds=5.0, memory_bytes=128 << 20)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{{ m(n + 1) if n < 60 }}{{ m(n + 1) if n < 60 }}{% endmacro %}{{ m(0) }}",
+        # Within one operation, and before anything is rendered: Jinja computes constants when it compiles.
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ messages | map('length') | sum ** (9 ** 9) }}",
+    ],
+)
+def test_a_template_that_computes_without_end_is_ended(text: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be rendered: it computes for more than 0\.2 seconds$"):
+        _template(text, IN_LITTLE_TIME).render(TALK)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 'a' * 10 ** 9 }}",
+        "{% set n = namespace(s='a' * 1024) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+        "{{ messages[0].content.center(10 ** 9) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_fills_the_memory_is_ended(text: str) -> None:
+    template = _template("{% if messages %}" + text + "{% endif %}", WITH_LITTLE_MEMORY)
+    assert template.render([]) == ""
+    with pytest.raises(ValueError, match=r"it takes more than 128 MiB of memory$"):
+        template.render(TALK)
+
+
+def test_a_text_without_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="makes a text of more than 16 million characters"):
+        _template("{{ 'x' * 17000000 }}").render(TALK)
+
+
+def test_after_a_rendering_that_failed_the_next_one_is_made() -> None:
+    template = _template("{% if messages | length > 1 %}{{ 9 ** (9 ** messages[1].n) }}{% endif %}!", IN_LITTLE_TIME)
+    assert template.render([{}]) == "!"
+    with pytest.raises(ValueError, match="computes for more than"):
+        template.render([{}, {"n": 9}])
+    assert template.render([{}]) == "!"
+    template.close()
+    assert template.render([{}]) == "!"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rendering_can_be_interrupted(number: signal.Signals) -> None:
+    """By Ctrl-C, and by SIGTERM where the program has it raise."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    template = _template("{{ 9 ** (9 ** 9) }}", Limits(seconds=60.0))
+    before = signal.signal(number, interrupt)
+    pressing = threading.Timer(0.3, os.kill, [os.getpid(), number])
+    try:
+        pressing.start()
+        with pytest.raises(KeyboardInterrupt):
+            template.render(TALK)
+        pressing.join()
+    finally:
+        signal.signal(number, before)
+
+
+def test_what_waits_for_a_rendering_does_not_once_it_is_closed() -> None:
+    template = _template("{{ 9 ** (9 ** 9) }}", Limits(seconds=60.0))
+    with ThreadPoolExecutor(1) as thread:
+        rendering = thread.submit(template.render, TALK)
+        time.sleep(0.3)
+        template.close()
+        with pytest.raises(ValueError, match="its process ended"):
+            rendering.result(10.0)
+
+
+def test_messages_may_hold_what_json_does_not_know() -> None:
+    """As rows of Parquet files do, or lone halves of characters; without end they are refused."""
+    template = _template("{{ messages[0].content }}{{ messages[0].at }}")
+    messages: list[dict[str, Any]] = [{"content": "\ud800", "at": datetime(2026, 5, 4)}]
+    assert template.render(messages) == "\ud8002026-05-04 00:00:00"
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        template.render([{"content": deep}])
+    assert template.render(messages[:1])
 
 
 TOKEN = {"content": "<s>", "lstrip": False}
@@ -138,7 +252,12 @@ TOKEN = {"content": "<s>", "lstrip": False}
         (
             {
                 "tokenizer_config.json": {
-                    "chat_template": [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+                    "chat_template": [
+                        {"name": {}},
+                        5,
+                        {"name": "tool_use", "template": "a"},
+                        {"name": "default", "template": "b"},
+                    ]
                 }
             },
             "b",
@@ -156,10 +275,21 @@ def test_template_is_found_where_transformers_keeps_it(
     assert (template.render([]) if template is not None else None) == expected
 
 
-@pytest.mark.parametrize("content", ["{", json.dumps({"chat_template": 3}), json.dumps({"chat_template": "{% if"})])
-def test_unusable_template_is_one_line(content: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ValueError, match="chat template") as raised:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b'{"chat_template": 3}'),
+        ("special_tokens_map.json", b"5"),
+        ("chat_template.json", b"\xff"),
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", b"x" * (1 << 21)),
+    ],
+)
+def test_unusable_template_is_one_line(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"chat template|cannot read") as raised:
         chat.load(tmp_path, now=lambda: TRAINING_DATE)
     assert "\n" not in str(raised.value)
     assert str(tmp_path) in str(raised.value)

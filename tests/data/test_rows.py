@@ -44,10 +44,11 @@ def test_empty_lines_are_no_rows_but_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "row 2: the line is no JSON: Expecting property name"),
-        (b'{"text": "\xff"}', "row 2: the line is no JSON: 'utf-8' codec"),
+        (b"{", "row 2: the line cannot be read: it is not valid JSON: Expecting property name"),
+        (b'{"text": "\xff"}', "row 2: the line cannot be read: it is not UTF-8 text"),
         (b"[1]", "row 2: the line is no JSON object"),
-        (b"[" * 100_000, "row 2: the line is no JSON"),
+        (b"[" * 100_000, "row 2: the line cannot be read: it is not valid JSON: it is nested too deeply"),
+        (b'{"n": ' + b"1" * 5000 + b"}", "row 2: the line cannot be read: it has a number of more than 4,300 digits"),
     ],
 )
 def test_a_line_that_is_no_row_is_named(line: bytes, reason: str, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_two_spellings_of_the_same_are_read(tmp_path: Path) -> None:
 def test_a_file_that_is_nested_without_end_is_no_configuration(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text("[" * 200_000)
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"config\.json: it is not valid JSON"):
         read_config(path)
 
 

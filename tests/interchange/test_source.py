@@ -34,11 +34,6 @@ def _lose_a_tensor(folder: Path) -> None:
     index.write_text(json.dumps(values))
 
 
-def _change_sizes(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 96}))
-
-
 def _add_a_tensor(folder: Path) -> None:
     path = sorted(folder.glob("*.safetensors"))[0]
     save_file({**load_file(path), "model.layers.0.mlp.experts.0.weight": torch.zeros(2)}, path)
@@ -57,8 +52,16 @@ def _whole_numbers(folder: Path) -> None:
     save_file({**tensors, name: torch.zeros(tensors[name].shape, dtype=torch.int8)}, path)
 
 
-def _break_the_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("{}")
+def _with_index(content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(content)
+
+
+def _with_config(**values: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return change
 
 
 def _escape(folder: Path) -> None:
@@ -74,15 +77,28 @@ def _escape(folder: Path) -> None:
         (_lose_a_shard, "the shard model-0000.* is missing"),
         (_truncate, "is not a whole safetensors file"),
         (_lose_a_tensor, "no file has the tensor"),
-        (_change_sizes, r"is \[80, 48\], and config.json makes it \[96, 48\]"),
+        (_with_config(intermediate_size=96), r"is \[80, 48\], and config.json makes it \[96, 48\]"),
         (_add_a_tensor, "'model.layers.0.mlp.experts.0.weight' is no part of a LlamaForCausalLM"),
         (_pickle, "as a pickle, which can hold code and is never read"),
         (_whole_numbers, "is of type I8, and only F32, F16, BF16 can be read"),
-        (_break_the_index, "is no index of safetensors files"),
+        *(
+            (_with_index(content), "is no index of safetensors files: it has no weight_map")
+            for content in ("{}", '{"weight_map": 5}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}')
+        ),
+        (_with_index("[]"), r"cannot read .*index\.json: it holds no JSON object"),
+        (_with_index('{"a": ' + "1" * 5000 + "}"), "index.json: it has a number of more than 4,300 digits"),
         (_escape, "which is not in the folder"),
         (lambda folder: (folder / "config.json").unlink(), "cannot read .*config.json: No such file"),
         (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "it holds no object"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "it holds no JSON object"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"a": ' + "1" * 5000 + "}"),
+            "config.json: it has a number of more than 4,300 digits",
+        ),
+        *(
+            (_with_config(architectures=value), "architectures is .*, and should be a list of names")
+            for value in ("LlamaForCausalLM", "an old LlamaForCausalLM", 5, {"LlamaForCausalLM": 1}, [5], [["a"]])
+        ),
     ],
 )
 def test_a_folder_with_a_fault_is_refused(harm: Callable[[Path], object], fault: str, tmp_path: Path) -> None:
@@ -94,6 +110,32 @@ def test_a_folder_with_a_fault_is_refused(harm: Callable[[Path], object], fault:
         import_model(Source(folder), tmp_path / "run", ImportOptions())
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+SIZES = {
+    "llama-2": [
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings",
+    ],
+    "mistral": ["sliding_window"],
+    "qwen2": ["sliding_window"],
+    "gpt2": ["vocab_size", "n_embd", "n_layer", "n_head", "n_positions", "n_inner"],
+}  # fmt: skip
+"""Of our own, 0 stands for a default, or for no bound."""
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in SIZES.items() for key in keys])
+def test_a_size_that_cannot_be_is_refused(name: str, key: str, tmp_path: Path) -> None:
+    save(name, tmp_path)
+    before = (tmp_path / "config.json").read_text()
+    for value, fault in (
+        (0, "should be at least 1"), (-1, "should be at least 1"), (2**60, "is too large"), (1.5, "be of type int"),
+        ("64", "be of type int"), (True, "be of type int"), ([64], "be of type int"),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(before)
+        _with_config(**{key: value})(tmp_path)
+        with pytest.raises(ValueError, match=f"{key} is .*{fault}"):
+            Source(tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""JSON files of strangers."""
+"""JSON of strangers."""
 
 from pathlib import Path
 
@@ -6,18 +6,38 @@ import pytest
 
 from swarm.machine import json_file
 
+FAULTS = [
+    (b"", "it is not valid JSON: Expecting value"),
+    (b"{", "it is not valid JSON: Expecting property name"),
+    (b"\xff", "it is not UTF-8 text"),
+    (b"[" * 200_000, "it is not valid JSON: it is nested too deeply"),
+    (b'{"a": ' + b"1" * 5000 + b"}", "it has a number of more than 4,300 digits"),
+]
 
-@pytest.mark.parametrize(("text", "values"), [('{"a": 1}', {"a": 1}), ("[1]", {}), ("5", {})])
-def test_what_holds_no_object_is_empty(text: str, values: dict[str, int], tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("content", "fault"), FAULTS)
+def test_what_is_no_json_is_one_line(content: bytes, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{fault}"):
+        json_file.parse(content)
     path = tmp_path / "config.json"
-    assert json_file.read_object(path) == {}
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^cannot read {path}: {fault}") as raised:
+        json_file.read_object(path, is_optional=True)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", "5", "null", '"a"'])
+def test_what_holds_no_object_is_said(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
     path.write_text(text)
-    assert json_file.read_object(path) == values
-
-
-@pytest.mark.parametrize("text", ["{", "\xff", "[" * 200_000])
-def test_what_is_no_json_is_one_line(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"config\.json: it holds no JSON object$"):
         json_file.read_object(path)
+
+
+def test_a_file_may_be_missing_where_it_is_optional(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    assert json_file.read_object(path, is_optional=True) == {}
+    with pytest.raises(ValueError, match=r"cannot read .*config\.json: No such file"):
+        json_file.read_object(path)
+    path.write_text('{"a": 1}')
+    assert json_file.read_object(path) == {"a": 1}

@@ -1,6 +1,7 @@
 """A model that says what a test wants, in bytes, and tells what it was asked."""
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Sequence
 from datetime import datetime
 
@@ -58,5 +59,11 @@ def scripted_model(engine: ScriptedEngine, *, template: str | None = TEMPLATE) -
         engine=engine,
         tokenizer=ByteTokenizer(),
         end_tokens=frozenset({END}),
-        template=None if template is None else ChatTemplate(template, {}, now=lambda: datetime(2026, 1, 1)),
+        template=None if template is None else _template(template),
     )
+
+
+@functools.cache
+def _template(text: str) -> ChatTemplate:
+    """The tests of one process share its child."""
+    return ChatTemplate(text, {}, now=lambda: datetime(2026, 1, 1))

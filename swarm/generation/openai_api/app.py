@@ -71,7 +71,7 @@ class Api:
         wanted = requests.parse(ChatRequest, await request.body())
         self._require_model(wanted.model)
         try:
-            prompt = await asyncio.to_thread(self._model.conversation, wanted.conversation)
+            prompt = await self._model.conversation(wanted.conversation)
         except ValueError as error:
             raise Refusal(400, str(error), param="messages") from None
         return await self._written(wanted, prompt)
@@ -122,16 +122,15 @@ class Api:
         """How many tokens the answer may have. Raises Refusal."""
         if not prompt:
             raise Refusal(400, "the prompt has no tokens", param="prompt")
-        longest, param = self._model.engine.longest, "messages" if isinstance(wanted, ChatRequest) else "prompt"
-        num_tokens = wanted.most_tokens or min(self._default_tokens, max(1, longest - len(prompt)))
-        if len(prompt) + num_tokens > longest:
-            raise Refusal(
-                400,
-                f"the model takes {longest} tokens: the prompt has {len(prompt)}, and {num_tokens} more are wanted",
-                code="context_length_exceeded",
-                param=param,
-            )
-        return num_tokens
+        left = self._model.engine.longest - len(prompt)
+        field, num_tokens = wanted.most_tokens
+        if left < 1:
+            field = "messages" if isinstance(wanted, ChatRequest) else "prompt"
+        elif num_tokens is None or num_tokens <= left:
+            return num_tokens or min(self._default_tokens, left)
+        has = f"the model takes {self._model.engine.longest} tokens with the answer, and the prompt has {len(prompt)}"
+        fault = has if left < 1 else f"{field} is more than the {left} that are left: {has}"
+        raise Refusal(400, fault, code="context_length_exceeded", param=field)
 
     def _require_model(self, name: str) -> None:
         # Of two texts that are under way, the one that began later may have the older weights.

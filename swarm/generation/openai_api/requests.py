@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.generation.openai_api.refusals import Refusal
-from swarm.generation.sampling import Sampling
+from swarm.generation.sampling import MOST_TOP_K, Sampling
 
 MOST_STOPS = 16
 _SEEDS = 2**63
@@ -82,7 +82,7 @@ class _Request(_Strict):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=0, lt=MOST_TOP_K)
     seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
     stop: _Text | Annotated[list[_Text], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
@@ -107,14 +107,14 @@ class _Request(_Strict):
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0),
+            top_k=self.top_k or 0,
             seed=seed if self.seed is None else self.seed,
         )
 
     @property
-    def most_tokens(self) -> int | None:
-        """Tokens that the client wants at most, if it says so."""
-        return self.max_tokens
+    def most_tokens(self) -> tuple[str, int | None]:
+        """Tokens that the client wants at most, if it says so, and the field that says it."""
+        return "max_tokens", self.max_tokens
 
 
 class CompletionRequest(_Request):
@@ -143,8 +143,10 @@ class ChatRequest(_Request):
     max_completion_tokens: int | None = Field(None, ge=1)
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def most_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().most_tokens
+        return "max_completion_tokens", self.max_completion_tokens
 
     @property
     def conversation(self) -> list[dict[str, str]]:

@@ -4,6 +4,7 @@ A family's file is a table of these. Import reads it in one direction, export in
 that no table knows is refused: it may change what the model computes.
 """
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ HARMLESS = {
     "use_cache",
 }
 """Keys that say nothing of what the model computes. Dropout is the run's own choice."""
+_LARGEST = 2**53
+"""A number of a configuration; a float has every whole number up to this."""
 
 
 class Keys:
@@ -53,10 +56,23 @@ class Keys:
         self._unread.discard(name)
         value = self._values.get(name)
         value = default if value is None else value
+        if kind in (int, float) and isinstance(value, int) and abs(value) > _LARGEST:
+            raise ValueError(f"config.json: {name} is {reprlib.repr(value)}, which is too large")
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"config.json: {name} is {value!r}, and should be of type {kind.__name__}")
+            raise ValueError(f"config.json: {name} is {reprlib.repr(value)}, and should be of type {kind.__name__}")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """How many of something there are, or how wide it is; `default` as in get, whatever that is.
+
+        Raises:
+            ValueError: as get does, and for what is there and below 1.
+        """
+        value: int = self.get(name, int, default)
+        if self._values.get(name) is not None and value < 1:
+            raise ValueError(f"config.json: {name} is {value}, and should be at least 1")
         return value
 
     def has(self, name: str) -> bool:
@@ -69,7 +85,7 @@ class Keys:
         value = self._values.get(name, allowed[0])
         if value not in allowed:
             raise ValueError(
-                f"config.json: {name} = {value!r} is not supported, only {' or '.join(map(repr, allowed))}"
+                f"config.json: {name} = {reprlib.repr(value)} is not supported, only {' or '.join(map(repr, allowed))}"
             )
 
     def section(self, name: str) -> "Keys | None":
@@ -79,7 +95,7 @@ class Keys:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise ValueError(f"config.json: {name} is {value!r}, and should be an object")
+            raise ValueError(f"config.json: {name} is {reprlib.repr(value)}, and should be an object")
         return Keys(value)
 
     def finish(self) -> None:

@@ -44,14 +44,14 @@ def _read(keys: Keys) -> dict[str, Any]:
         "task_specific_params",
     ):
         keys.get(name, object, "")
-    d_model = keys.get("n_embd", int)
+    d_model = keys.size("n_embd")
     return {
-        "num_layers": keys.get("n_layer", int),
+        "num_layers": keys.size("n_layer"),
         "d_model": d_model,
-        "num_heads": keys.get("n_head", int),
-        "d_ff": keys.get("n_inner", int, 4 * d_model),
-        "vocab_size": keys.get("vocab_size", int),
-        "max_positions": keys.get("n_positions", int),
+        "num_heads": keys.size("n_head"),
+        "d_ff": keys.size("n_inner", 4 * d_model),
+        "vocab_size": keys.size("vocab_size"),
+        "max_positions": keys.size("n_positions"),
         "norm_epsilon": keys.get("layer_norm_epsilon", float, 1e-5),
         "tied_embeddings": keys.get("tie_word_embeddings", bool, True),
         "positions": "learned",

@@ -1,6 +1,7 @@
 """All families, and which of them a configuration belongs to."""
 
-import json
+import dataclasses
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from swarm.config import ModelConfig
 from swarm.interchange.families import gpt2, llama, special_tokens
 from swarm.interchange.families.family import Family, Keys
+from swarm.machine import json_file
 
 FAMILIES = (llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, gpt2.GPT2)
 
@@ -19,15 +21,7 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
         ValueError: one line, for a file that is missing or no JSON, an architecture that is not built, and a key that
             is not known or whose value is not supported.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"cannot read {path}: {reason}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is no model's configuration: it holds no object")
+    values = json_file.read_object(path)
     if values.get("quantization_config"):
         raise ValueError(f"{path}: a quantized model cannot be trained; take the one that it was made from")
     family = _family(values)
@@ -40,12 +34,14 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
 
 def _family(values: Mapping[str, Any]) -> Family:
     named = values.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"config.json: architectures is {reprlib.repr(named)}, and should be a list of names")
     for family in FAMILIES:
         if family.architecture in named or (not named and values.get("model_type") == family.model_type):
             return family
     what = named[0] if named else values.get("model_type", "nothing")
     supported = ", ".join(family.architecture for family in FAMILIES)
-    raise ValueError(f"config.json: the architecture {what!r} is not supported; these are: {supported}")
+    raise ValueError(f"config.json: the architecture {reprlib.repr(what)} is not supported; these are: {supported}")
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -63,6 +59,8 @@ def family_of(model: ModelConfig) -> Family:
     other = sorted({*model.types_of_blocks} - {"tp"})
     if other:
         raise ValueError(f"a model with {' and '.join(other)} blocks has no counterpart in transformers")
+    # A run may have no longest sequence, and a model's files always name one.
+    model = dataclasses.replace(model, max_positions=model.max_positions or 1)
     for family in FAMILIES:
         # What a family cannot say is lost when its configuration is written, and read again.
         try:

@@ -40,18 +40,18 @@ _RULES = (
 def _read(keys: Keys) -> dict[str, Any]:
     keys.expect("hidden_act", "silu")
     keys.expect("pretraining_tp", 1)
-    num_heads = keys.get("num_attention_heads", int)
+    num_heads = keys.size("num_attention_heads")
     return {
-        "num_layers": keys.get("num_hidden_layers", int),
-        "d_model": keys.get("hidden_size", int),
+        "num_layers": keys.size("num_hidden_layers"),
+        "d_model": keys.size("hidden_size"),
         "num_heads": num_heads,
-        "num_kv_heads": keys.get("num_key_value_heads", int, num_heads),
-        "head_width": keys.get("head_dim", int, 0),
-        "d_ff": keys.get("intermediate_size", int),
-        "vocab_size": keys.get("vocab_size", int),
+        "num_kv_heads": keys.size("num_key_value_heads", num_heads),
+        "head_width": keys.size("head_dim", 0),
+        "d_ff": keys.size("intermediate_size"),
+        "vocab_size": keys.size("vocab_size"),
         "norm_epsilon": keys.get("rms_norm_eps", float, 1e-6),
         "tied_embeddings": keys.get("tie_word_embeddings", bool, False),
-        "max_positions": keys.get("max_position_embeddings", int),
+        "max_positions": keys.size("max_position_embeddings"),
         **_read_rope(keys),
     }
 
@@ -88,7 +88,7 @@ def _read_rope_section(rope: Keys, theta: float) -> dict[str, Any]:
             "rope_factor": rope.get("factor", float),
             "rope_low_frequency_factor": rope.get("low_freq_factor", float),
             "rope_high_frequency_factor": rope.get("high_freq_factor", float),
-            "rope_original_positions": rope.get("original_max_position_embeddings", int),
+            "rope_original_positions": rope.size("original_max_position_embeddings"),
         }
     elif kind != "default":
         raise ValueError(f"config.json: rotary positions of type {kind!r} are not supported")
@@ -146,7 +146,7 @@ def _within_window(fields: dict[str, Any], window: int) -> dict[str, Any]:
 def _read_mistral(keys: Keys) -> dict[str, Any]:
     fields = _read(keys)
     # Without the key it is transformers' default; null says that there is none.
-    window = keys.get("sliding_window", int, fields["max_positions"]) if keys.has("sliding_window") else 4096
+    window = keys.size("sliding_window", fields["max_positions"]) if keys.has("sliding_window") else 4096
     return _within_window(fields, window)
 
 
@@ -156,11 +156,11 @@ def _write_mistral(model: ModelConfig) -> dict[str, Any]:
 
 def _read_qwen(keys: Keys) -> dict[str, Any]:
     fields = _read(keys)
-    window = keys.get("sliding_window", int, fields["max_positions"])
+    window = keys.size("sliding_window", fields["max_positions"])
     is_used = keys.get("use_sliding_window", bool, False)
-    kinds = set(keys.get("layer_types", list, ["full_attention"]))
+    kinds = set(map(str, keys.get("layer_types", list, ["full_attention"])))
     if not kinds <= {"full_attention", "sliding_attention"}:
-        raise ValueError(f"config.json: layer_types has {min(map(str, kinds))!r}, which is not supported")
+        raise ValueError(f"config.json: layer_types has {min(kinds)!r}, which is not supported")
     return _within_window(fields, window) if is_used or "sliding_attention" in kinds else fields
 
 

@@ -9,36 +9,45 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import ModelConfig
+from swarm.data.end_tokens import token_numbers
 from swarm.machine import json_file
 
 GENERATION = "generation_config.json"
 _FIELDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_ids", "pad_token_id": "pad_token_id"}
 """Ours, by their keys."""
+_NONE = -1
+"""Stands for no token in the files of the first Llamas."""
 
 
 def read(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, int], *, vocab_size: int) -> dict[str, Any]:
     """Fields of our configuration, from the files of a model's folder.
 
-    A token that the model does not have is left out: it never comes.
-
     Args:
         config: what config.json holds. What generation_config.json says goes before it, as in transformers.
-        defaults: where neither has a key. Null says that there is no such token.
+        defaults: where neither has a key. Null says that there is no such token. A small model may have fewer tokens,
+            and its files the default all the same: it never comes, and is left out.
 
     Raises:
-        ValueError: one line, for what is no token's number.
+        ValueError: one line, for what is no token's number, or no token of the model.
     """
-    generation = json_file.read_object(folder / GENERATION)
+    generation = json_file.read_object(folder / GENERATION, is_optional=True)
     fields: dict[str, Any] = {}
     for key, field in _FIELDS.items():
-        value = generation.get(key)
-        value = config.get(key, defaults.get(key)) if value is None else value
-        tokens = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-            raise ValueError(f"{folder}: {key} is {value!r}, and should be a token's number, or a list of such")
-        known = tuple(token for token in tokens if 0 <= token < vocab_size)
-        fields[field] = known if field == "eos_token_ids" else next(iter(known), -1)
+        default = defaults.get(key, _NONE)
+        in_config = _known(config.get(key, default), f"{folder / 'config.json'}: {key}", default, vocab_size)
+        in_generation = _known(generation.get(key), f"{folder / GENERATION}: {key}", default, vocab_size)
+        tokens = in_config if generation.get(key) is None else in_generation
+        fields[field] = tokens if field == "eos_token_ids" else next(iter(tokens), _NONE)
     return fields
+
+
+def _known(value: Any, what: str, default: int, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that a value names. Raises ValueError for one that the model does not have."""
+    tokens = token_numbers(value, what)
+    for token in tokens:
+        if not (0 <= token < vocab_size or token in (_NONE, default)):
+            raise ValueError(f"{what} names the token {token}, and the model has those from 0 to {vocab_size - 1}")
+    return tuple(token for token in tokens if 0 <= token < vocab_size)
 
 
 def write(model: ModelConfig) -> dict[str, Any]:

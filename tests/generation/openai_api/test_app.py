@@ -1,17 +1,25 @@
 """What the routes answer, and what they refuse, in OpenAI's form."""
 
+import asyncio
+import dataclasses
 import json
 import logging
 import random
+import time
 from collections.abc import AsyncIterator
+from datetime import datetime
 from typing import Any
 
 import httpx2
 import pytest
 
+from swarm.data.chat import ChatTemplate
+from swarm.data.template_process import Limits
 from swarm.errors import Overloaded, PeerUnavailable
+from swarm.generation import text_model
 from swarm.generation.openai_api.app import Api
 from swarm.generation.openai_api.gate import Gate
+from swarm.generation.text_model import TextModel
 from swarm.machine.clock import ManualClock
 from tests.support.scripted_model import RUN, ScriptedEngine, scripted_model
 
@@ -31,10 +39,13 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[httpx2.AsyncClient]:
         yield client
 
 
-def _client(engine: ScriptedEngine, *, template: str | None = "{{ messages[0].content }}") -> httpx2.AsyncClient:
-    model = scripted_model(engine, template=template)
+def _client(
+    engine: ScriptedEngine, *, template: str | None = "{{ messages[0].content }}", model: TextModel | None = None,
+    most_requests: int = 4,
+) -> httpx2.AsyncClient:  # fmt: skip
+    model = model or scripted_model(engine, template=template)
     api = Api(model, default_tokens=30, clock=ManualClock(1000.0), numbers=random.Random(0))
-    gate = Gate(api.app(), token=None, most_requests=4)
+    gate = Gate(api.app(), token=None, most_requests=most_requests)
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(gate), base_url="http://server/v1")
 
 
@@ -177,15 +188,71 @@ async def test_how_long_a_text_may_become(client: httpx2.AsyncClient, engine: Sc
 
 @pytest.mark.parametrize(
     "body",
-    [{"prompt": "x" * 96}, {"prompt": "x" * 100, "max_tokens": None}, {"max_tokens": 98}, {"max_tokens": 10**30}],
+    [
+        {"prompt": "x" * 100},
+        {"prompt": "x" * 100, "max_tokens": None},
+        {"prompt": "x" * 96},
+        {"max_tokens": 98},
+        {"max_tokens": 10**30},
+    ],
 )
 async def test_what_is_too_long_is_refused(client: httpx2.AsyncClient, body: dict[str, Any]) -> None:
+    """And blamed on the field that is too long: on the prompt only where that leaves no room."""
+    is_prompt = len(body.get("prompt", "")) == 100
     for stream in (False, True):
         response = await client.post("/completions", json=COMPLETION | body | {"stream": stream})
         assert response.status_code == 400
         error = response.json()["error"]
         assert error["code"] == "context_length_exceeded"
+        assert error["param"] == ("prompt" if is_prompt else "max_tokens")
+        assert error["message"].startswith("max_tokens is more than the") != is_prompt
         assert "the model takes 100 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 100}]}, "messages"),
+        ({"max_completion_tokens": 98, "max_tokens": 1}, "max_completion_tokens"),
+        ({"max_tokens": 98}, "max_tokens"),
+    ],
+)
+async def test_what_is_too_long_in_a_chat_is_named(
+    client: httpx2.AsyncClient, body: dict[str, Any], param: str
+) -> None:
+    response = await client.post("/chat/completions", json=CHAT | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_template_that_takes_for_ever_is_refused_and_holds_up_nobody(engine: ScriptedEngine) -> None:
+    """Others are answered meanwhile, however many conversations wait."""
+    template = ChatTemplate("{{ 9 ** (9 ** 9) }}", {}, now=datetime.now, limits=Limits(seconds=0.3))
+    model = dataclasses.replace(scripted_model(engine), template=template)
+    async with _client(engine, model=model, most_requests=40) as client:
+        chats = [asyncio.create_task(client.post("/chat/completions", json=CHAT)) for _ in range(20)]
+        assert (await client.post("/completions", json=COMPLETION)).status_code == 200
+        response = await chats[0]
+        assert response.status_code == 400
+        assert "it computes for more than 0.3 seconds" in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == "messages"
+        began = time.monotonic()
+        for chat in chats:
+            chat.cancel()
+        await asyncio.wait(chats)
+        assert time.monotonic() - began < 5.0, "nor is what they began with gone on with"
+
+
+async def test_a_conversation_that_others_hold_up_is_told_to_come_again(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_model, "TURN_SECONDS", 0.1)
+    template = ChatTemplate("{{ 9 ** (9 ** 9) }}", {}, now=datetime.now, limits=Limits(seconds=60.0))
+    async with _client(engine, model=dataclasses.replace(scripted_model(engine), template=template)) as client:
+        first = asyncio.create_task(client.post("/chat/completions", json=CHAT))
+        await asyncio.sleep(0.01)
+        assert (await client.post("/chat/completions", json=CHAT)).status_code == 429
+        first.cancel()
+        await asyncio.wait([first])
 
 
 @pytest.mark.parametrize(
@@ -227,9 +294,9 @@ async def test_what_the_template_refuses_and_a_model_without_one(engine: Scripte
 
 REFUSED: dict[str, list[Any]] = {
     "max_tokens": [0, -1, 1.5, "5", True, []],
-    "temperature": [-0.1, 2.1, "1", True],
-    "top_p": [0, 1.1, -1, "x"],
-    "top_k": [-2, 1.5],
+    "temperature": [-0.1, 2.1, 1e300, "1", True],
+    "top_p": [0, 1.1, -1, "x", True],
+    "top_k": [-1, 1.5, 2**31, 10**30, True],
     "seed": [1.5, 2**63, -(2**63) - 1, "1"],
     "stop": ["", [""], ["x"] * 17, 5, [5], {}],
     "stream": [1, "true"],
@@ -310,6 +377,8 @@ async def test_messages_that_cannot_be(client: httpx2.AsyncClient, messages: Any
         b'"x"',
         b"\xff",
         b'{"model": "\\ud800"}',
+        b'{"prompt": "\\ud800", "model": "m"}',
+        b'{"max_tokens": ' + b"1" * 5000 + b"}",
         b"[" * 100_000,
         b'{"temperature": NaN}',
     ],

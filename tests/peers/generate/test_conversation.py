@@ -11,6 +11,7 @@ import pytest
 
 from peers.generate import conversation
 from peers.generate.options import GenerateOptions
+from peers.shared import process
 from swarm.errors import PeerUnavailable
 from tests.support.scripted_model import ScriptedEngine, scripted_model
 
@@ -44,7 +45,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 async def test_messages_are_answered_with_what_was_said_before(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine()
     _type(typed, "hi\n\n  you \r\n/reset\nthird")
-    await conversation.talk(scripted_model(engine), _options(system="be"))
+    assert await conversation.talk(scripted_model(engine), _options(system="be")) == 0
     assert capsys.readouterr().out == "hello\nhello\nhello\n"
     assert [prompt.decode() for prompt, _, _ in engine.asked] == [
         "<system>be<user>hi<assistant>",
@@ -87,7 +88,7 @@ async def test_sigterm_ends_it_in_mid_answer(typed: int) -> None:
     _type(typed, "hi\nthere\n", is_all=False)
     await _until(lambda: engine.under_way == 1)
     os.kill(os.getpid(), signal.SIGTERM)
-    await talking
+    assert await talking == process.EXIT_TERMINATED
     os.close(typed)
     assert len(engine.asked) == 1
     assert engine.under_way == 0
@@ -97,7 +98,7 @@ async def test_what_cannot_be_answered_is_a_line(typed: int, capsys: pytest.Capt
     engine = ScriptedEngine(longest=60)
     engine.fault, engine.fault_after = PeerUnavailable("stage 1 has no peer"), 2
     _type(typed, "hi\n" + "x" * 70 + "\nhi\n")
-    await conversation.talk(scripted_model(engine), _options())
+    assert await conversation.talk(scripted_model(engine), _options()) == process.EXIT_FAILURE
     said = capsys.readouterr()
     assert said.out == "he\nhe\n"
     assert said.err.splitlines() == [
@@ -106,6 +107,19 @@ async def test_what_cannot_be_answered_is_a_line(typed: int, capsys: pytest.Capt
         "anew",
         "swarm-generate: error: stage 1 has no peer",
     ]
+
+
+async def test_one_answer_that_failed_is_told_by_the_exit_code(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a pipe; in a terminal somebody has seen it."""
+    _type(typed, "x" * 90 + "\nhi\n")
+    assert await conversation.talk(scripted_model(ScriptedEngine()), _options()) == process.EXIT_FAILURE
+    assert capsys.readouterr().out == "hello\n"
+
+
+async def test_a_template_with_which_no_conversation_can_begin_ends_it_at_once(typed: int) -> None:
+    with pytest.raises(ValueError, match="cannot render these messages: no"):
+        await conversation.talk(scripted_model(ScriptedEngine(), template="{{ raise_exception('no') }}"), _options())
+    os.close(typed)
 
 
 async def test_a_model_without_a_template_takes_no_conversation(typed: int) -> None:

@@ -161,6 +161,16 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
         (["--prompt", "a", "--model", "m", "--top-p", "2"], "top_p must be above 0 and at most 1"),
         (["--prompt", "a", "--model", "m", "--temperature", "-1"], "temperature must be 0 or positive"),
         (["--prompt", "a", "--model", "m", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (
+            ["--prompt", "a\udcff", "--model", "m"],
+            "--prompt must be UTF-8 text, and has the byte 0xff after 1 character",
+        ),
+        (
+            ["--prompt", "a", "--model", "m", "--stop", "\udc80"],
+            "--stop must be UTF-8 text, and has the byte 0x80 after",
+        ),
+        (["--chat", "--model", "m", "--system", "\udcff"], "--system must be UTF-8 text"),
+        (["--prompt", "a", "--model", "m", "--top-k", str(2**31)], "top_k must be at least 0 and below"),
         (["--prompt", "a", "--model", "m", "--base", "m"], "--base needs --checkpoint DIR"),
         (["--prompt", "a", "--model", "m", "--round", "1"], "--round needs --checkpoint DIR"),
     ],

@@ -71,6 +71,16 @@ def _set(**values: object) -> Callable[[Path], None]:
     return change
 
 
+def _beside(name: str, content: str) -> Callable[[Path], None]:
+    """A tokenizer, and another file of it."""
+
+    def write(folder: Path) -> None:
+        write_tokenizer(folder / "tokenizer.json", ["one", "two"])
+        (folder / name).write_text(content)
+
+    return write
+
+
 def _large_tokenizer(folder: Path) -> None:
     write_tokenizer(folder / "tokenizer.json", [f"word{number}" for number in range(300)])
 
@@ -84,6 +94,15 @@ def _large_tokenizer(folder: Path) -> None:
         (_pickle, "as a pickle, which can hold code and is never read"),
         (_set(intermediate_size=96), "and config.json makes it [96, 48]"),
         (_large_tokenizer, "is smaller than the tokenizer's (301)"),
+        *(
+            (_beside(name, content), f"{name}: it ")
+            for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+            for content in ("{", "[]")
+        ),
+        (_beside("chat_template.jinja", "{% if x %}"), "the chat template is not valid"),
+        (_beside("chat_template.jinja", "{{ raise_exception('no') }}"), "cannot render these messages: no"),
+        (_beside("tokenizer_config.json", '{"chat_template": "{{ messages[7].content[0] }}"}'), "cannot render"),
+        (_beside("tokenizer_config.json", '{"chat_template": 5}'), "is no text of at most 1 MiB"),
     ],
 )
 def test_a_model_that_cannot_be_imported_is_one_line_and_nothing_is_written(
@@ -211,6 +230,30 @@ def test_adapters_are_merged_into_any_folder_from_which_their_run_could_begin(
     assert not (tmp_path / "none").exists()
 
 
+def test_nothing_is_made_within_what_it_is_made_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even by way of a link."""
+    save("llama-2", tmp_path / "in")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"))
+    (tmp_path / "checkpoints").mkdir()
+    write_cut(tmp_path / "checkpoints", cut(1), num_rounds=1)
+    before = sorted(tmp_path.rglob("*"))
+    for arguments in (
+        ["import", "in", "--output", "in/run"],
+        ["import", "link", "--output", "in/run"],
+        ["export", "--model", "run", "--output", "run/weights/out"],
+        ["export", "--checkpoint", "checkpoints", "--output", "checkpoints/../checkpoints/out"],
+        ["export", "--checkpoint", "checkpoints", "--base", "in", "--output", "link/out"],
+    ):
+        whole = [
+            word if word.startswith("-") or number == 0 else str(tmp_path / word)
+            for number, word in enumerate(arguments)
+        ]
+        with pytest.raises(ValueError, match=r"lies in .*, which it is made from: name a folder elsewhere"):
+            model.main(whole)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_where_something_is_nothing_is_begun(tmp_path: Path) -> None:
     """Nor is anybody asked for it: the invite leads nowhere."""
     (tmp_path / "out").mkdir()
@@ -221,10 +264,12 @@ def test_where_something_is_nothing_is_begun(tmp_path: Path) -> None:
 
 
 def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
-    write_cut(tmp_path, cut(3), num_rounds=1)
-    next(tmp_path.glob("stage-1-*")).unlink()
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    write_cut(checkpoints, cut(3), num_rounds=1)
+    next(checkpoints.glob("stage-1-*")).unlink()
     with pytest.raises(IntegrityError, match="has no sound checkpoints with all of the model"):
-        model.main(["export", "--checkpoint", str(tmp_path), "--output", str(tmp_path / "out")])
+        model.main(["export", "--checkpoint", str(checkpoints), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(
@@ -260,10 +305,11 @@ def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys
 def test_a_folder_to_which_no_checkpoint_was_written_yet_is_called_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    begun = tmp_path / "checkpoints"
+    (begun / "tokenizer").mkdir(parents=True)
+    (begun / "tokenizer" / "tokenizer.json").write_text("{}")
     out = ("--output", str(tmp_path / "out"))
-    for arguments in (["show", str(tmp_path)], ["export", "--checkpoint", str(tmp_path), *out]):
+    for arguments in (["show", str(begun)], ["export", "--checkpoint", str(begun), *out]):
         with pytest.raises(IntegrityError, match="no checkpoint yet: a swarm-peer writes one every 10 rounds, or as"):
             model.main(arguments)
     for arguments in (["show", str(tmp_path / "no")], ["export", "--checkpoint", str(tmp_path / "no"), *out]):
@@ -276,10 +322,12 @@ def test_a_folder_to_which_no_checkpoint_was_written_yet_is_called_that(
 
 
 def test_a_round_that_is_not_there_is_said_with_those_that_are(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
     for rounds in (1, 2):
-        write_cut(tmp_path, cut(2), num_rounds=rounds)
+        write_cut(checkpoints, cut(2), num_rounds=rounds)
     with pytest.raises(IntegrityError, match=r"of round 99 with all of the model; those there are of round 1, 2$"):
-        model.main(["export", "--checkpoint", str(tmp_path), "--round", "99", "--output", str(tmp_path / "out")])
+        model.main(["export", "--checkpoint", str(checkpoints), "--round", "99", "--output", str(tmp_path / "out")])
 
 
 class _Hub:

@@ -43,6 +43,7 @@ def _raise(error: BaseException) -> int:
         (ConfigMismatch("run is 'a' here"), 1, "swarm-x: error: run is 'a' here"),
         (OSError(28, "No space left on device", "/x/log"), 1, "swarm-x: error: /x/log: No space left on device"),
         (KeyboardInterrupt(), 130, "swarm-x: interrupted"),
+        (process.Terminated(), 143, "swarm-x: terminated"),
         (PeerUnavailable("a\x1b[2J\x9bm\tpeer"), 1, "swarm-x: error: a [2J m peer"),
         (ExceptionGroup("", [ExceptionGroup("", [PeerUnavailable("no answer")])]), 1, "swarm-x: error: no answer"),
         (MemoryError(), 1, f"swarm-x: error: out of memory: no room for what was needed; {_MORE_MEMORY}"),
@@ -147,11 +148,13 @@ def test_what_a_microbatch_leaves_is_there_for_the_next_one_unless_the_user_says
     assert faults({"MALLOC_TRIM_THRESHOLD_": "131072"}) > num_pages / 2
 
 
-async def test_stop_event_on_sigterm() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_program_that_is_told_to_stop_knows_with_which_code(number: signal.Signals) -> None:
     stop = process.stop_event()
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         await asyncio.wait_for(stop.wait(), timeout=5)
+        assert stop.exit_code == 128 + number
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)

@@ -1,9 +1,17 @@
 """What a program that answers over HTTP is told on its command line, and where it listens."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
+from peers.shared import web
 from peers.shared.web import Listener, find_secret
 
 VARIABLE = "SWARM_SOME_TOKEN"
@@ -40,3 +48,76 @@ def test_an_address_is_taken_at_once(host: str, is_local: bool) -> None:
         Listener(host, port, option="--port")
     assert listener.is_local == is_local
     listener.close()
+
+
+@asynccontextmanager
+async def _served() -> AsyncIterator[tuple[str, int]]:
+    """A server that answers at once, or after half a second; gives its address."""
+
+    async def answer(request: Request) -> PlainTextResponse:
+        await asyncio.sleep(0.5 if request.url.path == "/slow" else 0.0)
+        return PlainTextResponse("here")
+
+    listener, stop = Listener("127.0.0.1", 0, option="--port"), asyncio.Event()
+    app = Starlette(routes=[Route("/{path:path}", answer)])
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(listener.serve(app, stop))
+        yield "127.0.0.1", int(listener.url.rpartition(":")[2])
+        stop.set()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"G",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX-A: ",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nX-A: ",
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n",
+    ],
+    ids=["nothing", "one byte", "half of the headers", "half of a second request", "a body that nobody reads"],
+)
+async def test_a_connection_that_brings_no_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that sends a byte now and then."""
+    monkeypatch.setattr(web, "REQUEST_SECONDS", 0.3)
+    async with _served() as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(sent)
+
+        async def drip() -> None:
+            while True:
+                await asyncio.sleep(0.02)
+                writer.write(b"a")
+
+        dripping = asyncio.create_task(drip()) if sent else None
+        async with asyncio.timeout(3.0):
+            try:
+                answered = await reader.read()
+            except ConnectionResetError:
+                answered = b""
+        assert answered.count(b"here") == sent.startswith(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") or b"Length" in sent
+        if dripping is not None:
+            dripping.cancel()
+        writer.close()
+
+
+async def test_one_that_is_answered_is_kept_and_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests at once are answered in turn, however long that takes."""
+    monkeypatch.setattr(web, "REQUEST_SECONDS", 0.3)
+    slow = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with _served() as address:
+        reader, writer = await asyncio.open_connection(*address)
+        for together in (2, 1):
+            writer.write(slow * together)
+            for _ in range(together):
+                assert (await asyncio.wait_for(reader.readuntil(b"here"), 3.0)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_there_are_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "MOST_CONNECTIONS", 3)
+    async with _served() as address:
+        connections = [await asyncio.open_connection(*address) for _ in range(4)]
+        assert await asyncio.wait_for(connections[-1][0].read(), 3.0) == b""
+        for _, writer in connections:
+            writer.close()

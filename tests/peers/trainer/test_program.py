@@ -85,26 +85,26 @@ class _Wandb:
 
 
 @pytest.mark.parametrize(
-    ("stuck", "interrupted", "exit_code"),
-    [((), False, 0), ((), True, 130), (("summary.json",), False, 1), (("loss.png", "sample.txt"), False, 1)],
+    ("stuck", "told", "exit_code"),
+    [((), 0, 0), ((), 130, 130), ((), 143, 143), (("summary.json",), 0, 1), (("loss.png", "sample.txt"), 0, 1)],
 )
 async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
-    stuck: tuple[str, ...], interrupted: bool, exit_code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    stuck: tuple[str, ...], told: int, exit_code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     corpus = text_corpus((np.arange(9, dtype=np.uint16) % 3, 6), vocab_size=3)
     for name in stuck:
         (tmp_path / name).mkdir()
-    sample = "" if interrupted else "it goes on"
+    sample = "" if told else "it goes on"
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         report = Report(
             SYNCHRONOUS, steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True), clock=ManualClock(),
             remedy=str,
         )  # fmt: skip
         reported = Reporting(wandb=cast(WandbRun, _Wandb()), tensorboard=None)
-        assert await finish(report, tmp_path, corpus, sample, reported, interrupted=interrupted) == exit_code
+        assert await finish(report, tmp_path, corpus, sample, reported, exit_code=told) == exit_code
     assert caplog.messages == [f"{tmp_path / name} is not written: Is a directory" for name in stuck]
-    _, *told = capsys.readouterr().out.splitlines()
-    assert told == [*([sample] if sample else []), "To upload this run to Weights & Biases: wandb sync x"]
-    expected = {"metrics.jsonl", "loss.png"} | (set() if interrupted else {"summary.json", "sample.txt"})
+    _, *said = capsys.readouterr().out.splitlines()
+    assert said == [*([sample] if sample else []), "To upload this run to Weights & Biases: wandb sync x"]
+    expected = {"metrics.jsonl", "loss.png"} | (set() if told else {"summary.json", "sample.txt"})
     assert {name for name in os.listdir(tmp_path) if name not in stuck} == expected - set(stuck)

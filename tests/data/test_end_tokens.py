@@ -8,7 +8,7 @@ import pytest
 
 from swarm.config import ModelConfig
 from swarm.data import tokenizers
-from swarm.generation.end_tokens import end_tokens
+from swarm.data.end_tokens import end_tokens
 from tests.support.tokenizers import write_tokenizer
 
 
@@ -25,7 +25,7 @@ from tests.support.tokenizers import write_tokenizer
         ),
         # It is no token.
         ({"tokenizer_config.json": {"eos_token": "one two"}}, set()),
-        ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": [1]}, set()),
+        ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {}}, set()),
     ],
 )
 def test_they_are_named_in_several_places(files: dict[str, Any], expected: set[int], tmp_path: Path) -> None:
@@ -52,8 +52,11 @@ def test_the_model_s_own_count_where_no_folder_says_what_is_generated_with(
     assert end_tokens(ModelConfig(eos_token_ids=(7, 9)), [tmp_path], tokenizers.load("bytes")) == expected
 
 
-@pytest.mark.parametrize("text", ["{", '{"eos_token_id": "x"}', '{"eos_token_id": [null]}', "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1]", "\x00", *(f'{{"eos_token_id": {value}}}' for value in ('"x"', "[null]", "true", "2.0", "[[2]]"))],
+)
 def test_what_makes_no_sense_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json is no JSON|eos_token_id must be a token's number"):
+    with pytest.raises(ValueError, match=r"config\.json: (it is not|it holds no|eos_token_id is .* a token's number)"):
         end_tokens(ModelConfig(), [tmp_path], tokenizers.load("bytes"))

@@ -1,5 +1,6 @@
 """With which tokens a text ends, or an assistant's turn in a conversation."""
 
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,26 @@ def end_tokens(model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer
     """
     numbers, named = set[int](), set[int]()
     for folder in folders:
-        ends: Any = json_file.read_object(folder / "generation_config.json").get("eos_token_id")
-        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if not all(isinstance(token, int) for token in ends):
-            raise ValueError(f"{folder}: eos_token_id must be a token's number, or a list of such")
-        numbers.update(ends)
-        token = json_file.read_object(folder / "tokenizer_config.json").get("eos_token")
+        path = folder / "generation_config.json"
+        ends = json_file.read_object(path, is_optional=True).get("eos_token_id")
+        numbers.update(token_numbers(ends, f"{path}: eos_token_id"))
+        token = json_file.read_object(folder / "tokenizer_config.json", is_optional=True).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and len(ids := tokenizer.encode(token)) == 1:
             named.update(ids.tolist())
     return frozenset((numbers or set(model.eos_token_ids)) | named)
+
+
+def token_numbers(value: Any, what: str) -> tuple[int, ...]:
+    """The tokens that a file names: one by its number, several in a list, or null for none.
+
+    Args:
+        what: where the value stands, for the message.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise ValueError(f"{what} is {reprlib.repr(value)}, and should be a token's number, or a list of such")
+    return tuple(tokens)

@@ -1,0 +1,183 @@
+"""The process in which a chat template is rendered: it can do nothing but compute, and only so much.
+
+A template is a program, and comes from strangers. Jinja's sandbox keeps it from everything but its arguments, and not
+from taking for ever (loops within loops, `9 ** (9 ** 9)`) or from filling the memory (`"a" * 10 ** 9`). So the kernel
+bounds this process, and ends it if need be, whatever the template does.
+
+data/template_process starts it, and talks to it over its stdin and stdout.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from swarm.data.template_process import EXIT_NO_MEMORY, MOST_CHARACTERS, read, write
+
+_MOST_REASON = 500
+"""Characters of what is told of a fault: a template may say anything there."""
+_ASSISTANT = "assistant"
+# Unicode promises that no text has these two.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+
+
+class Fault(Exception):
+    """A template or a conversation that makes no text."""
+
+
+class Template:
+    """One template, compiled."""
+
+    def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
+        """
+        Args:
+            special_tokens: by the names under which templates know them, `bos_token` for one.
+
+        Raises:
+            Fault: it is no valid template.
+        """
+        self._special_tokens = special_tokens
+        self._now = datetime.min
+        try:
+            self._plain = self._environment("", "").from_string(template)
+            marking = self._environment(_BEGIN, _END)
+            self._marked = marking.from_string(template)
+            self._marks_itself = any(marking.parse(template).find_all(nodes.ExtensionAttribute))
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - Jinja computes constants when it compiles, which may fail anyhow
+            raise Fault(f"the chat template is not valid: {_reason(error)}") from None
+
+    def _environment(self, begin: str, end: str) -> ImmutableSandboxedEnvironment:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: self._now.strftime(form)
+        environment.globals["_generation_marks"] = (begin, end)
+        return environment
+
+    def render(self, messages: Sequence[Any], now: datetime, *, opens_turn: bool) -> str:
+        """The text of a conversation. Raises Fault if the template refuses the messages."""
+        self._now = now
+        return self._run(self._plain, messages, opens_turn=opens_turn)
+
+    def render_training(self, messages: Sequence[Any], now: datetime) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a whole conversation, and the characters [first, last) of it that the assistant said.
+
+        Raises Fault if the template refuses the messages, or does not tell the assistant's parts.
+        """
+        self._now = now
+        if self._marks_itself:
+            return _unmarked(self._run(self._marked, messages, opens_turn=False))
+        text, spans = self._run(self._plain, messages, opens_turn=False), []
+        for index, message in enumerate(messages):
+            if message.get("role") != _ASSISTANT:
+                continue
+            opened = self._run(self._plain, messages[:index], opens_turn=True)
+            said = self._run(self._plain, messages[: index + 1], opens_turn=False)
+            if not (said.startswith(opened) and text.startswith(said)):
+                raise Fault(
+                    "the chat template writes a message differently once others follow it, so that the assistant's "
+                    "parts cannot be told; put {% generation %} and {% endgeneration %} around them in the template"
+                )
+            spans.append((len(opened), len(said)))
+        return text, spans
+
+    def _run(self, template: jinja2.Template, messages: Sequence[Any], *, opens_turn: bool) -> str:
+        try:
+            text = template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=opens_turn, **self._special_tokens
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a template may fail with whatever its expressions raise
+            raise Fault(f"the chat template cannot render these messages: {_reason(error)}") from None
+        if len(text) > MOST_CHARACTERS:
+            raise Fault(f"the chat template makes a text of more than {MOST_CHARACTERS >> 20} million characters")
+        return text
+
+
+class _Generation(Extension):
+    """`{% generation %}`: puts marks around a part of the text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it like that
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        marks: tuple[str, str] = cast(Any, self.environment.globals["_generation_marks"])
+        return marks[0] + caller() + marks[1]
+
+
+def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    text, spans = "", []
+    for number, piece in enumerate(marked.split(_BEGIN)):
+        said, *rest = piece.split(_END)
+        if len(rest) != min(number, 1):
+            raise Fault(
+                "a message has a character that Unicode keeps out of texts (U+FDD0, U+FDD1), or the chat template has "
+                "one {% generation %} inside another"
+            )
+        if rest:
+            spans.append((len(text), len(text) + len(said)))
+        text += piece.replace(_END, "")
+    return text, spans
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own would escape what HTML needs escaped.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error)[:_MOST_REASON].split()) or type(error).__name__
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    source = sys.stdin.buffer
+    opening = read(source)
+    for kind, most in ((resource.RLIMIT_AS, opening["memory_bytes"]), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    # What ends this process once its time is up; whoever started the program may have it ignored.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    template: Template | None = None
+    try:
+        while (request := read(source)) is not None:
+            signal.setitimer(signal.ITIMER_PROF, opening["seconds"])
+            try:
+                template = template or Template(opening["template"], opening["special_tokens"])
+                reply = {"answer": _answer(template, request)}
+            except Fault as fault:
+                reply = {"fault": str(fault)}
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            write(sys.stdout.buffer, reply)
+    except MemoryError:
+        os._exit(EXIT_NO_MEMORY)
+
+
+def _answer(template: Template, request: Mapping[str, Any]) -> Any:
+    messages, now = request["messages"], datetime.fromisoformat(request["now"])
+    if request["is_training"]:
+        return template.render_training(messages, now)
+    return template.render(messages, now, opens_turn=request["opens_turn"])

@@ -1,0 +1,133 @@
+"""A child process that renders a chat template, and may be ended at any time: how it is started, asked and ended.
+
+    data/chat -> TemplateProcess.ask -> a request over its stdin, an answer over its stdout -> data/template_child
+
+A template is a program of a stranger's. It may compute without end, and want any amount of memory; so it does that in
+a process whose limits the kernel keeps. It is started by the first request, and again once it has been ended.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+EXIT_NO_MEMORY = 3
+"""With which the child says that it wants more memory than it may have."""
+MOST_CHARACTERS = 16 << 20
+"""Of a text that a template makes; a conversation of a dataset or of a request is no longer."""
+_MOST_ANSWER_BYTES = 8 * MOST_CHARACTERS
+_LENGTH_BYTES = 8
+# With -P, modules that happen to lie in the current folder are not imported instead of ours.
+_COMMAND = [sys.executable, "-P", "-c", "from swarm.data.template_child import main; main()"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a template may take.
+
+    Attributes:
+        seconds: of the processor, for one request; so a busy machine is no reason for a refusal.
+        memory_bytes: addresses of its process. macOS does not keep to this.
+    """
+
+    seconds: float = 5.0
+    memory_bytes: int = 512 << 20
+
+
+class TemplateProcess:
+    """One template's. Requests of several threads wait for each other."""
+
+    def __init__(self, opening: Mapping[str, Any], limits: Limits) -> None:
+        """
+        Args:
+            opening: what the child is told before the first request.
+        """
+        self._opening = {**opening, "seconds": limits.seconds, "memory_bytes": limits.memory_bytes}
+        self._limits = limits
+        self._turn = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._ending: Callable[[], object] = lambda: None
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """The child's answer. Blocks. An exception that a signal raises meanwhile ends the child.
+
+        Raises:
+            ValueError: one line: the template cannot do it, or not within the limits.
+            OSError: no process can be started.
+        """
+        with self._turn:
+            child = self._started()
+            assert child.stdin is not None
+            assert child.stdout is not None
+            try:
+                with contextlib.suppress(BrokenPipeError):
+                    write(child.stdin, request)
+                reply = read(child.stdout, _MOST_ANSWER_BYTES)
+            except RecursionError:
+                self.close()
+                raise ValueError("the messages are nested too deeply for a chat template") from None
+            except BaseException:
+                # What it says next would answer this request.
+                self.close()
+                raise
+            if reply is None:
+                self.close()
+                raise ValueError(f"the chat template cannot be rendered: {self._end_of(child)}")
+            if "fault" in reply:
+                raise ValueError(reply["fault"])
+            return reply["answer"]
+
+    def close(self) -> None:
+        """End the child, if there is one; whoever waits for its answer gets a ValueError. Any thread may call this."""
+        self._ending()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self.close()
+            # A session of its own: Ctrl-C is meant for the program.
+            self._child = subprocess.Popen(
+                _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+            self._ending = weakref.finalize(self, _end, self._child)
+            assert self._child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                write(self._child.stdin, self._opening)
+        return self._child
+
+    def _end_of(self, child: subprocess.Popen[bytes]) -> str:
+        if child.returncode == -signal.SIGPROF:
+            return f"it computes for more than {self._limits.seconds:g} seconds"
+        if child.returncode == EXIT_NO_MEMORY:
+            return f"it takes more than {self._limits.memory_bytes >> 20} MiB of memory"
+        return f"its process ended ({child.returncode})"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for stream in (child.stdin, child.stdout):
+        # What was not sent stays unsent.
+        with contextlib.suppress(OSError):
+            if stream is not None:
+                stream.close()
+
+
+def read(stream: IO[bytes], most_bytes: int = sys.maxsize) -> Any:
+    """A value that `write` has written; None at the end, or for more bytes than these."""
+    num_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    content = stream.read(num_bytes) if 0 < num_bytes <= most_bytes else b""
+    return json.loads(content.decode("utf-8", "surrogatepass")) if num_bytes == len(content) > 0 else None
+
+
+def write(stream: IO[bytes], value: Any) -> None:
+    """Write a value of JSON, its length before it; what JSON does not know, as a text."""
+    content = json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    stream.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
+    stream.flush()
