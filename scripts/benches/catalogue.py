@@ -32,6 +32,7 @@ MEASURING = {
     "heterogeneous": "unequal peers that come and go, against their capacities (slow)",
     "cuda": "tokens/s of a GPU stage, against one that copies without pinned memory and streams (needs a GPU)",
     "diloco": "validation loss and bytes of each way to average (slow)",
+    "causes": "what a DiLoCo run loses to one process, cause by cause (slow)",
     "learning": "held-out loss of a swarm at equal tokens and seconds, against plain training (slow)",
 }
 

@@ -40,7 +40,7 @@ from scripts.benches.shared.lines import FAST, Lines, serve
 from scripts.benches.shared.throttle import Throttle
 from swarm import config as configs
 from swarm.checkpoint.folder import CheckpointFolder
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, OuterConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 Setting = Literal["synchronous", "diloco", "tiny"]
@@ -121,8 +121,6 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
         data=DataConfig(dataset=options.dataset, seed=seed, sequence_length=options.sequence_length, microbatch_size=8),
         rounds=rounds,
         optimizer=OptimizerConfig(name=options.optimizer),
-        # As in the preset tiny: rounds this short want the plain mean of the peers.
-        outer=OuterConfig(learning_rate=1.0, momentum=0.0),
     )
 
 

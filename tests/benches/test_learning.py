@@ -1,5 +1,6 @@
 """The learning bench: what it compares, what its figures mean, and that plain training is what it says."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from scripts.benches.learning import Options, inner_steps, num_rounds, run_confi
 from scripts.benches.shared.common import with_corpus
 from scripts.benches.sides.plain_training import PlainDiloco, train
 from scripts.benches.sides.reference import Reference
+from swarm.config import OuterConfig
 
 
 def _options(tmp_path: Path, **changes: int) -> Options:
@@ -46,7 +48,8 @@ def test_figures_are_means_over_the_seeds_and_ratios_to_plain_training_of_the_sa
 
 def test_plain_diloco_of_one_worker_that_takes_its_mean_is_plain_adamw(tmp_path: Path) -> None:
     """With an outer rate of one and no momentum the outer step gives back what the worker came to."""
-    config, data = with_corpus(run_config(_options(tmp_path), "diloco", 0))
+    mean = OuterConfig(learning_rate=1.0, momentum=0.0)
+    config, data = with_corpus(dataclasses.replace(run_config(_options(tmp_path), "diloco", 0), outer=mean))
     diloco, adamw = PlainDiloco(config, data, 1), Reference(single_config(config), data)
     diloco.step(0)
     for number in range(config.rounds.round_samples // config.rounds.inner_batch_samples):
