@@ -175,6 +175,21 @@ def free_ram_bytes() -> int:
     return int(min(free))
 
 
+def most_resident_bytes() -> int:
+    """The most of the machine's memory that this process has held."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def most_device_bytes(device: "torch.device") -> int:
+    """The most that has been in use of a GPU; of MPS, which does not note it, what is in use; of the CPU 0."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(torch.mps.driver_allocated_memory()) if device.type == "mps" else 0
+
+
 def _free_in_cgroups() -> float:
     """What the limits of a container, a service or a cluster's job leave (version 2); infinite without any."""
     own = _CGROUPS

@@ -5,17 +5,15 @@ Used by server.py, which says when the peer serves and when it leaves.
 
 import contextlib
 import logging
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
-import torch
 from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
 import swarm
+from peers.shared import devices
 from peers.shared.membership import Membership
 from peers.stage_peer.listen import Announced
 from peers.stage_peer.news import Around, StageNews
@@ -36,8 +34,6 @@ MOST_LINKS = 16
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
-MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
-"""Unit of getrusage's ru_maxrss."""
 
 
 class Health(HealthServicer):
@@ -217,8 +213,8 @@ class Presence:
             links=self._links(),
             rounds=list(self._member.reports),
             loop_lag_seconds=self.loop_lag.seconds,
-            resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,
-            device_bytes=_most_device_bytes(self._options.device),
+            resident_bytes=devices.most_resident_bytes(),
+            device_bytes=devices.most_device_bytes(self._options.device),
         )
 
     def _links(self) -> list[pb.Link]:
@@ -231,10 +227,3 @@ class Presence:
             )
             for peer_id, link in measured[:MOST_LINKS]
         ]  # fmt: skip
-
-
-def _most_device_bytes(device: torch.device) -> int:
-    """The most that has been in use of a GPU; of MPS, which does not note it, what is in use."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return int(torch.mps.driver_allocated_memory()) if device.type == "mps" else 0

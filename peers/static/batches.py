@@ -61,11 +61,11 @@ class Batches:
 
     def _batch(self, found: Sequence[Samples], numbers: Sequence[int]) -> Batch:
         inputs = [self._inputs(one, number) for one, number in zip(found, numbers, strict=True)]
-        num_targets = sum(samples.amount(one).targets for one in found)
-        filler = self._inputs(self._data.samples(0), NO_DROPOUT) if len(inputs) < self.size else {}
-        if filler:
+        if len(inputs) < self.size:
+            filler = self._inputs(self._data.samples(0), NO_DROPOUT)
             filler["targets_BT"] = torch.full_like(filler["targets_BT"], NO_TARGET)
-        return Batch(inputs=[*inputs, *[filler] * (self.size - len(inputs))], num_targets=num_targets)
+            inputs += [filler] * (self.size - len(inputs))
+        return Batch(inputs=inputs, num_targets=sum(samples.amount(one).targets for one in found))
 
     def _inputs(self, found: Samples, number: int) -> dict[str, torch.Tensor]:
         tensors = {"inputs": found[TOKENS][:, :-1].long(), "targets_BT": samples.targets(found, NO_TARGET)}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from peers.static import tensors
 from peers.static.options import StaticOptions
 from peers.static.spread import Spread
 from peers.static.workers import Workers
@@ -50,24 +49,24 @@ class Progress:
 class Checkpoints:
     """Those of one run."""
 
-    def __init__(self, config: RunConfig, spread: Spread, options: StaticOptions, workers: Workers) -> None:
+    def __init__(self, config: RunConfig, model: Spread, options: StaticOptions, workers: Workers) -> None:
         """
         Args:
             config: cut into the mesh's stages.
         """
         self._config = config
-        self._spread = spread
+        self._model = model
         self._workers = workers
         self._stage = workers.place("pp")
         self._folders = [folder for folder in (options.checkpoint, options.resume) if folder is not None]
         self._every = options.checkpoint_every
+        self._is_on = options.checkpoint is not None
         self._writer: CheckpointWriter | None = None
         self._written = -1
-        if options.checkpoint is not None and workers.place("dp") == 0 and workers.place("tp") == 0:
+        if options.checkpoint is not None and workers.place("dp") == workers.place("tp") == 0:
             self._writer = CheckpointWriter(
                 options.checkpoint, every=self._every, keep=options.keep_checkpoints, owner=f"static-{self._stage}"
             )
-        self._is_on = options.checkpoint is not None
 
     def restore(self, optimizer: optim.Optimizer) -> Progress:
         """Take the newest checkpoint's state, if there is one. All workers call it.
@@ -75,11 +74,9 @@ class Checkpoints:
         Raises:
             Fatal: what is there is of another run, or damaged, or not the same for all workers.
         """
-        progress = Progress()
-        for path in self._folders:
-            if not (folder := CheckpointFolder(path, self._config)).is_empty:
-                progress = self._take(folder, optimizer)
-                break
+        folders = [CheckpointFolder(path, self._config) for path in self._folders]
+        folder = next((folder for folder in folders if not folder.is_empty), None)
+        progress = Progress() if folder is None else self._take(folder, optimizer)
         (total,) = self._workers.total(progress.step)
         if total != progress.step * dist.get_world_size():
             raise Fatal("the workers see different checkpoints: --checkpoint must be a folder that all machines share")
@@ -87,18 +84,18 @@ class Checkpoints:
         return progress
 
     def _take(self, folder: CheckpointFolder, optimizer: optim.Optimizer) -> Progress:
-        parameters = self._spread.parameters
-        restored = folder.restore(self._stage, {name: value.shape for name, value in parameters.items()})
+        restored = folder.restore(self._stage, self._model.shapes)
         if restored is None:
             reasons = (file.difference(folder.path / str(name), self._config) for name in file.names(folder.path))
             reason = next((f": they are of another run ({reason})" for reason in reasons if reason), "")
             raise Fatal(f"{folder.path} has no sound checkpoint of this model{reason}")
         anchor, remembered = state.parts(restored.tensors)
+        parameters = self._model.local_parameters
         with torch.no_grad():
-            for name, part in self._spread.local_parameters.items():
-                part.copy_(tensors.part_of(anchor[name], parameters[name]))
-        parts = {key: tensors.part_of(value, parameters[key.split("/")[0]]) for key, value in remembered.items()}
-        optim.load_state_tensors(optimizer, self._spread.local_parameters, parts)
+            for name, part in parameters.items():
+                part.copy_(self._model.part_of(name, anchor[name]))
+        parts = {key: self._model.part_of(key.split("/")[0], value) for key, value in remembered.items()}
+        optim.load_state_tensors(optimizer, parameters, parts)
         logger.info("goes on at step %d, from %s", restored.round, ", ".join(map(str, restored.files)))
         return Progress(step=restored.round, run_samples=restored.run_samples, lineage=restored.lineage)
 
@@ -114,11 +111,10 @@ class Checkpoints:
         if not self._is_on or progress.step == self._written:
             return progress
         self._written = progress.step
-        parameters = self._spread.parameters
-        local = self._spread.local_parameters
+        parameters = self._model.local_parameters
         whole = {}
-        for key, part in state.named(local, optim.state_tensors(optimizer, local)).items():
-            found = tensors.whole(part, parameters[key.split("/")[1]])
+        for key, part in state.named(parameters, optim.state_tensors(optimizer, parameters)).items():
+            found = self._model.whole(key.split("/")[1], part)
             if self._writer is not None:
                 whole[key] = found.cpu()
         if self._writer is None:

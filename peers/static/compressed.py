@@ -1,23 +1,38 @@
 """Gradients averaged with a swarm's codecs: a communication hook for DDP, with error feedback.
 
-Registered by program.py. All gradients are one vector, laid out as a stage lays out its own. Few workers with a sparse
+Made by program.py. All gradients are one vector, laid out as a stage lays out its own. Few workers with a sparse
 codec gather: each gets what all others encoded. Otherwise each worker sums a part of the vector for all (butterfly), as
 the members of a swarm's round do; docs/protocol.md has the sizes.
 
 Shapes: D elements of the vector, P of a part.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
+from peers.static.options import StaticOptions
+from peers.static.spread import Spread
+from peers.static.workers import Workers
 from swarm.averaging.exchanging.feedback import ErrorFeedback, Residual
 from swarm.compression import layout
 from swarm.compression.buffers import Buffer
 from swarm.compression.codec import contribution_codec, result_codec
-from swarm.config import AveragingConfig
+from swarm.config import AveragingConfig, RunConfig
+
+
+def average_compressed(model: Spread, config: RunConfig, options: StaticOptions, workers: Workers) -> Callable[[], int]:
+    """Have DDP average with the codec of `--compress`; gives what counts the bytes sent since it was called last."""
+    assert options.compress is not None
+    assert isinstance(model.module, DistributedDataParallel)
+    averaging = dataclasses.replace(config.averaging, codec=options.compress)
+    average = CompressedAverage(averaging, model.parameters, workers.mesh.get_group("dp"))
+    model.module.register_comm_hook(None, average.hook)
+    return average.bytes_sent
 
 
 class CompressedAverage:

@@ -1,11 +1,10 @@
 """How one worker computes a batch: microbatch by microbatch, or as one stage of a pipeline. The loop calls it.
 
-Each sums gradients in the parameters; losses are known to workers that have the end of the model.
+Each sums gradients in the parameters; losses are known to workers that have the end of the model. The gradients are
+averaged over the axis dp on the way, by DDP with the last microbatch, and by FSDP with each, since it cuts them.
 """
 
 import contextlib
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,18 +16,6 @@ from peers.static.workers import Workers
 from swarm.config import RunConfig
 
 
-class Computing(Protocol):
-    """Computes batches."""
-
-    def backward(self, batch: Batch, weight: float) -> torch.Tensor:
-        """Add the gradients of a batch's losses, summed over targets, times `weight`; gives that sum, a scalar."""
-        ...
-
-    def losses(self, batch: Batch) -> torch.Tensor:
-        """The losses of its microbatches, each summed over its targets [N], without gradients."""
-        ...
-
-
 class OneByOne:
     """All layers are here."""
 
@@ -36,25 +23,20 @@ class OneByOne:
         self._module = module
 
     def backward(self, batch: Batch, weight: float) -> torch.Tensor:
-        losses = []
+        """Add the gradients of a batch's losses, summed over targets, times `weight`; gives that sum, a scalar."""
+        losses, ddp = [], self._module if isinstance(self._module, DistributedDataParallel) else None
         for number, inputs in enumerate(batch.inputs, 1):
             is_last = number == len(batch.inputs)
-            # DDP averages once, with the last microbatch; FSDP's gradients are cut, and so averaged, every time.
-            with self._summing(waits=not is_last):
+            with contextlib.nullcontext() if ddp is None or is_last else ddp.no_sync():
                 loss_1: torch.Tensor = self._module(**inputs) * weight
                 loss_1.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             losses.append(loss_1.detach())
         return torch.cat(losses).sum()
 
-    def _summing(self, *, waits: bool) -> AbstractContextManager[object]:
-        ddp = self._module
-        return ddp.no_sync() if waits and isinstance(ddp, DistributedDataParallel) else contextlib.nullcontext()
-
     def losses(self, batch: Batch) -> torch.Tensor:
-        # DDP's own forward would prepare for a backward.
-        module: nn.Module = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
+        """The losses of its microbatches, each summed over its targets [N], without gradients."""
         with torch.no_grad():
-            return torch.cat([module(**inputs) for inputs in batch.inputs])
+            return torch.cat([self._module(**inputs) for inputs in batch.inputs])
 
 
 class Pipeline:
@@ -62,6 +44,7 @@ class Pipeline:
 
     def __init__(self, module: nn.Module, config: RunConfig, workers: Workers, num_microbatches: int) -> None:
         self._place, self._num_stages = workers.place("pp"), workers.shape.pp
+        self._is_last = self._place == self._num_stages - 1
         self._needs_tokens = config.model.bottleneck_dim > 0
         rows, length, width = config.data.microbatch_size, config.data.sequence_length, config.model.hidden_width
         tokens_BT = torch.empty(rows, length, dtype=torch.int64, device="meta")
@@ -77,31 +60,26 @@ class Pipeline:
         )
         self._schedule = Schedule1F1B(stage, num_microbatches, loss_fn=_weighted, scale_grads=False)
 
-    @property
-    def _is_last(self) -> bool:
-        return self._place == self._num_stages - 1
-
     def backward(self, batch: Batch, weight: float) -> torch.Tensor:
+        """As OneByOne has it."""
         losses: list[torch.Tensor] = []
         inputs, others = self._arguments(batch)
-        self._schedule.step(
-            *inputs, target=others["microbatch_1"], losses=losses, return_outputs=False,
-            loss_kwargs={"weight": weight}, **others,
-        )  # fmt: skip
+        self._schedule.step(*inputs, losses=losses, return_outputs=False, loss_kwargs={"weight": weight}, **others)
         return torch.stack(losses).detach().sum() if losses else torch.zeros(())
 
     def losses(self, batch: Batch) -> torch.Tensor:
+        """As OneByOne has it."""
         losses: list[torch.Tensor] = []
         inputs, others = self._arguments(batch)
         with torch.no_grad():
-            self._schedule.eval(
-                *inputs, target=others["microbatch_1"], losses=losses, loss_kwargs={"weight": 1.0}, **others
-            )
+            self._schedule.eval(*inputs, losses=losses, loss_kwargs={"weight": 1.0}, **others)
         return torch.stack(losses) if losses else torch.zeros(len(batch.inputs))
 
     def _arguments(self, batch: Batch) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """What this stage gets of all microbatches, one behind the other."""
         whole = {name: torch.cat([inputs[name] for inputs in batch.inputs]) for name in batch.inputs[0]}
+        # The last stage gives losses by itself; torch wants a target of each nevertheless.
+        whole["target"] = whole["microbatch_1"]
         tokens = whole.pop("inputs")
         if not self._is_last:
             del whole["targets_BT"]

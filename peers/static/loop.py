@@ -12,9 +12,9 @@ import torch
 
 from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints
-from peers.static.computing import Computing
+from peers.static.computing import OneByOne, Pipeline
 from peers.static.precision import LossScale, computing_in
-from peers.static.report import Report, StepFigures
+from peers.static.report import Report
 from peers.static.spread import Spread
 from peers.static.workers import Workers
 from swarm.config import RunConfig
@@ -37,8 +37,8 @@ class Run:
     config: RunConfig
     dtype: str | None
     workers: Workers
-    spread: Spread
-    computing: Computing
+    model: Spread
+    computing: OneByOne | Pipeline
     batches: Batches
     checkpoints: Checkpoints
     report: Report | None
@@ -56,13 +56,12 @@ def train(
     Raises:
         Fatal: the gradient is not finite, or the checkpoints do not fit.
     """
-    config, shape = run.config, run.workers.shape
+    config, shape, parameters = run.config, run.workers.shape, run.model.local_parameters
     optimizer, scale = gradient_optimizer(config.optimizer, same_bits=False), LossScale(run.dtype)
-    parameters = run.spread.local_parameters
     progress = run.checkpoints.restore(optimizer)
     if run.report is not None:
         run.report.begin(progress.step)
-    loss, evaluation, is_stopped = None, None, False
+    loss, is_stopped = None, False
     while progress.step < last_step:
         # Which microbatches are this worker's, and how many targets all workers have together.
         batch = run.batches.of_step(progress.step)
@@ -72,45 +71,41 @@ def train(
         num_targets = max(1.0, all_targets / (shape.tp * shape.pp))
 
         # Forward and backward. What is averaged over the axis dp here is a sum, in the end: hence that factor.
-        factor = scale.factor
+        weight = scale.factor * shape.dp
         with computing_in(run.dtype, run.workers.device):
-            own_loss = run.computing.backward(batch, factor * shape.dp / num_targets)
-        gradients = run.spread.gradients()
+            own_loss = run.computing.backward(batch, weight / num_targets)
+        gradients = run.model.gradients()
 
         # The norm of the whole gradient, and the mean loss.
-        own_norm = run.spread.squared_norm(gradients)
-        squared_norm, loss_sum = run.workers.total(own_norm, float(own_loss))
-        squared_norm, loss = squared_norm / factor**2, loss_sum / (factor * shape.dp * shape.tp)
+        own_norm = run.model.squared_norm(gradients)
+        scaled_norm, scaled_loss = run.workers.total(own_norm, float(own_loss))
+        squared_norm, loss = scaled_norm / scale.factor**2, scaled_loss / (weight * shape.tp)
 
         # Clip, and step.
         rate = optim.learning_rate(config.optimizer, progress.run_samples)
+        factor = optim.clip_factor(squared_norm, config.optimizer.clip_norm) / scale.factor
         if scale.accepts(squared_norm):
-            _require_finite(squared_norm, progress.step)
-            clip = optim.clip_factor(squared_norm, config.optimizer.clip_norm)
-            torch._foreach_mul_(list(gradients.values()), clip / factor)
-            stepped = {name: parameters[name] for name in gradients}
-            optim.step(optimizer, stepped, gradients, rate)
-        run.spread.clear_gradients()
+            if not math.isfinite(squared_norm):
+                raise Fatal(
+                    f"the gradient of step {progress.step} is not finite: take a smaller optimizer.learning_rate"
+                )
+            torch._foreach_mul_(list(gradients.values()), factor)
+            optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
+        run.model.clear_gradients()
 
         # The state with which the next step begins; now and then it is written, and evaluated.
         progress = progress.after(config.rounds.round_samples)
         if run.checkpoints.is_due(progress.step):
             progress = run.checkpoints.write(progress, optimizer)
-        evaluation = None
-        if evaluate_every and progress.step % evaluate_every == 0:
-            evaluation = evaluate(run, held_out)
+        is_evaluated = evaluate_every > 0 and progress.step % evaluate_every == 0 and progress.step < last_step
+        evaluation = evaluate(run, held_out) if is_evaluated else None
         if run.report is not None:
-            norm = math.sqrt(squared_norm)
-            figures = StepFigures(progress=progress, loss=loss, gradient_norm=norm, learning_rate=rate)
-            run.report.step(figures, evaluation)
+            run.report.step(progress, loss, math.sqrt(squared_norm), rate, evaluation)
 
     run.checkpoints.write(progress, optimizer)
-    if evaluation is None and not is_stopped:
-        evaluation = evaluate(run, held_out)
-        if run.report is not None:
-            run.report.evaluated(progress.step, evaluation)
+    evaluation = None if is_stopped else evaluate(run, held_out)
     if run.report is not None:
-        run.report.goodbye(progress.step, loss, evaluation, interrupted=is_stopped)
+        run.report.end(progress.step, loss, evaluation, stopped=is_stopped)
     return is_stopped
 
 
@@ -121,15 +116,8 @@ def evaluate(run: Run, held_out: Sequence[HeldOut]) -> HeldOutLoss:
     with computing_in(run.dtype, run.workers.device):
         for batch in run.batches.of_evaluation(found):
             own += run.computing.losses(batch).tolist()
-    sums, place, dp = [0.0] * len(found), run.workers.place("dp"), run.workers.shape.dp
-    num_own = len(sums[place::dp])
-    sums[place::dp] = own[:num_own]
-    totals = run.workers.total(*sums)
-    copies = run.workers.shape.tp
+    sums, place, shape = [0.0] * len(found), run.workers.place("dp"), run.workers.shape
+    sums[place :: shape.dp] = own[: len(sums[place :: shape.dp])]
     targets = [samples.amount(batch).targets for batch in found]
-    return averaged(held_out, [total / copies / max(1, count) for total, count in zip(totals, targets, strict=True)])
-
-
-def _require_finite(squared_norm: float, step: int) -> None:
-    if not math.isfinite(squared_norm):
-        raise Fatal(f"the gradient of step {step} is not finite: take a smaller optimizer.learning_rate")
+    totals = run.workers.total(*sums)
+    return averaged(held_out, [total / shape.tp / max(1, count) for total, count in zip(totals, targets, strict=True)])

@@ -22,6 +22,9 @@ class StaticOptions:
     """TOML file of the run."""
     preset: str | None = None
     """Configuration that comes with swarm: tiny, small, gpt2-124m, gpt2-355m or llama-124m."""
+    model: str | None = None
+    """Begin with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its name on the
+    hub. The run's configuration is then the folder's, or that of --config, where model.weights is its digest."""
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME. Given several times, each
     dataset has a held-out loss of its own."""
@@ -76,8 +79,8 @@ class StaticOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if (self.config is None) == (self.preset is None):
-            raise ValueError("which run? give --config FILE or --preset NAME, one of the two")
+        if sum(source is not None for source in (self.config or self.model, self.preset)) != 1:
+            raise ValueError("which run? give one of --config FILE, --preset NAME and --model DIR")
         least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "threads": 0, "checkpoint_every": 1, "keep_checkpoints": 1}
         cli.require_at_least(self, {**least, "evaluate_every": 0, "evaluation_samples": 1})
         if self.epochs is not None:

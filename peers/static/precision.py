@@ -1,28 +1,16 @@
 """In which type matrix products are computed, and the scale of losses that float16 needs. Used by the loop."""
 
 import contextlib
-import dataclasses
 import logging
 import math
 from contextlib import AbstractContextManager
-from typing import Literal
 
 import torch
-
-from swarm.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
 FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000
 """As torch.amp.GradScaler begins, and the steps after which it tries twice the scale."""
-
-
-def with_dtype(config: RunConfig, dtype: str | None) -> RunConfig:
-    """The configuration with model.autocast as `--dtype` says; float16 is left to `computing_in`."""
-    if dtype is None:
-        return config
-    autocast: Literal["off", "bf16"] = "bf16" if dtype == "bf16" else "off"
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
 
 
 def computing_in(dtype: str | None, device: torch.device) -> AbstractContextManager[object]:

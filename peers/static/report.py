@@ -3,19 +3,16 @@
 The names of the figures are those of a swarm's trainer.
 """
 
-import dataclasses
 import logging
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable
 
-import torch
-
-from peers.shared import reporting
+from peers.shared import devices, reporting
 from peers.static.checkpoints import Progress
 from peers.static.options import StaticOptions
+from peers.static.spread import Spread
+from peers.static.traffic import bytes_sent
 from peers.static.workers import Workers
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOutLoss
@@ -27,36 +24,26 @@ SAY_SECONDS = 1.0
 """Least time between two lines about steps."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepFigures:
-    """Of one step.
-
-    Attributes:
-        progress: after it.
-        gradient_norm: before clipping.
-    """
-
-    progress: Progress
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-
-
 class Report:
     """Writes down what it is given."""
 
     def __init__(
-        self, config: RunConfig, options: StaticOptions, workers: Workers, *, plain_bytes: int,
-        bytes_sent: Callable[[], int] | None,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        options: StaticOptions,
+        model: Spread,
+        workers: Workers,
+        compressed: Callable[[], int] | None,
+    ) -> None:
         """
         Args:
-            plain_bytes: that a worker sends in a step if gradients are not compressed.
-            bytes_sent: gives those that it has sent since it was asked last; None where they are not compressed.
+            compressed: gives the bytes that were sent since it was called last; None where they follow by arithmetic.
         """
         self._config = config
         self._workers = workers
-        self._plain_bytes, self._bytes_sent = plain_bytes, bytes_sent
+        num_parameters = sum(parameter.numel() for parameter in model.local_parameters.values())
+        self._plain_bytes = bytes_sent(config, options, workers.shape, num_parameters=num_parameters)
+        self._compressed = compressed
         self._reporting = reporting.start(options, options.metrics.parent, config)
         self._path = options.metrics
         self._metrics = MetricsLog(options.metrics, reporters=self._reporting.reporters)
@@ -67,22 +54,29 @@ class Report:
         self._metrics.event(step, BEGINS)
         self._stepped_at = time.monotonic()
 
-    def step(self, figures: StepFigures, held_out: HeldOutLoss | None) -> None:
-        """A step was made."""
-        number = figures.progress.step
-        num_sent = self._plain_bytes if self._bytes_sent is None else self._bytes_sent()
+    def step(
+        self, progress: Progress, loss: float, gradient_norm: float, rate: float, held_out: HeldOutLoss | None
+    ) -> None:
+        """A step was taken.
+
+        Args:
+            progress: after it.
+            gradient_norm: before clipping.
+            rate: the learning rate.
+        """
+        num_sent = self._plain_bytes if self._compressed is None else self._compressed()
         now = time.monotonic()
         seconds, self._stepped_at = max(now - self._stepped_at, 1e-9), now
-        length = self._config.data.sequence_length
-        rate = self._config.rounds.round_samples * length / seconds
+        length, device = self._config.data.sequence_length, self._workers.device
+        tokens_per_second = self._config.rounds.round_samples * length / seconds
         self._metrics.step(
             StepMetrics(
-                step=number,
-                loss=figures.loss,
-                gradient_norm=figures.gradient_norm,
-                learning_rate=figures.learning_rate,
-                tokens_per_sec=rate,
-                total_tokens=figures.progress.run_samples * length,
+                step=progress.step,
+                loss=loss,
+                gradient_norm=gradient_norm,
+                learning_rate=rate,
+                tokens_per_sec=tokens_per_second,
+                total_tokens=progress.run_samples * length,
                 step_time=seconds,
                 dispatch_time=seconds,
                 aggregate_time=None,
@@ -91,30 +85,24 @@ class Report:
                 averaged_bytes=2 * num_sent,
                 validation_loss=None if held_out is None else held_out.mean,
                 validation_losses={} if held_out is None else held_out.of_several,
-                device_memory_bytes=_most_bytes(self._workers.device),
+                device_memory_bytes=devices.most_device_bytes(device) or devices.most_resident_bytes(),
             )
         )
         if held_out is not None or now - self._said_at >= SAY_SECONDS:
             self._said_at = now
             told = "" if held_out is None else f"  validation {held_out.mean:.3f}"
-            logger.info("step %d: loss %.3f%s  %s tokens/s", number, figures.loss, told, f"{rate:,.0f}")
+            logger.info("step %d: loss %.3f%s  %s tokens/s", progress.step, loss, told, f"{tokens_per_second:,.0f}")
 
-    def evaluated(self, step: int, held_out: HeldOutLoss) -> None:
-        """The evaluation at the end."""
-        self._metrics.evaluation(step, held_out.mean, held_out.of_several)
+    def end(self, step: int, loss: float | None, held_out: HeldOutLoss | None, *, stopped: bool) -> None:
+        """Say where training has ended, and close what is open.
 
-    def goodbye(self, step: int, loss: float | None, held_out: HeldOutLoss | None, *, interrupted: bool) -> None:
-        """Say where training is, and close what is open."""
-        how = "stopped" if interrupted else "finished"
-        losses = "" if loss is None else f", loss {loss:.3f}"
-        losses += "" if held_out is None else f", validation loss {held_out.mean:.3f}"
-        print(f"{how} at step {step}{losses}; figures in {self._path}")
+        Args:
+            loss: of the last step, if there was one.
+            held_out: of the weights at the end, if that was not told with the last step.
+        """
+        told = "" if loss is None else f", loss {loss:.3f}"
+        if held_out is not None:
+            self._metrics.evaluation(step, held_out.mean, held_out.of_several)
+            told += f", validation loss {held_out.mean:.3f}"
+        print(f"{'stopped' if stopped else 'finished'} at step {step}{told}; figures in {self._path}")
         self._reporting.finish()
-
-
-def _most_bytes(device: torch.device) -> int:
-    """The most memory that this process has held: of its GPU, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

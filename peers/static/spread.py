@@ -1,67 +1,43 @@
-"""The model as one worker has it: its stage of the pipeline, spread over the other axes of the mesh with torch's own.
+"""The model as one worker has it: its stage of the pipeline, its shards of every layer, inside torch's DDP or FSDP2.
 
-Made by program.py, used by the loop. The order is torch's: tensor parallelism first, then what recomputes and compiles
-layers, then FSDP or DDP around it all.
+Made by program.py, used by the loop and by checkpoints.py. What `--tp` cuts is what block types cut: the worker holds
+some of the shards of swarm/model/shards.py, and the sums over shards are all-reduces. A model without block types is
+cut into shards of type `tp`, which compute what it computes (Megatron-LM, arXiv 1909.08053).
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from peers.static import sharded, tensor_parallel, tensors
 from peers.static.options import StaticOptions
-from peers.static.workers import Shape, Workers
-from swarm.config import RunConfig, StagesConfig
+from peers.static.run_config import in_shards
+from peers.static.workers import Workers
+from swarm.config import RunConfig
+from swarm.interchange.weights import Weights
+from swarm.model import adapters, shards
 from swarm.model.adapters import trained_parameters
 from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import StageModule, build_stage, shared_parameters
+from swarm.model.shards import Shards
+from swarm.model.stages import StageModule, build_stage, layer_ranges, parameter_shapes, shared_parameters
 
-TIED = "embedding.weight"
-_WRAPPER = "_checkpoint_wrapped_module."
-"""What torch adds to the names inside a layer that is computed again."""
 ONE_BUCKET_MB = 1 << 20
 """More than any gradient: a codec gets all of them at once, as in a swarm."""
-
-
-def cut(config: RunConfig, shape: Shape, *, is_sharded: bool) -> RunConfig:
-    """The configuration with as many stages as the mesh has.
-
-    Args:
-        is_sharded: whether weights are cut over the axis dp.
-
-    Raises:
-        ValueError: the model, or its optimizer, does not fit the mesh.
-    """
-    tensor_parallel.check(config, shape.tp)
-    if config.optimizer.name == "muon" and (is_sharded or shape.tp > 1):
-        raise ValueError("optimizer.name = 'muon' steps whole matrices, which --fsdp and --tp cut")
-    if shape.pp > config.model.num_layers:
-        raise ValueError(f"--pp {shape.pp} needs as many layers, and model.num_layers is {config.model.num_layers}")
-    if shape.pp > 1 and config.model.custom_class:
-        raise ValueError("--pp is for the built-in model, not for a model.custom_class")
-    stages = config.stages if config.stages.num_stages == shape.pp else StagesConfig(num_stages=shape.pp)
-    return dataclasses.replace(config, stages=stages)
 
 
 class Part(nn.Module):
     """What a worker computes of a microbatch: from tokens or the stage before, to the next one or to the loss."""
 
-    def __init__(self, stage: nn.Module, seed: int, *, is_sharded: bool) -> None:
-        """
-        Args:
-            is_sharded: whether the stage is one of sharded.py.
-        """
+    def __init__(self, stage: nn.Module, seed: int) -> None:
         super().__init__()
-        self._is_sharded = is_sharded
         self.stage = stage
         self._seed = seed
 
@@ -71,11 +47,11 @@ class Part(nn.Module):
         *,
         microbatch_1: torch.Tensor,
         targets_BT: torch.Tensor | None = None,
-        **extra: object,
+        **extra: torch.Tensor,
     ) -> torch.Tensor:
         """
         Args:
-            microbatch_1: its number, on the CPU; below 0 there is no dropout.
+            microbatch_1: its number; below 0 there is no dropout.
             targets_BT: for the last stage.
             extra: as StageModule.forward takes it.
 
@@ -84,14 +60,9 @@ class Part(nn.Module):
         """
         number = int(microbatch_1)
         key = None if number < 0 else DropoutKey(seed=self._seed, microbatch=number)
+        output: torch.Tensor
         if isinstance(self.stage, StageModule):
-            extra |= {"dropout_key": key, "targets_BT": targets_BT}
-            if self._is_sharded:
-                output: torch.Tensor = functional_call(
-                    self.stage, sharded.local_parameters(self.stage), (inputs,), extra
-                )
-            else:
-                output = self.stage(inputs, **extra)
+            output = self.stage(inputs, dropout_key=key, targets_BT=targets_BT, **extra)
         else:
             output = summed_loss_of_logits(self.stage(inputs, dropout_key=key), cast(torch.Tensor, targets_BT))
         # Not a view, which FSDP warns of.
@@ -103,92 +74,155 @@ class Spread:
 
     Attributes:
         module: a Part, perhaps inside DDP.
-        parameters: by their names in the whole model, as torch has spread them.
+        parameters: by their names in the whole model. With FSDP they are DTensors.
+        shapes: of what all workers of the stage have of them together.
     """
 
-    def __init__(self, config: RunConfig, options: StaticOptions, workers: Workers) -> None:
+    def __init__(self, config: RunConfig, options: StaticOptions, workers: Workers, given: Weights | None) -> None:
         """
         Args:
             config: cut into the mesh's stages.
+            given: the weights with which the run begins; None draws them.
         """
+        self._workers = workers
         shape, mesh = workers.shape, workers.mesh
-        plain = dataclasses.replace(config.model, gradient_checkpointing=False)
-        stage = build_stage(dataclasses.replace(config, model=plain), workers.place("pp"), device="cpu")
-        is_sharded = shape.tp > 1 and bool(config.model.block_types)
-        self._partial = set[str]()
-        if is_sharded:
-            assert isinstance(stage, StageModule)
-            stage = sharded.spread(stage, config, workers.place("pp"), mesh["tp"])
-            self._partial = sharded.partial(stage)
-        elif shape.tp > 1:
-            for layer in _layers(stage):
-                tensor_parallel.spread(layer, mesh["tp"])
-            self._partial = {name for name, _ in stage.named_parameters() if name.endswith(tensor_parallel.PARTIAL)}
-        stage.to(workers.device)
-        if config.model.gradient_checkpointing and isinstance(stage, StageModule) and not is_sharded:
-            # The model's own way binds parameters before FSDP has gathered them.
-            stage.layers = nn.ModuleDict({name: checkpoint_wrapper(layer) for name, layer in stage.layers.items()})
-        for layer in _layers(stage) if options.compile else ():
-            layer.compile()
-        self.module: nn.Module = Part(stage, config.data.seed, is_sharded=is_sharded)
-        self._averages_itself = options.fsdp is not None
+        whole = _whole_stage(config, workers, given)
+        stage = _with_own_shards(whole, config, workers).to(workers.device)
+        layers = list(stage.layers.values()) if isinstance(stage, StageModule) else []
+        # In torch's order: what computes layers again and compiles them, then FSDP or DDP around it all.
+        for layer in layers if config.model.gradient_checkpointing else ():
+            checkpoint(layer, preserve_rng_state=False)
+        if options.compile and isinstance(stage, StageModule):
+            stage.compile_layers()
+        self.module: nn.Module = Part(stage, config.data.seed)
         if options.fsdp:
-            for part in (*_layers(stage), self.module):
+            for part in (*layers, self.module):
                 fully_shard(part, mesh=mesh["dp"], reshard_after_forward=options.fsdp == "zero3")
-        elif shape.dp > 1 and shape.tp == shape.pp == 1:
+        elif shape.dp > 1:
             self.module = DistributedDataParallel(
                 self.module,
                 process_group=mesh.get_group("dp"),
                 bucket_cap_mb=ONE_BUCKET_MB if options.compress else None,
                 gradient_as_bucket_view=True,
+                broadcast_buffers=False,
             )
-            self._averages_itself = True
-        self._workers = workers
-        self.parameters = {name.replace(_WRAPPER, ""): value for name, value in trained_parameters(stage).items()}
-        self._tied = _tied_group(config, workers)
-        self._num_holders = {
-            name: shape.dp * shape.tp // tensors.num_cuts(value) * (2 if self._tied and name == TIED else 1)
-            for name, value in self.parameters.items()
-        }
+        self.parameters = trained_parameters(stage)
+        self.shapes = {name: parameter.shape for name, parameter in trained_parameters(whole).items()}
+        self._shared = {shared.name for shared in shared_parameters(config)}
+        self._ends = _ends(workers) if self._shared else None
 
     @property
     def local_parameters(self) -> dict[str, torch.Tensor]:
         """This worker's parts of the parameters, in the same memory."""
-        return {name: tensors.local(value) for name, value in self.parameters.items()}
+        return {name: _local(value) for name, value in self.parameters.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """This worker's parts of the gradients, averaged over the axis dp. All workers call it once a step."""
-        shape, mesh = self._workers.shape, self._workers.mesh
-        found = {name: tensors.local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
-        if shape.tp > 1:
-            partial = [gradient for name, gradient in found.items() if name in self._partial]
-            tensors.sum_over(partial, mesh.get_group("tp"))
-        if shape.dp > 1 and not self._averages_itself:
-            tensors.sum_over(found.values(), mesh.get_group("dp"), weight=1 / shape.dp)
-        if self._tied is not None and TIED in found:
-            tensors.sum_over([found[TIED]], self._tied)
+        found = {name: _local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        if self._workers.shape.tp > 1:
+            partial = [found[name] for name in found if name.startswith("layers.") and shards.cut_axis(name) is None]
+            _sum_over(partial, self._workers.mesh.get_group("tp"))
+        if self._ends is not None:
+            _sum_over([found[name] for name in found if name in self._shared], self._ends)
         return found
 
     def squared_norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
         """This worker's share of the whole gradient's squared norm: the workers' shares add up to it."""
-        return tensors.squared_norm(gradients, self._num_holders)
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
+        # Read together: on a GPU each reading waits for all that was queued before it.
+        squares = torch.stack(norms).square().tolist() if norms else []
+        return sum((square / self._num_holders(name) for name, square in zip(gradients, squares, strict=True)), 0.0)
+
+    def _num_holders(self, name: str) -> int:
+        """How many workers have the same part of a parameter."""
+        dp = 1 if isinstance(self.parameters[name], DTensor) else self._workers.shape.dp
+        tp = 1 if self._is_cut(name) else self._workers.shape.tp
+        return dp * tp * (2 if name in self._shared else 1)
+
+    def _is_cut(self, name: str) -> bool:
+        """Whether the workers of the axis tp have parts of a parameter."""
+        return self._workers.shape.tp > 1 and shards.cut_axis(name) is not None
 
     def clear_gradients(self) -> None:
         """Forget what was summed."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    # -- for checkpoints -------------------------------------------------------------------------------------------
 
-def _layers(stage: nn.Module) -> list[nn.Module]:
-    """Those of the built-in model; a custom class is spread as a whole."""
-    return list(stage.layers.values()) if isinstance(stage, StageModule) else []
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This worker's part of a tensor of the same shape as a parameter, or of a scalar."""
+        if tensor.ndim == 0:
+            return tensor
+        if self._is_cut(name):
+            tensor = shards.part_of(name, tensor, self._workers.place("tp"), self._workers.shape.tp)
+        like = self.parameters[name]
+        if not isinstance(like, DTensor):
+            return tensor
+        tensor = tensor.to(like.device).contiguous()
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The tensor of which every worker has such a part; the inverse of `part_of`. All workers call it."""
+        like = self.parameters[name]
+        if part.ndim == 0:
+            return part
+        if isinstance(like, DTensor):
+            part = DTensor.from_local(
+                part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            ).full_tensor()
+        if not self._is_cut(name):
+            return part
+        parts = [torch.empty_like(part) for _ in range(self._workers.shape.tp)]
+        dist.all_gather(parts, part.contiguous(), group=self._workers.mesh.get_group("tp"))
+        return shards.whole_of(name, parts)
 
 
-def _tied_group(config: RunConfig, workers: Workers) -> dist.ProcessGroup | None:
-    """The two workers whose tied embeddings add their gradients up, if this is one of them. All workers call it."""
-    if not shared_parameters(config):
-        return None
-    ranks = workers.mesh.mesh
-    pairs = [(int(first), int(last)) for first, last in zip(ranks[0].flatten(), ranks[-1].flatten(), strict=True)]
-    groups = {pair: dist.new_group(list(pair)) for pair in pairs}
+def _whole_stage(config: RunConfig, workers: Workers, given: Weights | None) -> nn.Module:
+    """The stage that this worker and others have together, at the initial weights, on the CPU."""
+    number = workers.place("pp")
+    weights = None if given is None else given.load(parameter_shapes(config, number))
+    if not config.model.custom_class:
+        # The model's own way to compute layers again binds parameters before FSDP has gathered them.
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=False))
+    return build_stage(config, number, device="cpu", weights=weights)
+
+
+def _with_own_shards(whole: nn.Module, config: RunConfig, workers: Workers) -> nn.Module:
+    """The stage with this worker's shards of the layers alone."""
+    number, place, tp = workers.place("pp"), workers.place("tp"), workers.shape.tp
+    if tp == 1:
+        return whole
+    model = dataclasses.replace(in_shards(config.model, tp), gradient_checkpointing=False)
+    config = dataclasses.replace(config, model=model)
+    reduce = shards.sum_over(workers.mesh.get_group("tp"))
+    held = Shards(num_shards=model.num_shards, num_held=model.num_shards // tp, reduce=reduce)
+    stage = StageModule(config, number, layer_ranges(config)[number], held)
+    if config.lora.is_on:
+        adapters.adapt(stage, config)
+    initial = dict(whole.named_parameters())
+    for name, parameter in stage.named_parameters():
+        parameter.data = shards.part_of(name, initial[name].detach(), place, tp).clone()
+    return stage
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _ends(workers: Workers) -> dist.ProcessGroup | None:
+    """The workers at the two ends of this one's pipeline, if it is one of them. All workers call it."""
+    first, last = workers.mesh.mesh[0].flatten().tolist(), workers.mesh.mesh[-1].flatten().tolist()
+    groups = {pair: dist.new_group(list(pair)) for pair in zip(first, last, strict=True)}
     return next((group for pair, group in groups.items() if dist.get_rank() in pair), None)
+
+
+def _sum_over(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each tensor by the sum over a group's workers, in one exchange."""
+    if not (tensors := list(tensors)):
+        return
+    flat_N = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat_N, group=group)
+    for tensor, part_N in zip(tensors, torch.split(flat_N, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part_N.view_as(tensor))

@@ -18,7 +18,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from peers.shared import process
 from peers.static.options import StaticOptions
+from swarm.errors import PeerUnavailable
+from swarm.machine.out_of_memory import is_out_of_memory
 
 Result = TypeVar("Result")
 PATIENCE = timedelta(minutes=10)
@@ -108,7 +111,7 @@ class Workers:
 
 @contextlib.contextmanager
 def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -> Iterator[Workers]:
-    """Meet the other workers, for as long as the block runs."""
+    """Meet the other workers, for as long as the block runs. Raises PeerUnavailable if one of them is gone."""
     # Small numbers are summed on the CPU, where reading them waits for no GPU.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
@@ -123,6 +126,15 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
     try:
         mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=("pp", "dp", "tp"))
         yield Workers(shape=shape, device=device, mesh=mesh)
+    except RuntimeError as error:
+        # NCCL says with a DistError that an exchange failed, and gloo with no type of its own.
+        may_be_loss = isinstance(error, dist.DistError) or type(error) is RuntimeError
+        if dist.get_world_size() == 1 or not may_be_loss or is_out_of_memory(error):
+            raise
+        raise PeerUnavailable(
+            f"this worker cannot go on, most likely because another one is gone: {process.first_line(error)}; "
+            "--log-level debug shows where"
+        ) from error
     finally:
         # Pipelines and FSDP's modules are cycles. They would go after the groups that they hold, and wait for ever.
         gc.collect()

@@ -1,7 +1,8 @@
 """Operations of a layer that keep less for their backward than autograd would, and read and write less.
 
 What a multiplication or two can compute again is not kept, which saves a quarter of a layer's activations. The results
-are those of the formulas, up to rounding. There is no gradient of a gradient. Called by layers.py and stages.py.
+are those of the formulas, up to rounding. There is no gradient of a gradient. torch.compile is given the formulas, of
+which it finds out the same, together with what is around them. Called by layers.py and stages.py.
 
 Shapes: B samples, T positions, D model width, E outputs, H heads, K head width, J half a head's width, F feed-forward
 width.
@@ -17,6 +18,8 @@ from torch.autograd.function import once_differentiable
 
 def rms_norm(hidden_BTD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467). Faster on CPUs than torch's own."""
+    if torch.compiler.is_compiling():
+        return F.rms_norm(hidden_BTD, weight_D.shape, weight_D, epsilon)
     return cast(Tensor, _RMSNorm.apply(hidden_BTD, weight_D, epsilon))  # type: ignore[no-untyped-call]  # torch does not annotate it
 
 
@@ -26,11 +29,17 @@ def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
     The tables, as rotary_tables makes them, get no gradient. It is computed in their type or the heads' type,
     whichever is wider, and the result has the heads' type.
     """
+    if torch.compiler.is_compiling():
+        first_BHTJ, second_BHTJ = heads_BHTK.chunk(2, dim=-1)
+        turned = first_BHTJ * cos_TJ - second_BHTJ * sin_TJ, second_BHTJ * cos_TJ + first_BHTJ * sin_TJ
+        return torch.cat(turned, dim=-1).to(heads_BHTK.dtype)
     return cast(Tensor, _Rotation.apply(heads_BHTK, cos_TJ, sin_TJ))  # type: ignore[no-untyped-call]
 
 
 def swiglu(gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202)."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate_BTF) * up_BTF
     return cast(Tensor, _SwiGLU.apply(gate_BTF, up_BTF))  # type: ignore[no-untyped-call]
 
 

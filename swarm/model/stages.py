@@ -125,6 +125,11 @@ class StageModule(nn.Module):
         self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
         self.head = Head(config.model) if is_last else None
 
+    def compile_layers(self) -> None:
+        """Have torch.compile make code of the layers once they are called; not with a cache, which grows every time."""
+        for layer in self.layers.values():
+            layer.compile(dynamic=False)
+
     def forward(
         self,
         inputs: Tensor,
@@ -170,11 +175,12 @@ class StageModule(nn.Module):
             is_rotary = self.model.positions == "rope"
             tables = rotary_tables(self.model, positions_T) if is_rotary else (None, None)
             context = (fixed_BTC, *tables, dropout_key, reach)
+            run = self._run_layer if cache is None else _run_uncompiled
             if self.shards is not None:
-                hidden_BTR = self._run_spans(self.shards, hidden_BTR, context)
+                hidden_BTR = self._run_spans(self.shards, run, hidden_BTR, context)
             else:
                 for layer in self.layers.values():
-                    hidden_BTR = self._run_layer(layer, hidden_BTR, *context)
+                    hidden_BTR = run(layer, hidden_BTR, *context)
             if cache is not None:
                 cache.advance(num_positions)
             if self.head is not None:
@@ -183,12 +189,14 @@ class StageModule(nn.Module):
                 hidden_BTR = self.head(hidden_BTR, embedding_VD, targets_BT)
         return hidden_BTR.float()
 
-    def _run_spans(self, shards: Shards, hidden_BTD: Tensor, context: Sequence[object]) -> Tensor:
+    def _run_spans(
+        self, shards: Shards, run: Callable[..., Tensor], hidden_BTD: Tensor, context: Sequence[object]
+    ) -> Tensor:
         """All layers, where they have block types (shards.py)."""
         for span in self.spans:
             begun_NBTD = streams_NBTD = shards.begin(hidden_BTD)
             for layer, sublayers in span:
-                streams_NBTD = self._run_layer(self.layers[str(layer)], streams_NBTD, *context, sublayers)
+                streams_NBTD = run(self.layers[str(layer)], streams_NBTD, *context, sublayers)
             hidden_BTD = hidden_BTD + shards.meet(streams_NBTD - begun_NBTD)
         return hidden_BTD
 
@@ -257,6 +265,11 @@ def stage_loss(
         return loss
     logits_BTV = functional_call(module, dict(parameters), (inputs,), options)
     return summed_loss_of_logits(logits_BTV, targets_BT)
+
+
+def _run_uncompiled(layer: nn.Module, *arguments: object) -> Tensor:
+    output_BTR: Tensor = layer.forward(*arguments)
+    return output_BTR
 
 
 def _call_with(layer: nn.Module, parameters: dict[str, Tensor], *arguments: object) -> Tensor:

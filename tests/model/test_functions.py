@@ -50,10 +50,16 @@ def _inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64) -
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
+@pytest.mark.parametrize("compiling", [False, True])
 @_EACH
 def test_values_and_gradients_are_the_formulas(
-    function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
+    function: Callable[..., Tensor],
+    formula: Callable[..., Tensor],
+    shapes: list[tuple[int, ...]],
+    compiling: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     inputs = _inputs(shapes)
     torch.testing.assert_close(function(*inputs), formula(*inputs))
     assert torch.autograd.gradcheck(function, inputs)

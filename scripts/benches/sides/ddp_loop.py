@@ -2,9 +2,10 @@
 
     python -m torch.distributed.run --nproc-per-node N -m scripts.benches.sides.ddp_loop CONFIG STEPS METRICS
 
-What the bench `methods` compares `swarm-static --dp` with. The model and the data are the run's.
+What the bench `methods` compares `swarm-static --dp` with. The model, the data and the microbatches are the run's.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -27,22 +28,27 @@ def main(path: Path, num_steps: int, metrics: Path) -> None:
     dist.init_process_group("gloo")
     rank, num_workers = dist.get_rank(), dist.get_world_size()
     config, data = with_corpus(configs.load(path))
-    model = DistributedDataParallel(build_stage(config, 0, device="cpu"))
+    model = DistributedDataParallel(build_stage(config, 0, device="cpu"), gradient_as_bucket_view=True)
     optimizer = torch_adamw(model.module, config.optimizer)
     own = range(rank, config.microbatches_per_round, num_workers)
     ended_at = time.perf_counter()
     for step in range(num_steps):
-        batch = torch.cat([data.samples(step * config.microbatches_per_round + n)[TOKENS].long() for n in own])
-        targets = batch[:, 1:]
-        loss = model(batch[:, :-1], dropout_key=None, targets_BT=targets) / targets.numel()
-        loss.backward()
+        total = torch.zeros(1)
+        for number in own:
+            tokens = data.samples(step * config.microbatches_per_round + number)[TOKENS].long()
+            # Gradients are averaged once, with the last microbatch.
+            with model.no_sync() if number != own[-1] else contextlib.nullcontext():
+                loss = model(tokens[:, :-1], dropout_key=None, targets_BT=tokens[:, 1:])
+                loss = loss / (len(own) * tokens[:, 1:].numel())
+                loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss := loss.detach())
+        dist.all_reduce(total)
         seconds, ended_at = time.perf_counter() - ended_at, time.perf_counter()
         if rank == 0:
-            row = {"step": step + 1, "train/loss": float(loss) / num_workers, "train/step_time": seconds}
+            row = {"step": step + 1, "train/loss": float(total) / num_workers, "train/step_time": seconds}
             with metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.benches.shared.common import with_corpus, write_config
 from scripts.benches.sides.reference import Reference
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.metrics import log
 
 pytestmark = pytest.mark.e2e
@@ -49,6 +49,7 @@ OTHER_BLOCK_TYPES = dataclasses.replace(
         OTHER_SWITCHES.model, num_layers=3, num_heads=4, block_types=("parallel", "parallel", "spd"), num_shards=4
     ),
 )
+ADAPTERS = dataclasses.replace(CONFIG, lora=LoraConfig(rank=4, targets=("all-linear",)))
 HEAD_NORMS = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, qk_norm=True, dropout=0.0))
 
 
@@ -64,7 +65,7 @@ class Case:
     def name(self) -> str:
         """For its files."""
         model = self.config.model
-        switches = model.norm, str(model.qk_norm), str(model.num_shards)
+        switches = model.norm, str(model.qk_norm), str(model.num_shards), str(self.config.lora.rank)
         return "-".join([*(o.strip("-") for o in self.options), *switches])
 
 
@@ -81,8 +82,11 @@ MORE_CASES = [
     [Case(4, ("--pp", "2", "--tp", "2"))],
     [Case(4, ("--pp", "2", "--tp", "2"), OTHER_BLOCK_TYPES)],
     [Case(4, ("--dp", "2", "--tp", "2"), BLOCK_TYPES)],
+    [Case(4, ("--tp", "2", "--fsdp", "zero3"), BLOCK_TYPES)],
+    [Case(2, ("--fsdp", "zero3"), ADAPTERS), Case(2, ("--tp", "2"), ADAPTERS)],
     [Case(2, ("--fsdp", "zero2"), OTHER_SWITCHES), Case(2, ("--tp", "2"), OTHER_SWITCHES)],
     [Case(1, (), OTHER_SWITCHES), Case(1, ("--compile",), HEAD_NORMS), Case(2, ("--tp", "2"), HEAD_NORMS)],
+    [Case(2, ("--tp", "2", "--compile"), HEAD_NORMS), Case(2, ("--fsdp", "zero3", "--compile"), HEAD_NORMS)],
     [Case(2, ("--dp", "2"), OTHER_SWITCHES), Case(2, ("--pp", "2"), OTHER_SWITCHES)],
 ]
 

@@ -6,21 +6,28 @@ import re
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from peers.shared import cli, process
+from peers.shared import process
 from peers.shared.process import run_program
-from peers.static import program
+from peers.static import program, run_config
 from peers.static.options import StaticOptions
+from peers.static.workers import Shape
 from scripts.benches.shared.common import with_corpus, write_config
 from scripts.benches.sides.reference import Reference
+from swarm import config as configs
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.interchange import weights
+from swarm.interchange.run_folder import ImportOptions, import_model
+from swarm.interchange.source import Source
 from swarm.metrics import log
-from swarm.model.stages import trained_shapes
+from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.stage import state
+from tests.interchange.small_models import save
 from tests.support.swarm import wait_until
 
 CONFIG = RunConfig(
@@ -70,7 +77,11 @@ def trained(config_file: Path, *arguments: str | Path | int) -> int:
         (1, ["--preset", "tiny", "--fsdp", "zero3"], "--fsdp cuts weights over the --dp workers"),
         (1, ["--preset", "tiny", "--compress", "int8"], "--compress is of what --dp workers send"),
         (4, ["--preset", "tiny", "--tp", "2", "--compress", "int8"], "--compress is for --dp alone"),
-        (3, ["--preset", "tiny", "--tp", "3"], "--tp 3 does not divide model.num_heads"),
+        (
+            3,
+            ["--preset", "tiny", "--tp", "3"],
+            "--tp 3 cuts layers as model.block_types = 'tp' does, and model.num_heads",
+        ),
         (9, ["--preset", "tiny", "--pp", "9"], "--pp 9 needs as many layers"),
         (2, ["--preset", "tiny", "--dtype", "fp16", "--compress", "int8"], "--compress is not for --dtype fp16"),
         (1, ["--preset", "none"], "unknown preset"),
@@ -95,23 +106,24 @@ def test_a_fault_is_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "expected"),
-    [
-        ("spd", ["--tp", "3"], "--tp 3 does not divide model.num_shards, which is 2"),
-        ("spd", ["--tp", "2", "--dp", "2", "--fsdp", "zero3"], "--fsdp is not for model.block_types with --tp"),
-        ("spd", ["--tp", "2", "--compile"], "--compile is not for model.block_types with --tp"),
-        ("parallel", ["--tp", "2"], "parallel blocks meet at the ends of the run's 2 stages: say --pp 2, or"),
-    ],
-)
-def test_block_types_that_do_not_fit_the_mesh_are_one_line(
-    kind: str, arguments: list[str], expected: str, tmp_path: Path
+MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"block_types": "spd", "num_shards": 2}, {"tp": 3}, "--tp 3 does not divide model.num_shards, which is 2"),
+    ({"block_types": "parallel", "num_shards": 2}, {"tp": 2}, "parallel blocks meet at the ends of the run's 2 stages"),
+    ({"bottleneck_dim": 8}, {"tp": 2}, "--tp 2 cuts layers as model.block_types = 'tp' does, and model.block_types is"),
+    ({"custom_class": "some.module:Class"}, {"tp": 2}, "--pp and --tp are for the built-in model"),
+    ({"dropout": 0.1}, {"compile": True}, "--compile is not for runs with dropout"),
+    ({"weights": 64 * "a"}, {}, "the run begins with a model (model.weights): say --model with its folder"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "expected"), MISFITS)
+def test_a_run_that_does_not_fit_the_options_is_one_line(
+    model: dict[str, Any], options: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    model = dataclasses.replace(CONFIG.model, block_types=kind, num_shards=2)
-    write_config(dataclasses.replace(CONFIG, model=model), tmp_path / "run.toml")
-    options = cli.parse(StaticOptions, prog=program.PROG, argv=["--config", str(tmp_path / "run.toml"), *arguments])
+    write_config(dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, **model)), tmp_path / "run.toml")
+    given = StaticOptions(config=tmp_path / "run.toml", **options)
     with pytest.raises(ValueError, match=re.escape(expected)):
-        program.trained_config(options)
+        run_config.trained(given, Shape(dp=1, tp=given.tp, pp=1))
 
 
 def test_other_workers_of_a_machine_do_not_repeat_it(
@@ -148,6 +160,33 @@ def test_goes_on_from_its_checkpoint_which_is_a_swarms_too(config_file: Path) ->
         for name, value in anchor.items():
             torch.testing.assert_close(value, reference.weights[name], rtol=0, atol=1e-6)
             assert float(remembered[f"{name}/step"]) == 5
+
+
+def test_begins_with_a_model_and_goes_on_from_a_checkpoint_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("llama-2", tmp_path / "model")
+    data = dataclasses.replace(CONFIG.data, sequence_length=16)
+    import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions(num_stages=1))
+    imported = configs.load(tmp_path / "run" / "run.toml")
+    config = dataclasses.replace(CONFIG, model=imported.model, stages=imported.stages, data=data)
+    write_config(config, tmp_path / "run.toml")
+    options = ("--model", tmp_path / "run", "--checkpoint", tmp_path / "checkpoints")
+    assert trained(tmp_path / "run.toml", "--steps", 1, *options) == 0
+    assert trained(tmp_path / "run.toml", "--steps", 2, *options) == 0
+
+    complete, microbatches = with_corpus(config)
+    given = weights.open_folder(tmp_path / "run" / "weights").load(parameter_shapes(config, 0))
+    reference = Reference(complete, microbatches)
+    reference.load(given)
+    rows = log.read_current(tmp_path / "metrics.jsonl")
+    found = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert found == pytest.approx([reference.step(0), reference.step(1)], abs=1e-5)
+
+    save("llama-linear", tmp_path / "another model")
+    import_model(Source(tmp_path / "another model"), tmp_path / "another", ImportOptions())
+    assert trained(tmp_path / "run.toml", "--steps", 3, "--model", tmp_path / "another") == 1
+    assert "another/weights has other weights" in capsys.readouterr().err
 
 
 def test_refuses_checkpoints_of_another_model(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,104 @@
+"""The configuration of the run that static workers train, and whether it fits the mesh in which they stand.
+
+Used by program.py. A run of a swarm is trained as it is, but for its setting: see `trained`.
+"""
+
+import dataclasses
+import logging
+from typing import Literal
+
+from peers.shared.cache import cache_folder
+from peers.stage_peer.own_model import OwnModel, open_model
+from peers.static.options import StaticOptions
+from peers.static.workers import Shape
+from swarm import config as configs
+from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.interchange.weights import Weights
+from swarm.model.compiled import require_compilable
+
+logger = logging.getLogger(__name__)
+
+
+def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | None]:
+    """The configuration that the command line names, as a synchronous run with the mesh's stages; and where the
+    weights are with which it begins, unless they are drawn.
+
+    Of a DiLoCo run the inner steps remain, which are then those of all workers together.
+
+    Raises:
+        ValueError: there is no such configuration or model, or it does not fit the mesh or the options.
+        IntegrityError: the weights are not those that the configuration names.
+        PeerUnavailable: the hub does not give the model.
+    """
+    model = None if options.model is None else open_model(options.model)
+    config = _named(options, model)
+    if not config.rounds.synchronous:
+        size = config.rounds.inner_batch_samples
+        rounds = RoundsConfig(setting="synchronous", round_samples=size)
+        averaging = dataclasses.replace(config.averaging, num_fragments=1)
+        config = dataclasses.replace(config, rounds=rounds, averaging=averaging)
+        logger.info("the run's setting is diloco: a static run takes a step every %d samples, its inner batch", size)
+    if options.dtype is not None:
+        # float16 is the loop's affair, which scales losses for it.
+        autocast: Literal["off", "bf16"] = "bf16" if options.dtype == "bf16" else "off"
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
+    config = _fitted(config, options, shape)
+    if not config.model.weights:
+        return config, None
+    if model is None:
+        raise ValueError("the run begins with a model (model.weights): say --model with its folder, or its name")
+    weights = model.all_weights(cache_folder())
+    weights.require(config.model.weights)
+    return config, weights
+
+
+def _named(options: StaticOptions, model: OwnModel | None) -> RunConfig:
+    if options.config is not None:
+        config = configs.load(options.config)
+    elif model is not None:
+        config = model.config(cache_folder(), num_stages=options.pp)
+    else:
+        config = configs.load_preset(options.preset or "")
+    data = config.data
+    data = dataclasses.replace(
+        data, dataset=options.dataset or data.dataset, tokenizer=options.tokenizer or data.tokenizer
+    )
+    return dataclasses.replace(config, data=data)
+
+
+def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfig:
+    """The configuration with as many stages as the mesh has. Raises ValueError if the two do not fit."""
+    model = config.model
+    if model.custom_class and (shape.pp > 1 or shape.tp > 1):
+        raise ValueError("--pp and --tp are for the built-in model, not for a model.custom_class")
+    if shape.pp > model.num_layers:
+        raise ValueError(f"--pp {shape.pp} needs as many layers, and model.num_layers is {model.num_layers}")
+    if "parallel" in model.types_of_blocks and shape.pp != config.stages.num_stages:
+        raise ValueError(
+            f"parallel blocks meet at the ends of the run's {config.stages.num_stages} stages: say --pp "
+            f"{config.stages.num_stages}, or stages.num_stages = {shape.pp} in the configuration"
+        )
+    if shape.tp > 1 and config.lora.dropout:
+        raise ValueError("--tp is not for lora.dropout: each worker has a part of what it zeroes")
+    in_shards(model, shape.tp)
+    if config.optimizer.name == "muon" and (options.fsdp or shape.tp > 1):
+        raise ValueError("optimizer.name = 'muon' steps whole matrices, which --fsdp and --tp cut")
+    if options.compile:
+        require_compilable(config)
+    if shape.pp == config.stages.num_stages:
+        return config
+    return dataclasses.replace(config, stages=StagesConfig(num_stages=shape.pp))
+
+
+def in_shards(model: ModelConfig, num_workers: int) -> ModelConfig:
+    """The model with shards for the workers that share its layers. Raises ValueError if they cannot."""
+    if num_workers == 1:
+        return model
+    if model.block_types:
+        if model.num_shards % num_workers:
+            raise ValueError(f"--tp {num_workers} does not divide model.num_shards, which is {model.num_shards}")
+        return model
+    try:
+        return dataclasses.replace(model, block_types="tp", num_shards=num_workers)
+    except ValueError as error:
+        raise ValueError(f"--tp {num_workers} cuts layers as model.block_types = 'tp' does, and {error}") from None
