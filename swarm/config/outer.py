@@ -9,7 +9,7 @@ LEARNING_RATE, MOMENTUM = 0.7, 0.9
 """DiLoCo's own (arXiv 2311.08105)."""
 SHORT_MOMENTUM = 0.5
 """In short rounds pseudo-gradients agree more from one to the next, and a longer momentum adds up too much of them."""
-LONG_ROUND = 100
+LONG_ROUND = 200
 """So many inner batches, over all peers."""
 LEFT_OUT = -1.0
 
@@ -18,7 +18,7 @@ LEFT_OUT = -1.0
 class OuterConfig:
     """DiLoCo's outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient.
 
-    If both are left out, they follow from the round: 0.7 and 0.5 where it has fewer than 100 inner batches
+    If both are left out, they follow from the round: 0.7 and 0.5 where it has fewer than 200 inner batches
     (round_samples / inner_batch_samples), and 0.7 and 0.9 where it has more.
     """
 

@@ -58,8 +58,8 @@ def test_defaults_are_resolved() -> None:
     ("inner_batches", "outer", "expected"),
     [
         (16, OuterConfig(), (0.7, 0.5)),
-        (99, OuterConfig(), (0.7, 0.5)),
-        (100, OuterConfig(), (0.7, 0.9)),
+        (199, OuterConfig(), (0.7, 0.5)),
+        (200, OuterConfig(), (0.7, 0.9)),
         (16, OuterConfig(learning_rate=0.5), (0.5, 0.9)),
         (16, OuterConfig(momentum=0.3), (0.7, 0.3)),
         (500, OuterConfig(learning_rate=1.0, momentum=0.0), (1.0, 0.0)),
