@@ -19,10 +19,11 @@ from swarm.dht import addresses
 from swarm.errors import SwarmError
 from swarm.machine.words import counted
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
-from swarm.rpc.entry import endpoint_of
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.meeting.check import ANSWER_SECONDS, MAX_ENDPOINTS, MULTISTREAM, check
 from swarm.rpc.meeting.endpoints import direct
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord
 

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from peers.shared.own_figures import OwnFigures
 from peers.status.figure import Figure, figures
+from swarm.rpc.endpoint import endpoint_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ class Exporter(Collector):
         except OSError as error:
             raise ValueError(f"--metrics-port {port}: {error.strerror or error}; choose another port") from None
         try:
-            shown = f"[{host}]" if ":" in host else host
-            yield f"http://{shown}:{server.server_port}/metrics"
+            yield f"http://{endpoint_of(host, server.server_port)}/metrics"
         finally:
             await asyncio.to_thread(server.shutdown)
             server.server_close()

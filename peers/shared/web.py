@@ -15,6 +15,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from swarm.rpc.endpoint import endpoint_of
+
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 """What a browser of this machine calls it, as a request's Host has it."""
 MOST_CONNECTIONS = 512
@@ -42,7 +44,7 @@ class Listener:
         host, port = self._socket.getsockname()[:2]
         self.is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         """Whether only processes of this machine can reach it."""
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.url = f"http://{endpoint_of(host, port)}"
 
     async def serve(self, app: ASGIApp, stop: asyncio.Event, *, with_websockets: bool = False) -> None:
         """Answer requests until `stop` is set. Answers under way then have a few seconds."""
@@ -118,7 +120,6 @@ class _Uvicorn(uvicorn.Server):
 
 def _bound(host: str, port: int, option: str) -> socket.socket:
     """A socket with this address. Raises ValueError."""
-    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
@@ -132,7 +133,7 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
             raise
     except (OSError, UnicodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "there is no such host"
-        raise ValueError(f"{option} {shown}: {reason}; choose another address or port") from None
+        raise ValueError(f"{option} {endpoint_of(host, port)}: {reason}; choose another address or port") from None
     return listening
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from swarm.dht.addresses import is_host
-from swarm.rpc.entry import endpoint_of
+from swarm.rpc.endpoint import endpoint_of
 
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<ip>[^\]]*:[^\]]*)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,5}))?|(?P<bare>.*:.*:.*)")
 

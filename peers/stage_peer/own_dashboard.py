@@ -21,7 +21,8 @@ from peers.shared.token_option import VARIABLE
 from peers.stage_peer.options import PeerOptions
 from swarm.credentials.token import Token
 from swarm.machine import extras
-from swarm.rpc.entry import Entry, endpoint_of
+from swarm.rpc.endpoint import endpoint_of
+from swarm.rpc.entry import Entry
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)

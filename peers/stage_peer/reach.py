@@ -25,14 +25,15 @@ from swarm.dht.addresses import is_host
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
-from swarm.rpc.entry import Entry, endpoint_of
+from swarm.rpc.endpoint import endpoint_of, host_and_port
+from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import Kind
 from swarm.rpc.meeting.check import ANSWER_SECONDS, DIAL_SECONDS, GAP_SECONDS, MAX_ENDPOINTS, check
 from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.endpoints import direct, versions
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerId, PeerRecord
 
@@ -193,13 +194,11 @@ class Reach:
                 logger.debug("it stays a node that others would ask: %s", error)
             return
         _, libp2p_id = addresses.split(self._dht_addresses[0])
-        ends = (end.rpartition(":") for end in verdict.dht_endpoints)
-        self._dht_addresses = tuple(
-            f"{addresses.at(host.strip('[]'), int(port))}/p2p/{libp2p_id}" for host, _, port in ends
-        )
+        ends = map(host_and_port, verdict.dht_endpoints)
+        self._dht_addresses = tuple(f"{addresses.at(host, port)}/p2p/{libp2p_id}" for host, port in ends)
 
     def _what_to_do(self) -> str:
-        hosts = dict.fromkeys(end.rpartition(":")[0] for end in self._candidates)
+        hosts = dict.fromkeys(host_and_port(end)[0] for end in self._candidates)
         return (
             f"those that dialled back got no answer at {', '.join(hosts)}, TCP ports {self.port} (gRPC) and "
             f"{', '.join(self._dht_ports) or '--dht-port'} (DHT). To be reached directly, open both in the firewall or "

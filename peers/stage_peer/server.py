@@ -41,11 +41,12 @@ from swarm.machine.out_of_memory import in_words
 from swarm.pipeline.lease_service import LeaseServicer
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.guard import Guard
 from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import reply_specs, request_specs

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from swarm.rpc.entry import endpoint_of
+from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.v1 import meeting_pb2 as pb
 
 

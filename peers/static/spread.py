@@ -27,7 +27,8 @@ from swarm.model.adapters import trained_parameters
 from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards
-from swarm.model.stages import StageModule, build_stage, layer_ranges, parameter_shapes, shared_parameters
+from swarm.model.stage_module import StageModule
+from swarm.model.stages import build_stage, layer_ranges, parameter_shapes, shared_parameters
 
 ONE_BUCKET_MB = 1 << 20
 """More than any gradient: a codec gets all of them at once, as in a swarm."""

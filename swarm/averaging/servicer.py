@@ -26,7 +26,8 @@ from swarm.averaging.transport import (
     pieces_of,
 )
 from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotServed, PeerUnavailable, SwarmError
-from swarm.rpc.channels import MESSAGE_SECONDS, abort
+from swarm.rpc.failures import abort
+from swarm.rpc.serving import MESSAGE_SECONDS
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer
 

@@ -18,10 +18,11 @@ from swarm.averaging.exchanging.reduction import MemberFailed, Payload
 from swarm.compression.buffers import Received
 from swarm.compression.codec import Buffer
 from swarm.credentials.certificates import peer_id_of
-from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable
-from swarm.rpc.bounds import require_bounds
-from swarm.rpc.channels import ChannelPool, translate
+from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage
+from swarm.rpc.ask import ask
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.download import download
+from swarm.rpc.failures import translate
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
 from swarm.rpc.wire import CHUNK_BYTES
@@ -115,14 +116,8 @@ class GrpcTransport:
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
     ) -> Reply:
         call: Any = getattr(self._stub(peer, bulk=False), method.name)
-        try:
-            reply: Reply = await call(request, timeout=timeout_seconds)
-            # The norm of a contribution may well be infinite: the leader has to hear that.
-            require_bounds(reply, finite=False)
-        except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
-        except MalformedMessage as error:
-            raise PeerUnavailable(f"a malformed reply: {error}") from None
+        # The norm of a contribution may well be infinite: the leader has to hear that.
+        reply: Reply = await ask(call, request, seconds=timeout_seconds, finite=False)
         return reply
 
     async def exchange(
@@ -199,10 +194,7 @@ class GrpcTransport:
 
     async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
         health: Any = HealthStub(self._channels.channel(peer))
-        try:
-            await health.Check(HealthCheckRequest(), timeout=timeout_seconds)
-        except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
+        await ask(health.Check, HealthCheckRequest(), seconds=timeout_seconds)
 
     def is_connected(self, peer: PeerRecord) -> bool:
         return self._channels.is_connected(peer)

@@ -16,7 +16,7 @@ from typing import Any
 from swarm.errors import NotReady, Overloaded, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, caller_of, subtract
-from swarm.rpc.channels import abort
+from swarm.rpc.failures import abort
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import content_pb2 as pb
 from swarm.rpc.v1.content_pb2_grpc import ContentServiceServicer

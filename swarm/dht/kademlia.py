@@ -69,7 +69,8 @@ class Kademlia:
         self.is_client = client_mode
         self._keepers: dict[str, Keepers] = {}
         self.num_answers = 0
-        _note_answers(node.protocol, self._note_answer)
+        for call in ("call_ping", "call_find", "call_store"):
+            setattr(node.protocol, call, self._counting(getattr(node.protocol, call)))
 
     @property
     def libp2p_id(self) -> str:
@@ -118,8 +119,15 @@ class Kademlia:
         finally:
             await self._process.stop()
 
-    def _note_answer(self) -> None:
-        self.num_answers += 1
+    def _counting(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """A call to other nodes of which answers are counted: what hivemind finds does not tell whether any came."""
+
+        async def counted(*arguments: Any, **options: Any) -> Any:
+            answer = await call(*arguments, **options)
+            self.num_answers += answer is not None
+            return answer
+
+        return counted
 
     def _keepers_of(self, key: str) -> Keepers:
         if key not in self._keepers:
@@ -246,22 +254,6 @@ async def _connect(p2p: Any, endpoints: Sequence[Any], peer_id: Any) -> str | No
         logger.debug("cannot connect to %s at %s: %s", peer_id, ", ".join(map(str, endpoints)), error)
         return str(error)
     return None
-
-
-def _note_answers(protocol: Any, note: Callable[[], None]) -> None:
-    """Have it noted whenever another node answers: what hivemind finds does not tell whether any did."""
-
-    def noting(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def noted(*arguments: Any, **options: Any) -> Any:
-            answer = await call(*arguments, **options)
-            if answer is not None:
-                note()
-            return answer
-
-        return noted
-
-    for name in ("call_ping", "call_find", "call_store"):
-        setattr(protocol, name, noting(getattr(protocol, name)))
 
 
 def _parse(node: addresses.Node) -> tuple[Sequence[Any], Any]:

@@ -15,11 +15,12 @@ import grpc
 
 from swarm.credentials.identity import Identity
 from swarm.dht.record_store import NoOtherNode, RecordStore
-from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotServed, PeerUnavailable, SwarmError, WrongRun
+from swarm.errors import DeadlineExceeded, Fatal, NotServed, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import Clock
-from swarm.rpc.bounds import require_bounds
-from swarm.rpc.channels import ChannelPool, abort, translate
+from swarm.rpc.ask import ask
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
+from swarm.rpc.failures import abort
 from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import DirectoryServiceServicer, DirectoryServiceStub
 from swarm.types import PeerRecord
@@ -173,15 +174,8 @@ class PeerStore:
 
     async def _ask(self, source: Entry | PeerRecord, key: str) -> pb.ReadReply:
         channel = self._channels.channel(source) if isinstance(source, PeerRecord) else await self._enter(source)
-        call: Any = DirectoryServiceStub(channel).Read
-        try:
-            reply: pb.ReadReply = await call(pb.ReadRequest(key=key))
-        except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
-        try:
-            require_bounds(reply, finite=True)
-        except MalformedMessage as error:
-            raise PeerUnavailable(f"an answer that makes no sense: {error}") from None
+        stub: Any = DirectoryServiceStub(channel)
+        reply: pb.ReadReply = await ask(stub.Read, pb.ReadRequest(key=key), seconds=ANSWER_SECONDS)
         return reply
 
     async def _enter(self, entry: Entry) -> grpc.aio.Channel:

@@ -1,6 +1,6 @@
 """Attention to the same and earlier positions: where positions are told apart, and what is kept of them for text.
 
-Used by layers.py and stages.py. Rotary tables are made anew in every forward pass.
+Used by layers.py and stage_module.py. Rotary tables are made anew in every forward pass.
 
 Shape suffixes: B samples, T positions, S positions of keys and values, D model width, H query heads, G key and value
 heads, K head width, J half a head's width, R trained columns of the residual stream.

@@ -1,4 +1,4 @@
-"""Finds the class of `model.custom_class`, whose rules are in stages.py."""
+"""Finds the class of `model.custom_class`, whose rules are in stage_module.py."""
 
 import pkgutil
 

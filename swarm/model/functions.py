@@ -2,7 +2,7 @@
 
 What a multiplication or two can compute again is not kept, which saves a quarter of a layer's activations. The results
 are those of the formulas, up to rounding. There is no gradient of a gradient. torch.compile is given the formulas, of
-which it finds out the same, together with what is around them. Called by layers.py and stages.py.
+which it finds out the same, together with what is around them. Called by layers.py and stage_module.py.
 
 Shapes: B samples, T positions, D model width, E outputs, H heads, K head width, J half a head's width, F feed-forward
 width.

@@ -1,8 +1,8 @@
 """The parts of a decoder-only transformer.
 
-Used by stages.py. Modules hold no state but parameters: dropout masks are made anew in every forward pass, so the same
-inputs and the same key give the same outputs whenever, and however often, they are computed. The global random state
-and `training` make no difference.
+Used by stage_module.py. Modules hold no state but parameters: dropout masks are made anew in every forward pass, so the
+same inputs and the same key give the same outputs whenever, and however often, they are computed. The global random
+state and `training` make no difference.
 
 Shape suffixes: B samples, T positions, D model width, J half a head's width, F feed-forward width, V vocabulary, R
 trained columns of the residual stream (D, or model.bottleneck_dim), C its other columns.

@@ -1,7 +1,7 @@
 """The loss of a language model: cross entropy of every next token, without the logits of all positions at once.
 
-Called by stages.py for the built-in head, and by stage/ for the logits of custom classes. Losses are sums over targets;
-who wants a mean divides by their count.
+Called by stage_module.py for the built-in head, and by stage/ for the logits of custom classes. Losses are sums over
+targets, which a caller that wants a mean divides by their count.
 
 With a vocabulary of 128,000 the logits of 4,096 positions take 2 GiB in float32, and autograd would keep three such
 tensors: many times what a layer keeps. So logits are made for a chunk of positions at a time, and turned in place into

@@ -1,6 +1,6 @@
 """Dropout that can be computed again, with random masks that every device draws alike.
 
-Called by layers.py and stages.py. A microbatch may be computed again by another peer, on another device, and the
+Called by layers.py and stage_module.py. A microbatch may be computed again by another peer, on another device, and the
 numbers of torch's generators depend on the device. So a mask is a hash of a key and of each element's place, computed
 from whole numbers of 32 bits alone, which wrap alike everywhere. Nothing is kept.
 """

@@ -16,7 +16,8 @@ from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards, spans
-from swarm.model.stages import StageModule, filled, initialise, layer_ranges
+from swarm.model.stage_module import StageModule
+from swarm.model.stages import filled, initialise, layer_ranges
 from swarm.training import samples
 from swarm.training.samples import TOKENS, Samples
 

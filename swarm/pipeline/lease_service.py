@@ -4,7 +4,6 @@ The servicer answers from the table of the stage's leader, or names the leader. 
 and keeps what it was granted alive by asking again.
 """
 
-import asyncio
 import dataclasses
 import logging
 import random
@@ -13,15 +12,11 @@ from collections.abc import Awaitable, Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from swarm.config import RunConfig
 from swarm.errors import (
-    DeadlineExceeded,
     IncompatibleVersion,
     MalformedMessage,
     NotAllowed,
-    PeerUnavailable,
     SwarmError,
     TryAnotherPeer,
     TryLater,
@@ -34,9 +29,10 @@ from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.pipeline.trainers import Trainer
 from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.address import check_address
-from swarm.rpc.bounds import require_bounds
+from swarm.rpc.ask import ask
 from swarm.rpc.callers import Caller, bearer_of, caller_of, subtract
-from swarm.rpc.channels import ChannelPool, abort, translate
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.failures import abort
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
 from swarm.rpc.v1.stage_pb2 import Address
@@ -271,17 +267,6 @@ class LeaseClient:
         return self._clock.monotonic() - failed_at < FAILED_SECONDS
 
     async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
-        call: Any = LeaseServiceStub(self._channels.channel(record)).Acquire
-        try:
-            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the answer.
-            async with asyncio.timeout(seconds):
-                reply: pb.AcquireReply = await call(request)
-            require_bounds(reply, finite=True)
-        except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
-        except TimeoutError:
-            raise DeadlineExceeded("no answer to a request for leases") from None
-        except MalformedMessage as error:
-            logger.debug("%s: a malformed reply: %s", record.peer_id, error)
-            raise PeerUnavailable(f"a malformed reply: {error}") from None
+        stub: Any = LeaseServiceStub(self._channels.channel(record))
+        reply: pb.AcquireReply = await ask(stub.Acquire, request, seconds=seconds)
         return reply

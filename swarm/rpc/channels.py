@@ -1,80 +1,35 @@
-"""Channels to peers, the ports of servers, and errors across them.
+"""Channels to peers.
 
-Used by everything that calls a peer or serves peers. A peer has one channel, and a second one for bulk transfers; pings
-show within seconds that a neighbour is frozen or out of reach. The exceptions of swarm.errors travel over the wire.
-Never retries.
+Used by everything that calls a peer. A peer has one channel, and a second one for bulk transfers; pings show within
+seconds that a neighbour is frozen or out of reach. Never retries.
 """
 
 import asyncio
-import re
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
-from swarm import errors
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity
-from swarm.errors import NotAllowed, PeerUnavailable, SwarmError
+from swarm.errors import NotAllowed, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
-from swarm.rpc.callers import MAX_CALLS
 from swarm.rpc.meeting.carrying import Line
 from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.ways import Road, Ways
-from swarm.rpc.options import BULK_OPTIONS, CLIENT_OPTIONS, MAX_MESSAGE_BYTES, Options
+from swarm.rpc.options import BULK_OPTIONS, CLIENT_OPTIONS
 from swarm.types import TUNNEL, PeerRecord
 
 _Key = tuple[str, str, bool]
 """A peer's place and certificate, and whether a channel is for bulk transfers."""
 
-MESSAGE_SECONDS = 30.0
-"""How long a server waits at most for the next message of a stream, and for its caller to take one."""
-
 UNUSED_SECONDS = 3600.0
 """A channel that nothing asked for in this time is closed when another one is opened: its peer has most likely left.
 Calls that it still has may go on for the same time."""
-
-
-SERVER_OPTIONS: Options = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # On one connection; gRPC itself holds the rest back, or refuses it.
-    ("grpc.max_concurrent_streams", MAX_CALLS),
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-    # Otherwise two servers could share one port, and each other's calls.
-    ("grpc.so_reuseport", 0),
-)
-
-_ERROR_KEY = "swarm-error"
-_ARGUMENT_KEY = "swarm-error-argument"
-
-_CODES: dict[type[SwarmError], grpc.StatusCode] = {
-    errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.NotReady: grpc.StatusCode.UNAVAILABLE,
-    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.MalformedMessage: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.WrongStage: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.WrongRun: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.IncompatibleVersion: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ConfigMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.CorpusMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.RoundMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.StaleMicrobatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.RoundGone: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.IntegrityError: grpc.StatusCode.DATA_LOSS,
-    errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
-    errors.RetriesExhausted: grpc.StatusCode.ABORTED,
-}
-_TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing|response code 504", re.IGNORECASE)
-"""What gRPC says of an attempt to connect that took too long. Of a TLS handshake that did, it says that it closed the
-socket itself. 504 is what meeting/dialler answers where no way worked."""
-_CLASSES = {error_class.__name__: error_class for error_class in _CODES}
-
 
 READY_SECONDS = 5.0
 """Longest wait for TLS over a better line."""
@@ -239,96 +194,6 @@ class ChannelPool:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Have a server, made with SERVER_OPTIONS, listen. Port 0 takes a free one; without credentials there is no TLS.
-
-    Args:
-        host: IP address; empty for all of this machine's, of IPv4 and IPv6.
-
-    Returns:
-        The port.
-
-    Raises:
-        ValueError: the port is in use, or the host is no address of this machine.
-    """
-    host = host or "::"
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if credentials is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, credentials)
-    except RuntimeError:
-        raise ValueError(
-            f"cannot listen on {address}: the port is in use, or the address is not this machine's; choose another"
-        ) from None
-
-
-def abort_code(error: SwarmError) -> grpc.StatusCode:
-    """The status a call ends with when its servicer raises `error`."""
-    return _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
-
-
-async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> None:
-    """Write a message of a stream of which `context` is the ServicerContext.
-
-    Raises:
-        DeadlineExceeded: the caller takes nothing.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            await context.write(message)
-    except TimeoutError:
-        raise errors.DeadlineExceeded(f"the caller took nothing for {seconds:.0f} s") from None
-
-
-async def receive(context: Any, seconds: float = MESSAGE_SECONDS) -> Any:
-    """The next message of a stream of which `context` is the ServicerContext; None at its end.
-
-    Raises:
-        DeadlineExceeded: the caller sends nothing.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            message = await context.read()
-    except TimeoutError:
-        raise errors.DeadlineExceeded(f"no message for {seconds:.0f} s") from None
-    return None if message is grpc.aio.EOF else message
-
-
-async def abort(context: Any, error: SwarmError) -> NoReturn:
-    """End a call of which `context` is the ServicerContext, so that the caller's `translate` gives the same error."""
-    metadata = [(_ERROR_KEY, type(error).__name__)]
-    if isinstance(error, errors.Overloaded):
-        metadata.append((_ARGUMENT_KEY, repr(error.retry_after_seconds)))
-    elif isinstance(error, errors.RoundMismatch):
-        metadata.append((_ARGUMENT_KEY, str(error.peer_round)))
-    await context.abort(abort_code(error), str(error), tuple(metadata))
-    raise AssertionError("abort does not return")
-
-
-def translate(error: grpc.aio.AioRpcError) -> SwarmError:
-    """What a failed call means: what its servicer raised, or that the peer is out of reach, or was too slow."""
-    metadata = {str(key): value for key, value in error.trailing_metadata() or ()}
-    name, argument = metadata.get(_ERROR_KEY), metadata.get(_ARGUMENT_KEY, "0")
-    details = error.details() or error.code().name
-    error_class = _CLASSES.get(str(name))
-    try:
-        if error_class is errors.Overloaded:
-            return errors.Overloaded(details, retry_after_seconds=float(argument))
-        if error_class is errors.RoundMismatch:
-            return errors.RoundMismatch(details, peer_round=int(argument))
-    except ValueError:
-        return errors.PeerUnavailable(f"a malformed error: {details}")
-    if error_class is not None:
-        return error_class(details)
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return errors.DeadlineExceeded(details)
-    # There is no connection and so no peer, unless the attempt timed out, as it does where a network is parted.
-    is_gone = "failed to connect" in details and not _TIMED_OUT.search(details)
-    is_unreachable = error.code() is grpc.StatusCode.UNAVAILABLE
-    return errors.PeerUnavailable(f"{error.code().name}: {details}", is_gone=is_gone, is_unreachable=is_unreachable)
 
 
 async def _close(channels: Iterable[grpc.aio.Channel], grace_seconds: float | None) -> None:

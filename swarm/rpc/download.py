@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from swarm.errors import DeadlineExceeded, PeerUnavailable
-from swarm.rpc.channels import translate
+from swarm.rpc.failures import translate
 
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """A download that comes more slowly than this, beyond the wait for one piece, is given up: another peer may send."""

@@ -17,6 +17,7 @@ from swarm.credentials import certificates
 from swarm.credentials.identity import Identity
 from swarm.errors import IntegrityError, PeerUnavailable
 from swarm.rpc import tls
+from swarm.rpc.endpoint import endpoint_of, host_and_port
 from swarm.rpc.options import CLIENT_OPTIONS
 from swarm.types import PeerId
 
@@ -51,12 +52,12 @@ class Entry:
     @property
     def host(self) -> str:
         """Its name or IP address, without brackets."""
-        return self.endpoint.rpartition(":")[0].strip("[]")
+        return host_and_port(self.endpoint)[0]
 
     @property
     def port(self) -> int:
         """Of its gRPC server."""
-        return int(self.endpoint.rpartition(":")[2])
+        return host_and_port(self.endpoint)[1]
 
     async def connect(self, own: Identity, *, insecure: bool) -> grpc.aio.Channel:
         """A channel to this very peer. Cancellation leaves nothing behind.
@@ -91,11 +92,6 @@ class Entry:
         if (own is None or own.authority is None) and not _is_self_signed(certificate_pem):
             raise ValueError(f"the run at {self} is locked: ask its owner for a token, and come with {self}#TOKEN")
         return certificate_pem
-
-
-def endpoint_of(host: str, port: int) -> str:
-    """HOST:PORT, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def shown_certificate(host: str, port: int) -> str:

@@ -22,7 +22,8 @@ from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloa
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import num_entries, require_bounds
 from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, caller_of, chain_of, subtract
-from swarm.rpc.channels import abort, send
+from swarm.rpc.failures import abort
+from swarm.rpc.serving import send
 from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
 
 FOR_TRAINERS = frozenset(

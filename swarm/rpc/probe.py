@@ -12,7 +12,8 @@ import grpc
 
 from swarm.errors import MalformedMessage, Overloaded, SwarmError
 from swarm.machine.clock import Clock
-from swarm.rpc.channels import abort, receive, send
+from swarm.rpc.failures import abort
+from swarm.rpc.serving import receive, send
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import probe_pb2 as pb
 from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceServicer, ProbeServiceStub

@@ -1,6 +1,6 @@
 """The caller's side of a call in which both sides send messages: a deadline for each, and errors of swarm.errors.
 
-Used by hop.
+Used by hop, probe, and meeting/.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any, Self
 import grpc
 
 from swarm.errors import PeerUnavailable, SwarmError
-from swarm.rpc.channels import translate
+from swarm.rpc.failures import translate
 
 
 class Stream:

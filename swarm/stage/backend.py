@@ -20,7 +20,7 @@ from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import stage_loss, with_shared_casts
+from swarm.model.stage_module import stage_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.buckets import GradientBucket, Source, Version

@@ -22,7 +22,8 @@ from swarm.errors import MalformedMessage
 from swarm.generation.choice import choose
 from swarm.hop.session import Order, Piece, Token
 from swarm.model.attention import CacheRows, KeyValueCache, cache_bytes
-from swarm.model.stages import layer_ranges, with_shared_casts
+from swarm.model.stage_module import with_shared_casts
+from swarm.model.stages import layer_ranges
 from swarm.rpc.wire import ENCODINGS, require_in_range
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, boundary_of

@@ -19,7 +19,7 @@ from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle, pack_obstacle
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller
-from swarm.rpc.channels import send
+from swarm.rpc.serving import send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN, request_specs
 from swarm.stage.held_rounds import ROUND_SECONDS

@@ -11,7 +11,7 @@ import torch
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
 from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
-from swarm.rpc.channels import MESSAGE_SECONDS, receive
+from swarm.rpc.serving import MESSAGE_SECONDS, receive
 from swarm.rpc.wire import TensorReader, TensorSpec
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 

@@ -4,7 +4,7 @@ import logging
 
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
-from swarm.rpc.channels import abort
+from swarm.rpc.failures import abort
 from swarm.stage.incoming import Context
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Callers, caller_of
-from swarm.rpc.channels import send
+from swarm.rpc.serving import send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import filled

@@ -11,7 +11,7 @@ from typing import Any
 from swarm.errors import MalformedMessage
 from swarm.hop.continuation import Continuation
 from swarm.hop.session import PIECE_TOKENS, Piece, Token, unpack_pieces
-from swarm.rpc.channels import MESSAGE_SECONDS, receive, send
+from swarm.rpc.serving import MESSAGE_SECONDS, receive, send
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.stage.boundary import Boundary
 from swarm.stage.decoder import Computed, Decoder

@@ -13,7 +13,8 @@ from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import RunConfig
 from swarm.machine.clock import SystemClock
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.types import PeerRecord
 from tests.averaging.doubles import QUICK, FakeStage, record

@@ -10,7 +10,8 @@ import torch
 from swarm.averaging.averager import Averager
 from swarm.averaging.transport import REPORT, GrpcTransport
 from swarm.errors import DeadlineExceeded, NotReady, WrongRun, WrongStage
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer, add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address

@@ -14,7 +14,8 @@ from swarm.content.line import GrpcLine, Kind
 from swarm.content.servicer import MOST_CALLS_OF_ONE, ContentServicer, Shelf, Shelves, nothing
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import SystemClock
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
 from swarm.rpc.wire import CHUNK_BYTES

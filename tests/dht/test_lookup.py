@@ -18,8 +18,9 @@ from swarm.dht.records import seal
 from swarm.errors import PeerUnavailable, WrongRun
 from swarm.machine.clock import ManualClock
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, TrainerRecord

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 OWN_MODEL = """
 import os
-from swarm.model.stages import StageModule
+from swarm.model.stage_module import StageModule
 
 class Model(StageModule):
     pass

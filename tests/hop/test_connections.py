@@ -19,7 +19,8 @@ from swarm.hop.connections import GAP_SECONDS, watch_connections
 from swarm.machine.clock import ManualClock, SystemClock
 from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.routing.router import Router
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.support.chain import eventually
 

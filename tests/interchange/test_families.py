@@ -14,7 +14,8 @@ from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.interchange.export import Card, Origin, Target, export_model
 from swarm.interchange.families.known import family_of, read_config
 from swarm.interchange.source import Source
-from swarm.model.stages import StageModule, layer_ranges
+from swarm.model.stage_module import StageModule
+from swarm.model.stages import layer_ranges
 from tests.interchange.small_models import MODELS, NUM_LAYERS, make_tokens, save
 
 CARD = Card(round=0, num_samples=0, losses={})

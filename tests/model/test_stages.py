@@ -18,7 +18,8 @@ from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model.layers import FIXED_STD
 from swarm.model.loss import token_loss
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import build_stage, layer_ranges, stage_loss
+from swarm.model.stage_module import stage_loss
+from swarm.model.stages import build_stage, layer_ranges
 from swarm.model.transformer import build_transformer
 
 MODEL = ModelConfig(num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=40, dropout=0.2)

@@ -20,7 +20,8 @@ from swarm.pipeline.lease_service import (
     LeaseServicer,
 )
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address

@@ -16,15 +16,10 @@ from swarm import errors
 from swarm.credentials import identity
 from swarm.machine.clock import ManualClock
 from swarm.rpc import channels, tls
-from swarm.rpc.channels import (
-    SERVER_OPTIONS,
-    ChannelPool,
-    abort,
-    abort_code,
-    bind_server,
-    translate,
-)
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.failures import abort, abort_code, translate
 from swarm.rpc.options import MAX_MESSAGE_BYTES, client_options
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.proxy import Direction, Proxy

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, SwarmError, WrongRun
+from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError, WrongRun
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -35,7 +35,7 @@ async def test_a_request_that_names_no_run_is_answered_by_a_peer_of_any() -> Non
     ("say", "error"),
     [
         (lambda _: pb.DescribeReply(run_id="another"), WrongRun),
-        (lambda _: pb.DescribeReply(run_id="run", samples_per_second=math.inf), MalformedMessage),
+        (lambda _: pb.DescribeReply(run_id="run", samples_per_second=math.inf), PeerUnavailable),
         (_refuse, PeerUnavailable),
     ],
 )

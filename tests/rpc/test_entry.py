@@ -12,8 +12,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_ser
 from swarm.credentials.identity import Identity, generate
 from swarm.errors import PeerUnavailable
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.entry import Entry
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.types import PeerId
 from tests.support import locked
 

@@ -21,8 +21,9 @@ from swarm.credentials.identity import Identity
 from swarm.machine.clock import ManualClock, SystemClock
 from swarm.rpc import guard, tls
 from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, MAX_KEPT_BYTES, WASTED_CALLS, Callers
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import (
     averaging_pb2,
     content_pb2,

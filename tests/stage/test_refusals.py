@@ -23,7 +23,7 @@ from swarm.errors import (
     WrongStage,
 )  # fmt: skip
 from swarm.hop.retries import HopLimits
-from swarm.rpc.channels import translate
+from swarm.rpc.failures import translate
 from swarm.rpc.options import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub

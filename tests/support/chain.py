@@ -34,7 +34,8 @@ from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.callers import Callers
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, add_StageServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState

@@ -13,7 +13,6 @@ from swarm.credentials.identity import Identity, generate
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.entry import Entry
 from swarm.rpc.guard import Guard
 from swarm.rpc.meeting.budget import MeetingLimits
@@ -21,6 +20,7 @@ from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually

@@ -14,11 +14,11 @@ from swarm.dht.directory import Directory
 from swarm.dht.lookup import DirectoryServicer
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server

@@ -25,6 +25,7 @@ from scripts.benches.shared import proc
 from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, say
 from scripts.benches.shared.throttle import Link, Throttle
 from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.rpc.endpoint import host_and_port
 
 USAGE_SECONDS = 5.0
 NEVER = 10**9
@@ -244,7 +245,7 @@ class Cast:
             stage=role.stage,
             name=role.name,
             host="127.0.0.1",
-            port=int(role.endpoint.rsplit(":", 1)[1]),
+            port=host_and_port(role.endpoint)[1],
             dht_port=role.dht_port,
             threads=1,
             device="cpu",

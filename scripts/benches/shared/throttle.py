@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Self
 
 from swarm.dht.loop_thread import LoopThread
+from swarm.rpc.endpoint import host_and_port
 
 CHUNK_BYTES = 16 * 1024
 SOCKET_BYTES = 64 * 1024
@@ -236,10 +237,9 @@ class Throttle:
 
 
 async def _open(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    host, port = endpoint.rsplit(":", 1)
     connection = _socket()
     try:
-        await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+        await asyncio.get_running_loop().sock_connect(connection, host_and_port(endpoint))
     except OSError:
         connection.close()
         raise

@@ -34,7 +34,8 @@ from swarm.machine.clock import SystemClock
 from swarm.machine.loop_lag import LoopLag
 from swarm.model.stages import build_stage
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS, request_specs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from swarm.config import RunConfig
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import StageModule
+from swarm.model.stage_module import StageModule
 
 SECONDS_PER_SAMPLE = 0.033
 """Forward and backward together, unless PACE says otherwise; backward takes twice as long as forward."""

@@ -30,7 +30,8 @@ from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, S
 from swarm.credentials.identity import Identity, generate
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.types import PeerRecord, PeerState

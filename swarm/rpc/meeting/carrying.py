@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import grpc
 
+from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import meeting_pb2 as pb
 
 PIECE_BYTES = 256 << 10
@@ -19,7 +20,7 @@ PIECE_BYTES = 256 << 10
 BUFFER_BYTES = 1 << 20
 """Of a StreamReader; with asyncio's own, 64 KiB, carrying takes twice the processor's time."""
 
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Kind(StrEnum):
@@ -36,7 +37,7 @@ class Line(Protocol):
     @property
     def kind(self) -> Kind: ...
 
-    async def carry(self, stream: Stream) -> None:
+    async def carry(self, stream: TcpStream) -> None:
         """Pass everything on between it and a connection. Closes both; cancelling does so, too."""
         ...
 
@@ -48,11 +49,11 @@ class Line(Protocol):
 class TcpLine:
     """A TCP connection."""
 
-    def __init__(self, stream: Stream, kind: Kind) -> None:
+    def __init__(self, stream: TcpStream, kind: Kind) -> None:
         self.kind = kind
         self._stream = stream
 
-    async def carry(self, stream: Stream) -> None:
+    async def carry(self, stream: TcpStream) -> None:
         try:
             await first_of(_pump(stream[0], self._stream[1]), _pump(self._stream[0], stream[1]))
         finally:
@@ -64,7 +65,7 @@ class TcpLine:
 
 
 class CallLine:
-    """A call, Connect or Take, of which the first messages have been exchanged, and its channel."""
+    """A call, Connect or Take, with which a meeting point carries a connection."""
 
     kind = Kind.RELAYED
 
@@ -72,7 +73,27 @@ class CallLine:
         self._call = call
         self._channel = channel
 
-    async def carry(self, stream: Stream) -> None:
+    @classmethod
+    async def opened(cls, call: Any, channel: grpc.aio.Channel, opening: pb.Carried, seconds: float) -> Self:
+        """A line, once the meeting point has connected its two ends. Closes the channel where it does not.
+
+        Args:
+            opening: the first message of the call.
+            seconds: longest wait for the answer.
+
+        Raises:
+            SwarmError: what the meeting point refused with, or PeerUnavailable where it does not answer.
+        """
+        try:
+            async with Stream(call) as stream:
+                await stream.write(opening, seconds)
+                await stream.read(seconds)
+        except BaseException:
+            await channel.close()
+            raise
+        return cls(call, channel)
+
+    async def carry(self, stream: TcpStream) -> None:
         try:
             await first_of(self._send(stream[0]), self._receive(stream[1]))
         finally:

@@ -18,13 +18,13 @@ from urllib.parse import unquote
 
 import grpc
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded
+from swarm.errors import MalformedMessage, Overloaded
 from swarm.machine.clock import Clock
 from swarm.machine.own_host import own_versions
-from swarm.rpc.bounds import require_bounds
+from swarm.rpc.ask import ask
 from swarm.rpc.callers import Caller, caller_of, is_tunnelled
-from swarm.rpc.channels import translate
-from swarm.rpc.entry import endpoint_of, id_of, shown_certificate
+from swarm.rpc.endpoint import endpoint_of, host_and_port
+from swarm.rpc.entry import id_of, shown_certificate
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
 
@@ -43,21 +43,9 @@ MULTISTREAM = b"\x13/multistream/1.0.0\n"
 
 
 async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds: float) -> pb.CheckReply:
-    """Have a peer dial this one back. Cancelling ends the call.
-
-    Raises:
-        DeadlineExceeded: there was no answer in so many seconds, connecting included.
-        SwarmError: what the peer refused with, or PeerUnavailable where it cannot be reached.
-    """
-    call: Any = MeetingServiceStub(channel).Check
-    try:
-        async with asyncio.timeout(seconds):
-            reply: pb.CheckReply = await call(request)
-    except TimeoutError:
-        raise DeadlineExceeded("no answer") from None
-    except grpc.aio.AioRpcError as error:
-        raise translate(error) from None
-    require_bounds(reply, finite=True)
+    """Have a peer dial this one back. Raises SwarmError as `ask` does."""
+    stub: Any = MeetingServiceStub(channel)
+    reply: pb.CheckReply = await ask(stub.Check, request, seconds=seconds)
     return reply
 
 
@@ -181,10 +169,13 @@ def _few(endpoints: Collection[str]) -> Collection[str]:
 
 
 async def _target(endpoint: str, observed: str) -> _Target:
-    host, _, digits = endpoint.rpartition(":")
-    if not digits.isdecimal() or not 0 < int(digits) < 65536 or len(host) > 255:
-        raise MalformedMessage(f"{endpoint[:80]!r} is no host:port")
-    host, port = host.strip("[]") or observed, int(digits)
+    try:
+        host, port = host_and_port(endpoint)
+    except ValueError as error:
+        raise MalformedMessage(str(error)) from None
+    if len(host) > 255:
+        raise MalformedMessage(f"{endpoint[:80]!r} has no host's name")
+    host = host or observed
     addresses = tuple(address for address in await _addresses(host) if _may_be_dialled(address, observed))[:1]
     is_observed = addresses == (observed,) or ipaddress.ip_address(observed).is_loopback
     has_way = not addresses or _has_way(addresses[0])
@@ -220,7 +211,7 @@ def _may_be_dialled(address: str, observed: str) -> bool:
 def peer_address(context: Any) -> tuple[str, int]:
     """The address and port that a call comes from, of which `context` is the ServicerContext."""
     # gRPC gives ipv4:192.0.2.1:5001, or ipv6:[::1]:5001 with percent signs.
-    host, _, port = unquote(context.peer()).partition(":")[2].rpartition(":")
-    ip = ipaddress.ip_address(host.strip("[]"))
+    host, port = host_and_port(unquote(context.peer()).partition(":")[2])
+    ip = ipaddress.ip_address(host)
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return str(mapped or ip), int(port)
+    return str(mapped or ip), port

@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Iterable
 
+from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import Entry
 from swarm.types import TUNNEL
 
@@ -27,7 +28,7 @@ def versions(endpoints: Iterable[str]) -> set[int]:
     found = set[int]()
     for endpoint in endpoints:
         try:
-            found.add(ipaddress.ip_address(endpoint.rpartition(":")[0].strip("[]")).version)
+            found.add(ipaddress.ip_address(host_and_port(endpoint)[0]).version)
         except ValueError:
             found |= {4, 6}
     return found

@@ -24,11 +24,12 @@ from swarm.errors import (
 )
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, caller_of
-from swarm.rpc.channels import abort, receive, send
-from swarm.rpc.entry import endpoint_of
+from swarm.rpc.endpoint import endpoint_of
+from swarm.rpc.failures import abort
 from swarm.rpc.meeting.budget import RETRY_SECONDS, Budget, MeetingLimits
 from swarm.rpc.meeting.carrying import PIECE_BYTES, first_of
 from swarm.rpc.meeting.check import DialBack, peer_address
+from swarm.rpc.serving import receive, send
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceServicer
 from swarm.types import PeerId

@@ -15,13 +15,15 @@ from typing import Any
 
 import grpc
 
-from swarm.errors import PeerUnavailable, SwarmError
+from swarm.errors import SwarmError
 from swarm.machine.own_host import own_host
-from swarm.rpc.entry import Entry, endpoint_of
-from swarm.rpc.meeting.carrying import BUFFER_BYTES, Kind, Line, Stream, TcpLine
+from swarm.rpc.endpoint import endpoint_of, host_and_port
+from swarm.rpc.entry import Entry
+from swarm.rpc.meeting.carrying import BUFFER_BYTES, Kind, Line, TcpLine, TcpStream
 from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.options import BULK_OPTIONS
+from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
 
@@ -67,7 +69,7 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
             request.local = endpoint_of(own_host(family, address), local_port)
             reply = await _met(channel, request)
             # The call stays open meanwhile, so that the router keeps the port.
-            candidates = [found for found in map(_split, (reply.observed, reply.local)) if found is not None]
+            candidates = [host_and_port(endpoint) for endpoint in (reply.observed, reply.local) if endpoint]
             meeting = _Meeting(listener, family, reply.secret, is_caller=is_caller)
             async with asyncio.timeout(PUNCH_SECONDS):
                 return TcpLine(await meeting.first(candidates), Kind.PUNCHED)
@@ -82,16 +84,13 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
 
 
 async def _met(channel: grpc.aio.Channel, request: pb.MeetRequest) -> pb.MeetReply:
-    """Where the other one is. The call ends with the channel. Raises SwarmError, TimeoutError."""
-    call: Any = MeetingServiceStub(channel).Meet(request)
-    try:
-        async with asyncio.timeout(MEETING_SECONDS):
-            reply = await call.read()
-    except grpc.aio.AioRpcError as error:
-        raise PeerUnavailable(error.details() or error.code().name) from None
-    if reply is grpc.aio.EOF or len(reply.secret) != 32:
+    """Where the other one is. The call ends with the channel. Raises SwarmError, ValueError."""
+    stub: Any = MeetingServiceStub(channel)
+    async with Stream(stub.Meet(request)) as call:
+        reply: pb.MeetReply = await call.read(MEETING_SECONDS)
+    if len(reply.secret) != 32:
         raise ValueError("the meeting point says nothing of use")
-    return reply  # type: ignore[no-any-return]
+    return reply
 
 
 class _Meeting:
@@ -105,7 +104,7 @@ class _Meeting:
         self._agreeing = asyncio.Lock()
         """The caller offers one connection after the other, so that both take the same one."""
 
-    async def first(self, candidates: Iterable[tuple[str, int]]) -> Stream:
+    async def first(self, candidates: Iterable[tuple[str, int]]) -> TcpStream:
         """The first connection on which both agree, whichever side opened it. Cancelling closes all."""
         work = [self._arrival(), *(self._departure(candidate) for candidate in candidates)]
         tasks = [asyncio.ensure_future(part) for part in work]
@@ -122,13 +121,13 @@ class _Meeting:
                 if task is not winner and not isinstance(end, BaseException):
                     end[1].close()
 
-    async def _arrival(self) -> Stream:
+    async def _arrival(self) -> TcpStream:
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(self._listener)
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 return await self._agreed(sock)
 
-    async def _departure(self, address: tuple[str, int]) -> Stream:
+    async def _departure(self, address: tuple[str, int]) -> TcpStream:
         local_port = self._listener.getsockname()[1]
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
@@ -136,7 +135,7 @@ class _Meeting:
             # Refused: the other one's router answers strangers, and it has not dialled yet.
             await asyncio.sleep(_AGAIN_SECONDS)
 
-    async def _agreed(self, sock: socket.socket) -> Stream:
+    async def _agreed(self, sock: socket.socket) -> TcpStream:
         """The stream over a connection, if both ends know the secret. Raises OSError, IncompleteReadError."""
         reader, writer = await _stream(sock)
         try:
@@ -177,7 +176,7 @@ async def _connected(family: int, address: tuple[str, int], local_port: int) -> 
     return sock
 
 
-async def _stream(sock: socket.socket) -> Stream:
+async def _stream(sock: socket.socket) -> TcpStream:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return await asyncio.open_connection(sock=sock, limit=BUFFER_BYTES)
@@ -188,8 +187,3 @@ async def resolved(point: Entry) -> tuple[int, tuple[str, int]]:
     loop = asyncio.get_running_loop()
     family, *_, address = (await loop.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM))[0]
     return family, (str(address[0]), int(address[1]))
-
-
-def _split(endpoint: str) -> tuple[str, int] | None:
-    host, _, port = endpoint.rpartition(":")
-    return (host.strip("[]"), int(port)) if port.isdecimal() else None

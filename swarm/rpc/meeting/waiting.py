@@ -13,19 +13,19 @@ from typing import Any, Never
 import grpc
 
 from swarm.credentials.identity import Identity
-from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
+from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
 from swarm.machine.own_host import own_host
 from swarm.rpc.callers import tunnel_source
-from swarm.rpc.channels import translate
 from swarm.rpc.entry import Entry
-from swarm.rpc.meeting.carrying import BUFFER_BYTES, CallLine, Kind, Line, Stream
+from swarm.rpc.meeting.carrying import BUFFER_BYTES, CallLine, Kind, Line, TcpStream
 from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.endpoints import tunnel_through
 from swarm.rpc.meeting.meeting_point import BEAT_SECONDS, SILENCE_SECONDS, signed_bytes
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.punch import punch, resolved
 from swarm.rpc.options import CLIENT_OPTIONS
+from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
 
@@ -122,38 +122,32 @@ class Waiting:
 
     async def _wait(self, point: Entry, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> None:
         """Raises SwarmError once it is over."""
-        call: Any = MeetingServiceStub(channel).Wait()
-        beats: asyncio.Task[None] | None = None
-        try:
-            challenge = (await _next(call, CONNECT_SECONDS)).challenge
+        stub: Any = MeetingServiceStub(channel)
+        async with Stream(stub.Wait()) as call:
+            challenge = (await call.read(CONNECT_SECONDS)).challenge
+            signature = self._own.sign(signed_bytes(point.peer_id, self._own.peer_id, challenge))
             proof = pb.WaitProof(
-                peer_id=self._own.peer_id, certificate_pem=self._own.certificate_pem,
-                signature=self._own.sign(signed_bytes(point.peer_id, self._own.peer_id, challenge)),
-            )  # fmt: skip
-            await call.write(pb.WaitRequest(proof=proof))
-            await _next(call, CONNECT_SECONDS)
+                peer_id=self._own.peer_id, certificate_pem=self._own.certificate_pem, signature=signature
+            )
+            await call.write(pb.WaitRequest(proof=proof), CONNECT_SECONDS)
+            await call.read(CONNECT_SECONDS)
             logger.info("waits at the meeting point %s", point.endpoint)
             self._kept[point] = None
             beats = asyncio.ensure_future(self._beat(call))
-            while True:
-                reply = await _next(call, SILENCE_SECONDS)
-                if reply.HasField("call") and self._num_called < MAX_LINES:
-                    tasks.create_task(self._answer(point, reply.call))
-        except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
-        except asyncio.InvalidStateError:
-            raise PeerUnavailable("it hung up") from None
-        finally:
-            if beats is not None:
+            try:
+                while True:
+                    reply = await call.read(SILENCE_SECONDS)
+                    if reply.HasField("call") and self._num_called < MAX_LINES:
+                        tasks.create_task(self._answer(point, reply.call))
+            finally:
                 beats.cancel()
-            call.cancel()
 
-    async def _beat(self, call: Any) -> None:
+    async def _beat(self, call: Stream) -> None:
         try:
             while True:
                 await self._clock.sleep(BEAT_SECONDS)
-                await call.write(pb.WaitRequest(beat=pb.Beat()))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                await call.write(pb.WaitRequest(beat=pb.Beat()), SILENCE_SECONDS)
+        except (SwarmError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             logger.debug("no beat: %s", error)  # The next answer that does not come ends the wait.
 
     async def _answer(self, point: Entry, called: pb.Called) -> None:
@@ -174,18 +168,8 @@ class Waiting:
     async def _taken(self, point: Entry, token: str) -> Line:
         async with asyncio.timeout(CONNECT_SECONDS):
             channel = await self._points.connect(point)
-            try:
-                call: Any = MeetingServiceStub(channel).Take()
-                await call.write(pb.Carried(token=token))
-                if await call.read() is grpc.aio.EOF:
-                    raise PeerUnavailable("the meeting point hung up")
-            except grpc.aio.AioRpcError as error:
-                await channel.close()
-                raise translate(error) from None
-            except BaseException:
-                await channel.close()
-                raise
-        return CallLine(call, channel)
+            stub: Any = MeetingServiceStub(channel)
+            return await CallLine.opened(stub.Take(), channel, pb.Carried(token=token), CONNECT_SECONDS)
 
     async def _serve(self, line: Line, point: Entry, caller: str) -> None:
         self._lines[line.kind] += 1
@@ -196,7 +180,7 @@ class Waiting:
             await line.close()
             self._lines[line.kind] -= 1
 
-    async def _own_server(self, point: Entry, caller: str) -> Stream:
+    async def _own_server(self, point: Entry, caller: str) -> TcpStream:
         """A connection to this peer's server, from an address of the caller's own where the system has such."""
         host, port = self._server
         try:
@@ -207,15 +191,3 @@ class Waiting:
             # own address all such callers are one, and none is taken for this machine itself.
             host = own_host(*await resolved(point))
             return await asyncio.open_connection(host, port, local_addr=(host, 0), limit=BUFFER_BYTES)
-
-
-async def _next(call: Any, seconds: float) -> pb.WaitReply:
-    """The next message. Raises DeadlineExceeded, PeerUnavailable, AioRpcError."""
-    try:
-        async with asyncio.timeout(seconds):
-            reply: Any = await call.read()
-    except TimeoutError:
-        raise DeadlineExceeded(f"silent for {seconds:.0f} s") from None
-    if reply is grpc.aio.EOF:
-        raise PeerUnavailable("it hung up")
-    return reply  # type: ignore[no-any-return]

@@ -11,10 +11,9 @@ import asyncio
 import logging
 from typing import Any
 
-import grpc
-
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock
+from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, CallLine, Kind, Line, TcpLine
 from swarm.rpc.meeting.dialler import Dialler
@@ -96,10 +95,10 @@ class Ways:
         return None
 
     async def _dialled(self, endpoint: str) -> Line:
-        host, _, port = endpoint.rpartition(":")
+        host, port = host_and_port(endpoint)
         try:
             async with asyncio.timeout(DIRECT_SECONDS):
-                stream = await asyncio.open_connection(host.strip("[]"), int(port), limit=BUFFER_BYTES)
+                stream = await asyncio.open_connection(host, port, limit=BUFFER_BYTES)
         except (OSError, TimeoutError):
             self._failed_until[endpoint] = self._clock.monotonic() + DIRECT_AGAIN_SECONDS
             raise
@@ -109,28 +108,16 @@ class Ways:
     async def _relayed(self, endpoint: str, point: Entry) -> Line:
         try:
             async with asyncio.timeout(TUNNEL_SECONDS):
-                line = await self._carried(point)
+                channel = await self._points.connect(point)
+                stub: Any = MeetingServiceStub(channel)
+                opening = pb.Carried(to=self._peer_id)
+                line = await CallLine.opened(stub.Connect(), channel, opening, TUNNEL_SECONDS)
         except (SwarmError, OSError, TimeoutError):
             self._failed_until[endpoint] = self._clock.monotonic() + TUNNEL_AGAIN_SECONDS
             self._points.forget(point)
             raise
         self._failed_until.pop(endpoint, None)
         return line
-
-    async def _carried(self, point: Entry) -> Line:
-        channel = await self._points.connect(point)
-        try:
-            call: Any = MeetingServiceStub(channel).Connect()
-            await call.write(pb.Carried(to=self._peer_id))
-            if await call.read() is grpc.aio.EOF:
-                raise PeerUnavailable("the meeting point hung up")
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            await channel.close()
-            raise PeerUnavailable(str(error)) from None
-        except BaseException:
-            await channel.close()
-            raise
-        return CallLine(call, channel)
 
 
 class Road:

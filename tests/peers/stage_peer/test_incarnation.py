@@ -16,7 +16,7 @@ from swarm.credentials.identity import generate
 from swarm.errors import Fatal
 from swarm.machine.clock import ManualClock, SystemClock
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, add_StageServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState

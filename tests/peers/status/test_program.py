@@ -23,8 +23,8 @@ from swarm.dht.lookup import DirectoryServicer
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.entry import Entry
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState, TrainerRecord
 from tests.support.memory_store import MemoryStore

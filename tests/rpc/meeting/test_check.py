@@ -11,10 +11,10 @@ from swarm.credentials.identity import Identity, generate
 from swarm.errors import MalformedMessage, NotAllowed, Overloaded
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.meeting import check as checks
 from swarm.rpc.meeting.check import DialBack, check
 from swarm.rpc.meeting.points import Points
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from tests.support import locked
 from tests.support.meeting import meeting_point

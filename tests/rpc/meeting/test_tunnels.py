@@ -9,8 +9,9 @@ import pytest
 
 from swarm.credentials.identity import Identity, generate
 from swarm.errors import NotAllowed, NotReady, Overloaded, SwarmError
-from swarm.rpc.channels import ChannelPool, translate
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
+from swarm.rpc.failures import translate
 from swarm.rpc.meeting import ways
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.rpc.meeting.carrying import Kind

@@ -1,0 +1,223 @@
+"""The module of one stage: its forward pass, the last stage's loss, and the weights as autocast uses them.
+
+Made by stages.py, called by stage/ and by transformer.py. Nothing is kept between two forward passes.
+
+A model of your own
+-------------------
+`model.custom_class = "package.module:Class"` replaces StageModule, on every peer of the run. The class
+
+- is a torch.nn.Module, constructed as `Class(config, stage, layer_range)`, once for each stage;
+- has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward without targets, which
+  takes all randomness from the key (`swarm.model.masks.dropout`), keeps nothing between calls, and changes no buffer;
+- holds float32 parameters, named by their place in the whole model, so that the stages' parameters are the
+  single-stage model's under any cut; those that do not require a gradient are not trained, and follow from the seed;
+  optimizer.name = "muon" is for matrices whose names begin with `layers.`, and the others are AdamW's;
+- may have `init_parameters(seed)`, which sets every parameter to what follows from the seed and the parameter's
+  name. Without it, `initialise` does so.
+
+With `model.bottleneck_dim` the residual stream consists of R trained columns, which the layers write and the stages
+hand on, and of fixed columns, which every stage looks up by token (Protocol Models, arXiv 2506.01260, with the subspace
+of the first R columns). The model is the same under any cut, and what travels is exact.
+
+Shape suffixes: B samples, T positions, D model width, R its trained columns (D without a bottleneck), V vocabulary.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from swarm.config import RunConfig
+from swarm.model.adapters import trained_parameters
+from swarm.model.attention import CacheRows, Documents, KeyValueCache, rotary_tables
+from swarm.model.functions import as_cast
+from swarm.model.layers import Embedding, FixedColumns, Head, Positions, TransformerLayer
+from swarm.model.loss import summed_loss_of_logits
+from swarm.model.masks import DropoutKey, dropout
+from swarm.model.shards import Shards, Span, spans
+
+
+class StageModule(nn.Module):
+    """The layers of one stage. Stage 0 also holds the embedding, and the last stage the head.
+
+    With tied embeddings the last stage has the embedding's matrix too, for its head.
+    """
+
+    def __init__(self, config: RunConfig, stage: int, layer_range: range, shards: Shards | None = None) -> None:
+        """
+        Args:
+            shards: of layers that have a block type, where other processes hold some of them. This one has its parts of
+                their matrices, as shards.part_of has them.
+        """
+        super().__init__()
+        self.model = config.model
+        if config.model.block_types and shards is None:
+            shards = Shards(num_shards=config.model.num_shards, num_held=config.model.num_shards)
+        if shards is not None and shards.num_held < shards.num_shards and config.lora.dropout:
+            raise ValueError("lora.dropout is not for shards in several processes: each has a part of what it zeroes")
+        self.shards = shards
+        self.spans = list[Span]() if shards is None else spans(config.model, layer_range)
+        self.is_first = stage == 0
+        is_last = stage == config.stages.num_stages - 1
+        has_embedding = self.is_first or (is_last and config.model.tied_embeddings)
+        self.embedding = Embedding(config.model) if has_embedding else None
+        has_positions = self.is_first and config.model.positions == "learned"
+        self.positions = Positions(config.model) if has_positions else None
+        held = config.model if shards is None else shards.held(config.model)
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(held, layer, shards) for layer in layer_range})
+        self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
+        self.head = Head(config.model) if is_last else None
+
+    def compile_layers(self) -> None:
+        """Have torch.compile make code of the layers once they are called; not with a cache, which grows every time."""
+        for layer in self.layers.values():
+            layer.compile(dynamic=False)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        *,
+        dropout_key: DropoutKey | None,
+        tokens_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        cache: KeyValueCache | CacheRows | None = None,
+        targets_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Run the stage.
+
+        With gradient checkpointing the backward reads the parameters once more. Like any live graph it needs them
+        unchanged until then.
+
+        Args:
+            inputs: tokens_BT (int64) at stage 0, and the previous stage's hidden_BTR (float32) at later stages.
+            dropout_key: names the microbatch. None turns dropout off.
+            tokens_BT: int64, for later stages of a model with a bottleneck.
+            documents_BT: where rows have several documents, as Documents has them.
+            cache: of the positions before these, when text is generated; these are added to it.
+            targets_BT: int64, for the last stage, with NO_TARGET where there is none.
+
+        Returns:
+            hidden_BTR, or at the last stage the sum of the targets' losses in nats, a scalar; without targets
+            logits_BTV, and with a cache those of the last position alone. In float32 even with autocast.
+        """
+        num_positions, device = inputs.shape[1], inputs.device
+        reach = cache if documents_BT is None else Documents(documents_BT)
+        # Without a cache these are the first ones.
+        positions_T = (KeyValueCache(0) if reach is None else reach).next_positions(num_positions, device)
+        is_cast = self.model.autocast == "bf16"
+        # Without one of its own, that of the caller counts, if there is one.
+        with torch.autocast(inputs.device.type, torch.bfloat16) if is_cast else contextlib.nullcontext():
+            hidden_BTR = inputs
+            if self.is_first:
+                assert self.embedding is not None
+                hidden_BTR, tokens_BT = self.embedding(inputs), inputs
+                if self.positions is not None:
+                    hidden_BTR = self.positions(hidden_BTR, positions_T)
+                hidden_BTR = dropout(hidden_BTR, self.model.dropout, dropout_key, "embedding")
+            fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
+            is_rotary = self.model.positions == "rope"
+            tables = rotary_tables(self.model, positions_T) if is_rotary else (None, None)
+            context = (fixed_BTC, *tables, dropout_key, reach)
+            run = self._run_layer if cache is None else _run_uncompiled
+            if self.shards is not None:
+                hidden_BTR = self._run_spans(self.shards, run, hidden_BTR, context)
+            else:
+                for layer in self.layers.values():
+                    hidden_BTR = run(layer, hidden_BTR, *context)
+            if cache is not None:
+                cache.advance(num_positions)
+            if self.head is not None:
+                hidden_BTR = hidden_BTR if cache is None else hidden_BTR[:, -1:]
+                embedding_VD = None if self.embedding is None else self.embedding.weight
+                hidden_BTR = self.head(hidden_BTR, embedding_VD, targets_BT)
+        return hidden_BTR.float()
+
+    def _run_spans(
+        self, shards: Shards, run: Callable[..., Tensor], hidden_BTD: Tensor, context: Sequence[object]
+    ) -> Tensor:
+        """All layers, where they have block types (shards.py)."""
+        for span in self.spans:
+            begun_NBTD = streams_NBTD = shards.begin(hidden_BTD)
+            for layer, sublayers in span:
+                streams_NBTD = run(self.layers[str(layer)], streams_NBTD, *context, sublayers)
+            hidden_BTD = hidden_BTD + shards.meet(streams_NBTD - begun_NBTD)
+        return hidden_BTD
+
+    def _run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
+        output_BTR: Tensor
+        if self.model.gradient_checkpointing and torch.is_grad_enabled():
+            # The parameters are bound here, because under functional_call the module has other ones by the time of the
+            # backward. The arguments are passed one by one, because neither autograd nor the count of what it saves
+            # would look into a tuple.
+            parameters = dict(layer.named_parameters())
+            output_BTR = checkpoint(
+                _call_with, layer, parameters, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            output_BTR = layer(*arguments)
+        return output_BTR
+
+    def product_weights(self) -> list[str]:
+        """Names of the trained parameters that are used in matrix products alone, which autocast casts.
+
+        A tied matrix is one of them, unless one stage has the whole model: there it is also the embedding, in float32.
+        """
+        trained = trained_parameters(self)
+        names = [f"{name}.weight" for name, part in self.named_modules() if isinstance(part, nn.Linear)]
+        if self.head is not None and self.head.output is None and not self.is_first:
+            names.append("embedding.weight")
+        return [name for name in names if name in trained]
+
+
+def with_shared_casts(
+    module: nn.Module, parameters: Mapping[str, Tensor], casts: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Parameters to call `module` with, so that every graph made of them shares `casts`.
+
+    torch.autocast casts float32 weights in every forward pass, and each graph keeps its casts, which take half of the
+    weights' bytes. A weight that is cast already is used as it is, and numbers and gradients stay the same. A custom
+    class casts for itself.
+
+    Args:
+        casts: of these parameters. The first call for them finds it empty and fills it.
+    """
+    if not isinstance(module, StageModule) or module.model.autocast == "off":
+        return dict(parameters)
+    if not casts:
+        casts |= {name: parameters[name].detach().to(torch.bfloat16) for name in module.product_weights()}
+    return {**parameters, **{name: as_cast(parameters[name], cast) for name, cast in casts.items()}}
+
+
+def stage_loss(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    inputs: Tensor,
+    targets_BT: Tensor,
+    **options: object,
+) -> Tensor:
+    """The last stage's loss with these parameters: the sum over targets in nats, a scalar.
+
+    A custom class gives logits, which are then there for all positions at once.
+
+    Args:
+        options: further arguments of the module's forward.
+    """
+    if isinstance(module, StageModule):
+        options["targets_BT"] = targets_BT
+        loss: Tensor = functional_call(module, dict(parameters), (inputs,), options)
+        return loss
+    logits_BTV = functional_call(module, dict(parameters), (inputs,), options)
+    return summed_loss_of_logits(logits_BTV, targets_BT)
+
+
+def _run_uncompiled(layer: nn.Module, *arguments: object) -> Tensor:
+    output_BTR: Tensor = layer.forward(*arguments)
+    return output_BTR
+
+
+def _call_with(layer: nn.Module, parameters: dict[str, Tensor], *arguments: object) -> Tensor:
+    output_BTR: Tensor = functional_call(layer, parameters, arguments)
+    return output_BTR

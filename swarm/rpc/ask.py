@@ -1,0 +1,45 @@
+"""The caller's side of a call with one message each way: one deadline, and errors of swarm.errors.
+
+Used by describe, meeting/check, dht/lookup, pipeline and averaging. It believes nothing beyond the bounds of a message:
+what the answer means is for the caller to judge. Never asks again.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable
+from swarm.rpc.bounds import require_bounds
+from swarm.rpc.failures import translate
+
+Reply = TypeVar("Reply")
+
+
+async def ask(call: Callable[[Any], Awaitable[Reply]], request: Any, *, seconds: float, finite: bool = True) -> Reply:
+    """What a peer answers. Cancelling ends the call.
+
+    Args:
+        call: a grpc.aio.UnaryUnaryMultiCallable.
+        seconds: longest wait for the answer, the time to connect included.
+        finite: whether an answer with NaN or infinity is none.
+
+    Raises:
+        DeadlineExceeded: there was no answer in this time.
+        PeerUnavailable: the peer cannot be reached, or the answer has a number or a list that is out of bounds.
+        SwarmError: what the peer refused with.
+    """
+    try:
+        # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the answer.
+        async with asyncio.timeout(seconds):
+            reply = await call(request)
+        # The figures are added up and written down, and JSON knows neither NaN nor infinity.
+        require_bounds(reply, finite=finite)
+    except TimeoutError:
+        raise DeadlineExceeded(f"no answer within {seconds:.3g} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise translate(error) from None
+    except MalformedMessage as error:
+        raise PeerUnavailable(f"a malformed answer: {error}") from None
+    return reply

@@ -1,0 +1,77 @@
+"""The exceptions of swarm.errors as they travel over gRPC: what a servicer raises, its caller raises as well.
+
+Used by servicers, which abort calls, and by the callers' sides (ask, stream, download and averaging/transport).
+"""
+
+import re
+from typing import Any, NoReturn
+
+import grpc
+
+from swarm import errors
+from swarm.errors import SwarmError
+
+_ERROR_KEY = "swarm-error"
+_ARGUMENT_KEY = "swarm-error-argument"
+
+_CODES: dict[type[SwarmError], grpc.StatusCode] = {
+    errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.NotReady: grpc.StatusCode.UNAVAILABLE,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.MalformedMessage: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.WrongStage: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.WrongRun: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.IncompatibleVersion: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ConfigMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CorpusMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RoundMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.StaleMicrobatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RoundGone: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.IntegrityError: grpc.StatusCode.DATA_LOSS,
+    errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
+    errors.RetriesExhausted: grpc.StatusCode.ABORTED,
+}
+_TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing|response code 504", re.IGNORECASE)
+"""What gRPC says of an attempt to connect that took too long. Of a TLS handshake that did, it says that it closed the
+socket itself. 504 is what meeting/dialler answers where no way worked."""
+_CLASSES = {error_class.__name__: error_class for error_class in _CODES}
+
+
+def abort_code(error: SwarmError) -> grpc.StatusCode:
+    """The status a call ends with when its servicer raises `error`."""
+    return _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
+
+
+async def abort(context: Any, error: SwarmError) -> NoReturn:
+    """End a call of which `context` is the ServicerContext, so that the caller's `translate` gives the same error."""
+    metadata = [(_ERROR_KEY, type(error).__name__)]
+    if isinstance(error, errors.Overloaded):
+        metadata.append((_ARGUMENT_KEY, repr(error.retry_after_seconds)))
+    elif isinstance(error, errors.RoundMismatch):
+        metadata.append((_ARGUMENT_KEY, str(error.peer_round)))
+    await context.abort(abort_code(error), str(error), tuple(metadata))
+    raise AssertionError("abort does not return")
+
+
+def translate(error: grpc.aio.AioRpcError) -> SwarmError:
+    """What a failed call means: what its servicer raised, or that the peer is out of reach, or was too slow."""
+    metadata = {str(key): value for key, value in error.trailing_metadata() or ()}
+    name, argument = metadata.get(_ERROR_KEY), metadata.get(_ARGUMENT_KEY, "0")
+    details = error.details() or error.code().name
+    error_class = _CLASSES.get(str(name))
+    try:
+        if error_class is errors.Overloaded:
+            return errors.Overloaded(details, retry_after_seconds=float(argument))
+        if error_class is errors.RoundMismatch:
+            return errors.RoundMismatch(details, peer_round=int(argument))
+    except ValueError:
+        return errors.PeerUnavailable(f"a malformed error: {details}")
+    if error_class is not None:
+        return error_class(details)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(details)
+    # There is no connection and so no peer, unless the attempt timed out, as it does where a network is parted.
+    is_gone = "failed to connect" in details and not _TIMED_OUT.search(details)
+    is_unreachable = error.code() is grpc.StatusCode.UNAVAILABLE
+    return errors.PeerUnavailable(f"{error.code().name}: {details}", is_gone=is_gone, is_unreachable=is_unreachable)

@@ -1,0 +1,77 @@
+"""The server's side of gRPC: the port at which it listens, and the messages of a stream, each with a deadline.
+
+Used by everything that serves peers.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from swarm.errors import DeadlineExceeded
+from swarm.rpc.callers import MAX_CALLS
+from swarm.rpc.endpoint import endpoint_of
+from swarm.rpc.options import MAX_MESSAGE_BYTES, Options
+
+MESSAGE_SECONDS = 30.0
+"""How long a server waits at most for the next message of a stream, and for its caller to take one."""
+
+SERVER_OPTIONS: Options = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # On one connection; gRPC itself holds the rest back, or refuses it.
+    ("grpc.max_concurrent_streams", MAX_CALLS),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Otherwise two servers could share one port, and each other's calls.
+    ("grpc.so_reuseport", 0),
+)
+
+
+def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    """Have a server, made with SERVER_OPTIONS, listen. Port 0 takes a free one; without credentials there is no TLS.
+
+    Args:
+        host: IP address; empty for all of this machine's, of IPv4 and IPv6.
+
+    Returns:
+        The port.
+
+    Raises:
+        ValueError: the port is in use, or the host is no address of this machine.
+    """
+    address = endpoint_of(host or "::", port)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise ValueError(
+            f"cannot listen on {address}: the port is in use, or the address is not this machine's; choose another"
+        ) from None
+
+
+async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> None:
+    """Write a message of a stream of which `context` is the ServicerContext.
+
+    Raises:
+        DeadlineExceeded: the caller takes nothing.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            await context.write(message)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the caller took nothing for {seconds:.0f} s") from None
+
+
+async def receive(context: Any, seconds: float = MESSAGE_SECONDS) -> Any:
+    """The next message of a stream of which `context` is the ServicerContext; None at its end.
+
+    Raises:
+        DeadlineExceeded: the caller sends nothing.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            message = await context.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"no message for {seconds:.0f} s") from None
+    return None if message is grpc.aio.EOF else message
