@@ -41,7 +41,7 @@ TUNNEL = "tunnel:"
 """What an endpoint begins with that leads through a meeting point."""
 DHT_ADDRESS_PATTERN = r"^[A-Za-z0-9._:/-]*$"
 MOST_DHT_ADDRESSES = 4
-"""Of one node of the DHT, of which others are told."""
+"""How many addresses of one node of the DHT others are told."""
 
 
 class _Announcement(BaseModel):
@@ -57,7 +57,7 @@ class _Announcement(BaseModel):
 
 
 MOST_BANS = 4
-"""Of one sender, of which others are told."""
+"""How many of one sender's bans others are told."""
 LONGEST_REASON = 100
 LONGEST_WAIT = 200
 """Characters of what a peer waits for."""
@@ -71,12 +71,12 @@ class Ban(BaseModel):
     peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     reason: Annotated[str, Field(max_length=LONGEST_REASON, pattern=NAME_PATTERN)] = ""
     until: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """By the sender's wall clock, seconds since the epoch."""
+    """The end of the ban, by the sender's wall clock, in seconds since the epoch."""
 
 
 class _Sender(_Announcement):
     bans: Annotated[tuple[Ban, ...], Field(max_length=MOST_BANS)] = ()
-    """Those that last longest."""
+    """The bans that last longest."""
 
 
 class PeerRecord(_Sender):
@@ -139,11 +139,11 @@ class ClaimState(StrEnum):
     """How far a peer is on its way to a stage."""
 
     PENDING = "pending"
-    """It waits to see whether another peer wants the same."""
+    """The peer waits to see whether another one wants the same."""
     CONFIRMED = "confirmed"
-    """It is under way."""
+    """The peer is under way."""
     WITHDRAWN = "withdrawn"
-    """It has arrived, or will not come."""
+    """The peer has arrived, or will not come."""
 
 
 class ClaimRecord(_Announcement):

@@ -1,6 +1,6 @@
-"""A dashboard's page, which is files, and its WebSocket, over which everything comes that is shown.
+"""A dashboard's web server: the page, which is files, and the WebSocket over which the page gets all that it shows.
 
-Read-only: what a viewer sends is its token, once, and nothing else. Used by program.py.
+Used by program.py. It is read-only: a viewer sends its token, once, and nothing else.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from peers.dashboard.hub import Hub
 
 MOST_VIEWERS = 100
 _TOKEN_SECONDS = 10.0
-"""For a viewer to say its token."""
+"""How long a viewer has time to send its token."""
 _SEND_SECONDS = 20.0
-"""For a viewer to read on."""
+"""How long a viewer may read nothing."""
 CLOSE_REFUSED, CLOSE_FULL, CLOSE_UNASKED = 4401, 1013, 1008
-"""Codes with which viewers are sent away: the token is wrong, there is no room, or they said what nobody asked."""
+"""Codes with which viewers are sent away: the token is wrong, there is no room, or they sent something else."""
 _STATIC = Path(__file__).parent / "static"
 
 
@@ -51,7 +51,7 @@ def page_of(hub: Hub, *, token: str | None, names: Collection[str]) -> ASGIApp:
 
 
 class Viewers:
-    """Those who look at the page now."""
+    """The viewers that look at the page now."""
 
     def __init__(self, hub: Hub, token: str | None) -> None:
         self._hub = hub
@@ -59,7 +59,7 @@ class Viewers:
         self._room = MOST_VIEWERS
 
     async def serve(self, socket: WebSocket) -> None:
-        """Tell one viewer everything until it goes."""
+        """Send one viewer the state and all changes until it goes."""
         await socket.accept()
         if self._room == 0:
             await socket.close(CLOSE_FULL)
@@ -76,7 +76,7 @@ class Viewers:
                 telling.cancel()
                 listening.cancel()
         except (WebSocketDisconnect, TimeoutError):
-            # It has gone before it said anything.
+            # The viewer has gone before it sent anything.
             pass
         finally:
             self._room += 1
@@ -91,7 +91,7 @@ class Viewers:
         return self._token is None or hmac.compare_digest(said.encode(), self._token.encode())
 
     async def _tell(self, socket: WebSocket) -> None:
-        # What is sent to a viewer that has gone raises one of these; one that does not read is given up.
+        # Sending raises one of these when a viewer has gone, or reads too slowly.
         with contextlib.suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
             async for text in self._hub.follow():
                 async with asyncio.timeout(_SEND_SECONDS):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from peers.status.view import SwarmView
 
 MOST_PEERS = 1024
-"""Of others the ones that were seen last are kept."""
+"""How many peers are kept: those that were seen last."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Contribution:
 
 @dataclass
 class Contributions:
-    """Of all peers, by their ids."""
+    """What all peers have given, by their ids."""
 
     peers: dict[str, Contribution] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class Contributions:
                 known = self.peers.pop(peer.peer_id, None)
                 is_known = known is not None
                 known = known or Contribution(name=peer.name, stage=row.stage, first_seen=at, last_seen=at)
-                # At the end, as the one that was seen last.
+                # It moves to the end, where the peers are that were seen last.
                 self.peers[peer.peer_id] = known
                 begins = known.stage != row.stage or peer.started_at != known.told_start
                 known.microbatches += _gain(known.told_microbatches, peer.committed, begins=begins)
@@ -71,5 +71,5 @@ class Contributions:
 
 
 def _gain(before: int, now: int, *, begins: bool) -> int:
-    """By how much a counter has grown; all of it, where it has begun again."""
+    """By how much a counter has grown; its whole value if it has begun again."""
     return now if begins or now < before else now - before

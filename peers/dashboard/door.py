@@ -1,7 +1,7 @@
-"""Who may ask a dashboard, and what its answers say to a browser about scripts.
+"""Which requests a dashboard answers, and what its answers tell browsers about scripts.
 
-Before every request of app.py. A page elsewhere may have its own name stand for this machine (DNS rebinding): so the
-Host must be an IP address, or a name that was given.
+Every request to app.py passes here first. Another site can have its own name resolve to this machine (DNS rebinding),
+so the Host of a request must be an IP address, or a name that the user gave.
 """
 
 import ipaddress
@@ -44,7 +44,7 @@ class Door:
             return
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        # Other programs than browsers need not say where they come from.
+        # Programs other than browsers send no Origin.
         origin = headers.get("origin") if scope["type"] == "websocket" else None
         if not self._is_own(host) or (origin is not None and urlsplit(origin).netloc.lower() != host.lower()):
             if scope["type"] == "websocket":

@@ -1,4 +1,4 @@
-"""What a dashboard remembers of a run, bounded in every direction, and its file, from which it comes back.
+"""What a dashboard remembers of a run, all of it bounded, and the file that keeps it between two starts.
 
 Used by watcher.py, which adds every look at the run, and by program.py, which opens the file.
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MOST_EVENTS = 200
 LONGEST_GAP_SECONDS = 60.0
-"""A look that comes later after the one before it does not tell what was in between."""
+"""Beyond this time between two looks, nothing is counted for the time between them."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class HistoryFile:
         self._is_failing = False
 
     def read(self, run: str) -> History:
-        """What was written last, or nothing. What cannot be read is set aside. Raises OSError."""
+        """What was written last, or nothing. A file that cannot be read is renamed. Raises OSError."""
         try:
             found = self._type.validate_json(self._path.read_bytes())
         except FileNotFoundError:
@@ -126,7 +126,7 @@ class HistoryFile:
         return found if found.run == run else History(run=run)
 
     def write(self, history: History) -> None:
-        """Replace the file. A full disk costs what is not written, is one line in the log, and stops nobody."""
+        """Replace the file. If the disk is full, that is one line in the log, and the former file stays."""
         temporary = self._path.with_suffix(".tmp")
         try:
             with temporary.open("wb") as file:
@@ -143,5 +143,5 @@ class HistoryFile:
 
 
 def to_json(history: History) -> dict[str, Any]:
-    """What the page is told once; afterwards it follows the figures itself."""
+    """What the page is told when it opens; afterwards it adds new figures itself."""
     return {name: series.to_json() for name, series in history.series.items()}

@@ -1,4 +1,4 @@
-"""What all viewers see: one state, its changes as they come, and each text made once however many they are.
+"""What all viewers see: one state and its changes. Each message is made once for all viewers.
 
 Filled by watcher.py, followed by app.py. A viewer that is slow is not waited for: it misses changes, and gets the whole
 state instead.
@@ -20,7 +20,7 @@ class Hub:
     def __init__(self, history: Callable[[], State]) -> None:
         """
         Args:
-            history: gives what only a viewer that comes is told, since it grows at its end alone.
+            history: gives what a viewer is told only when it comes, because later changes are additions at the end.
         """
         self._history = history
         self._state: State = {}
@@ -30,7 +30,7 @@ class Hub:
         self._news = asyncio.Event()
 
     def publish(self, state: State) -> None:
-        """Replace the state. It must not change any more."""
+        """Replace the state. The caller must not change the object afterwards."""
         self._number += 1
         self._patch = _text({"number": self._number, "patch": merge_patch(self._state, state)})
         self._whole = ""
@@ -39,7 +39,7 @@ class Hub:
         self._news = asyncio.Event()
 
     async def follow(self) -> AsyncIterator[str]:
-        """The whole state, as soon as there is one, and then what changes."""
+        """Messages for one viewer: the whole state as soon as there is one, and then its changes."""
         seen = -1
         while True:
             news = self._news
@@ -49,7 +49,7 @@ class Hub:
             if seen == self._number - 1:
                 text = self._patch
             else:
-                # Once for all that come before the next look.
+                # Made once for all viewers that come before the next look.
                 self._whole = self._whole or _text(
                     {"number": self._number, "whole": self._state, "history": self._history()}
                 )

@@ -1,4 +1,4 @@
-"""How one comes to the run that is shown: the lines to type, each with its purpose. They hold no token.
+"""How people join the run that is shown: the commands, each with its purpose. They hold no token.
 
 Used by program.py.
 """
@@ -14,7 +14,7 @@ from swarm.types import PeerRecord
 def how_to_join(
     config: RunConfig, records: Mapping[int, Sequence[PeerRecord]], *, insecure: bool
 ) -> dict[str, str]:  # fmt: skip
-    """The lines, by purpose; none while no peer serves.
+    """The commands by their purpose; none while no peer serves.
 
     Args:
         records: what is announced at each stage.

@@ -1,6 +1,6 @@
-"""What has changed in a JSON object, as a JSON Merge Patch (RFC 7386): the page applies the same.
+"""What has changed in a JSON object, as a JSON Merge Patch (RFC 7386), which the page applies.
 
-Used by hub.py. A value that is null counts as one that is not there.
+Used by hub.py. A value of null counts as a missing one.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes `after` of `before`. Objects are compared inside; lists are given whole."""
+    """The patch that turns `before` into `after`. Objects are compared field by field; lists are replaced."""
     patch: dict[str, Any] = {name: None for name in before if after.get(name) is None and before[name] is not None}
     for name, value in after.items():
         old = before.get(name)

@@ -10,7 +10,7 @@ from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
 
 MOST_AT_ONCE = 24
-"""Lines about one look; of more only the number is told."""
+"""The most lines about one look; beyond them only their number is told."""
 
 Kind = Literal["good", "bad", "plain"]
 
@@ -23,7 +23,7 @@ class Line(NamedTuple):
 
 
 def news(before: SwarmView | None, now: SwarmView) -> list[Line]:
-    """The lines about a look, after the one before it."""
+    """The lines about what has changed between two looks."""
     if before is None:
         num_peers = sum(peer.stays for row in now.stages for peer in row.peers)
         return [Line("plain", f"this page begins to watch: peers {num_peers}, trainers {len(now.trainers)}")]
@@ -91,7 +91,7 @@ def _of_refusals(before: SwarmView, now: SwarmView) -> Iterator[Line]:
 
 
 def _by_id(view: SwarmView) -> dict[str, tuple[int, PeerRow]]:
-    """Each peer once: one that is listed at two stages, where it serves or goes."""
+    """The peers by id. One that moves is listed at two stages, and counts at the one that it serves or goes to."""
     found: dict[str, tuple[int, PeerRow]] = {}
     for row in view.stages:
         for peer in row.peers:

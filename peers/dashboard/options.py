@@ -14,21 +14,21 @@ class DashboardOptions(ViewOptions):
     """Show running swarms as a page in the browser: http://localhost:8080. It changes nothing."""
 
     host: str = "127.0.0.1"
-    """Address at which the page is: others than this machine see it at 0.0.0.0, say."""
+    """Address at which the page is served. With 0.0.0.0, say, other machines see it as well."""
     port: int = 8080
     """Port of the page; 0 takes a free one."""
     view_token: str | None = None
-    """What others must enter to see the page, or @FILE; also as SWARM_VIEW_TOKEN in the environment. A locked run is
-    shown to other machines with one only."""
+    """What people must enter to see the page, or @FILE; SWARM_VIEW_TOKEN in the environment does the same. A locked run
+    is shown to other machines only with such a token."""
     known_as: tuple[str, ...] = ()
     """Names of this host under which browsers reach the page, such as that of a proxy before it; localhost and IP
     addresses always are."""
     interval: float = 2.0
     """Seconds between two looks at the run, however many people look at the page."""
     history: Path | None = None
-    """Folder in which it is kept what was seen; by default dashboard in ~/.cache/swarm."""
+    """Folder that keeps what was seen; by default dashboard in ~/.cache/swarm."""
     embed: bool = False
-    """Be part of the program that starts this one, as of swarm-peer --dashboard-port: end once stdin does."""
+    """End when stdin ends: for a program that starts this one, such as swarm-peer --dashboard-port."""
     log_level: process.LogLevel = "warning"
     """debug, info, warning or error."""
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PROG = "swarm-dashboard"
 SAVE_SECONDS = 30.0
-"""So much of what was seen is lost at most, if the process is killed."""
+"""Time between two writes of the history: at most so much of it is lost if the process is killed."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,7 +80,7 @@ def take_address(options: DashboardOptions, *, is_locked: bool) -> "tuple[Listen
 
 
 class Watched(NamedTuple):
-    """A run that is looked at, and the file with its history."""
+    """A run that is shown, and the file with its history."""
 
     run_id: str
     watcher: Watcher
@@ -117,7 +117,7 @@ async def run(options: DashboardOptions, ways: Sequence[Way], listener: "Listene
 
 @contextmanager
 def watched(options: DashboardOptions, lookout: Lookout) -> Iterator[Watched]:
-    """A run, with what was seen of it earlier; what is seen inside the block is written down at its end.
+    """A run, with its history, which is written to its file when the block ends.
 
     Raises:
         ValueError: another dashboard keeps this run's history in this folder.
@@ -126,7 +126,7 @@ def watched(options: DashboardOptions, lookout: Lookout) -> Iterator[Watched]:
     run_id = lookout.config.run_id
     folder = options.history or cache_folder() / "dashboard"
     folder.mkdir(parents=True, exist_ok=True)
-    # A file beside it: the history itself is replaced each time.
+    # The lock is on a file beside the history, which is replaced at every write.
     lock = require_sole_writer(folder / f"{run_id}.lock", f"--history {folder}, of {run_id},")
     try:
         file = HistoryFile(folder / f"{run_id}.json")
@@ -143,7 +143,7 @@ def watched(options: DashboardOptions, lookout: Lookout) -> Iterator[Watched]:
 
 
 async def keep(runs: Sequence[Watched]) -> None:
-    """Write the histories down now and then, until cancelled."""
+    """Write the histories every SAVE_SECONDS, until cancelled."""
     while True:
         await asyncio.sleep(SAVE_SECONDS)
         for one in runs:
@@ -151,7 +151,7 @@ async def keep(runs: Sequence[Watched]) -> None:
 
 
 async def stop_after_stdin(stop: asyncio.Event) -> None:
-    """Set `stop` once nobody holds the other end of stdin any more: who started this process has ended."""
+    """Set `stop` once stdin ends: then the process that started this one has ended."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     try:
@@ -163,5 +163,5 @@ async def stop_after_stdin(stop: asyncio.Event) -> None:
 
 
 def say(text: str) -> None:
-    """To the user, on stderr."""
+    """Print a line for the user to stderr."""
     print(f"{PROG}: {text}", file=sys.stderr, flush=True)

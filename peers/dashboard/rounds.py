@@ -12,9 +12,9 @@ from peers.status.view import StageRow, SwarmView
 
 MOST_ROUNDS = 48
 MOST_FOLLOWED = 256
-"""Peers that are followed, over all stages: those of a stage with the lowest ids."""
+"""The most peers that are followed, over all stages; of each stage those with the lowest ids."""
 FARTHEST = 64
-"""Rounds that a peer may be away from most others. What it says of others is not believed."""
+"""How many rounds a peer may be away from most others; what it says of rounds beyond that is not believed."""
 
 
 @dataclass
@@ -35,14 +35,14 @@ class Round:
 
 @dataclass
 class Rounds:
-    """By number, in the order of the numbers."""
+    """The newest rounds, by number and in that order."""
 
     rounds: dict[int, Round] = field(default_factory=dict)
     serving: dict[int, list[str]] = field(default_factory=dict)
-    """Who served each stage when it was looked last."""
+    """The ids of the peers that served each stage at the last look."""
 
     def add(self, view: SwarmView, at: float) -> None:
-        """Take over what peers say of their last rounds."""
+        """Add what peers say of their last rounds."""
         followed = {row.stage: _followed(row, len(view.stages)) for row in view.stages}
         everybody = [peer for peers in followed.values() for peer in peers]
         if everybody:

@@ -1,7 +1,6 @@
 """One run as the page is told of it: a JSON object made of the view that swarm-status has, and of the history.
 
-Used by watcher.py. It names no figure: what peers/status defines is there, with its help and its unit, and so is what
-will be added there.
+Used by watcher.py. It names no figure: all that peers/status defines is there, with its help and its unit.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from swarm.machine.words import counted
 
 
 def about(config: RunConfig) -> dict[str, Any]:
-    """What stays the same as long as the run does."""
+    """What stays the same throughout the run."""
     model, rounds = config.model, config.rounds
     stages, tokens = counted(config.stages.num_stages, "stage"), counted(config.data.sequence_length, "token")
     return {
@@ -36,7 +35,7 @@ def about(config: RunConfig) -> dict[str, Any]:
 
 
 def present(view: SwarmView, history: History) -> dict[str, Any]:
-    """What a look has shown, and what is known of the past but for the series."""
+    """What a look has shown, with all of the history but the series."""
     rows = [(row.stage, peer) for row in view.stages for peer in row.peers]
     columns = needed_columns(PeerRow, [peer for _, peer in rows])
     trainer_columns = needed_columns(TrainerRow, view.trainers)
@@ -44,7 +43,7 @@ def present(view: SwarmView, history: History) -> dict[str, Any]:
         "stages": [row.stage for row in view.stages],
         "empty_stages": view.empty_stages,
         "columns": {"peer": list(columns), "trainer": list(trainer_columns)},
-        # One that moves is listed at two stages.
+        # A peer that moves is listed at two stages.
         "peers": {f"{stage}/{peer.peer_id}": {"stage": stage} | _row(peer, columns) for stage, peer in rows},
         "trainers": [_row(trainer, trainer_columns) for trainer in view.trainers],
         "rounds": history.rounds.to_json(),
@@ -54,7 +53,7 @@ def present(view: SwarmView, history: History) -> dict[str, Any]:
 
 
 def _row(row: PeerRow | TrainerRow, columns: Mapping[str, Column]) -> dict[str, Any]:
-    """All figures of a row, and what the table has of it."""
+    """All figures of a row, and its cells in the table."""
     return dataclasses.asdict(row) | {"cells": {name: column.text(row) for name, column in columns.items()}}
 
 

@@ -30,7 +30,7 @@ class Series:
             raise ValueError("a series has as many values of each figure as spans, two at least, of some length")
 
     def add(self, at: float, values: Mapping[str, float | None]) -> None:
-        """Count values of a moment. One that is not after the last span, by a clock that was set, counts to that."""
+        """Add the values of a moment. They count to the last span if the moment is before it (a clock was set)."""
         began = at - at % self.span_seconds
         if not self.at or began > self.at[-1]:
             self.at.append(began)

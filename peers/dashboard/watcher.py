@@ -19,13 +19,13 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 SECONDS_PER_PEER = 0.01
-"""Each peer makes the time between two looks at least so much longer: looking at many peers costs this machine more."""
+"""The time between two looks is at least this for each peer, since looking at many peers costs this machine more."""
 
 Records = Mapping[int, Sequence[PeerRecord]]
 
 
 class Place(Protocol):
-    """What a Lookout is to a watcher."""
+    """A run as a watcher sees it; see Lookout."""
 
     config: RunConfig
 
@@ -40,7 +40,7 @@ class Place(Protocol):
 
 
 class Watcher:
-    """Of one run."""
+    """The watcher of one run."""
 
     def __init__(
         self, place: Place, history: History, *, clock: Clock, interval_seconds: float,
@@ -61,16 +61,16 @@ class Watcher:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the page is told of the run; another object after each look."""
+        """What the page is told of the run; a new object after each look."""
         return self._state
 
     @property
     def series(self) -> Mapping[str, Any]:
-        """The figures over time that the history has."""
+        """The figures over time, as the history has them."""
         return to_json(self.history)
 
     async def watch(self, publish: Callable[[], None]) -> Never:
-        """Look until cancelled, and publish after each look. One that fails is told, and the next one made."""
+        """Look until cancelled, and publish after each look. One that fails is told, and the next one follows."""
         while True:
             began = self._clock.monotonic()
             await self.look()

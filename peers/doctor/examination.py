@@ -55,7 +55,7 @@ class Run:
     known: KnownPeers
     channels: ChannelPool
     identity: Identity
-    """With which this process calls them."""
+    """The identity with which this process calls them."""
     insecure: bool
 
     @property

@@ -17,7 +17,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one thing.
+    """What was found out about one thing.
 
     Attributes:
         what: what was looked at, in a word or two.
@@ -32,7 +32,7 @@ class Finding:
         return f"{self.what:<10}  {self.state:<11}  {self.text}"
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The finding as a JSON object, for programs."""
         return asdict(self)
 
 

@@ -25,20 +25,20 @@ MOST_PEERS = 4
 """How many are asked."""
 DISTANCE_SECONDS, RATE_SECONDS = 4.0, 9.0
 CLOCK_SECONDS = 3.0
-"""By so much clocks may differ; hivemind's DHT refuses more."""
+"""By how much clocks may differ; hivemind's DHT refuses more."""
 LONG_SECONDS = 1.0
 """A round trip beyond this is wrong: leases and rounds count in seconds."""
 SLOW_SECONDS = 5.0
 """Time for one microbatch on the line beyond which it is too slow."""
 
 Distances = Mapping[str, Distance | str]
-"""By the peer's endpoint; or why there is none."""
+"""The distance to each peer, by its endpoint; or why it is not known."""
 
 
 async def distances(
     peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock, *, seconds: float = DISTANCE_SECONDS
 ) -> Distances:
-    """Of some peers, asked at the same time, with so much time to answer. Cancellation ends the calls."""
+    """The distances to some peers, asked at the same time, with so much time to answer. Cancellation ends the calls."""
 
     async def ask(peer: PeerRecord) -> Distance | str:
         try:
@@ -54,7 +54,8 @@ async def distances(
 
 
 async def rates(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock) -> Rates | str:
-    """Of the line to the first of some peers that has time for it; or why there is none. Cancellation ends the call."""
+    """The rates of the line to the first of some peers that has time for it; or why there are none. Cancellation ends
+    the call."""
     fault = "nobody is there to measure it with"
     try:
         async with asyncio.timeout(RATE_SECONDS):
@@ -73,7 +74,7 @@ async def rates(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock
 
 
 def reached(found: Distances) -> list[Distance]:
-    """Those that answered."""
+    """The peers that answered, with their distances."""
     return [distance for distance in found.values() if isinstance(distance, Distance)]
 
 

@@ -44,7 +44,7 @@ def device(name: str) -> tuple[Finding, Device | None]:
 
 
 def driver_version(text: str) -> str:
-    """Of NVIDIA's kernel module, as it says itself; empty if there is none."""
+    """The version of NVIDIA's kernel module, as it says itself; empty if there is none."""
     match = re.search(r"Kernel Module\D*(?:for x86_64|for aarch64)?\s+(\d+(?:\.\d+)+)", text)
     return match[1] if match else ""
 
@@ -118,5 +118,5 @@ def judge_disk(folder: Path, needed_bytes: int, free_bytes: int, what: str) -> F
 
 
 def custom(what: str) -> Finding:
-    """Of a model of the run's own."""
+    """What a model of the run's own needs."""
     return not_checked(what, "the run has a model of its own, whose size only its code knows")

@@ -20,7 +20,7 @@ _TOKENIZER_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Of one stage, in bytes.
+    """What one stage needs, in bytes.
 
     Attributes:
         device: where it computes; on a CPU that is all of the memory.
@@ -36,7 +36,7 @@ class Needs:
 
     @classmethod
     def of(cls, config: RunConfig, stage: int, *, on_gpu: bool) -> "Needs":
-        """By the run's configuration, for a model that is built in."""
+        """The needs of a stage by the run's configuration, for a model that is built in."""
         own = sum(map(math.prod, parameter_shapes(config, stage).values()))
         shapes = trained_shapes(config, stage)
         trained = sum(map(math.prod, shapes.values()))

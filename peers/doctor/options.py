@@ -41,7 +41,7 @@ class DoctorOptions:
     json: bool = False
     """One line of JSON instead of one for each thing."""
     insecure: bool = False
-    """For a run whose peers were started with --insecure."""
+    """Look at a run whose peers were started with --insecure."""
     log_level: process.LogLevel = "warning"
     """debug, info, warning or error."""
 

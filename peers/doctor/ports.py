@@ -101,7 +101,7 @@ async def from_outside(
 def judge(
     port: int, dht_port: int, reached: Sequence[str], reached_dht: Sequence[str], num_asked: int
 ) -> list[Finding]:
-    """By which way others will reach this machine.
+    """The findings about the way by which others will reach this machine.
 
     Args:
         reached: endpoints of gRPC that those that dialled back got an answer at; likewise of the DHT.

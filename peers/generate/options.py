@@ -35,7 +35,7 @@ class GenerateOptions:
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
     (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     insecure: bool = False
-    """For a run whose peers were started with --insecure."""
+    """Join a run whose peers were started with --insecure."""
     checkpoint: Path | None = None
     """Folder with checkpoints of all stages."""
     round: int | None = None

@@ -115,7 +115,7 @@ class LocalPeers:
 
     @property
     def serving(self) -> list[LocalPeer]:
-        """Those that serve."""
+        """The peers that serve."""
         return [peer for peer in self.running if peer.record is not None]
 
     def counts(self) -> Counter[int]:

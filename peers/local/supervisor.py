@@ -47,9 +47,9 @@ class Exit:
 
     name: str
     returncode: int
-    """As subprocess has it: minus the signal's number when a signal ended it."""
+    """The exit code as subprocess has it: minus the signal's number when a signal ended the child."""
     reason: str
-    """One line: the last of the child's log, or the signal's name."""
+    """The last line of the child's log, or the signal's name."""
 
 
 class Supervisor:

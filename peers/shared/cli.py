@@ -23,7 +23,7 @@ Options = TypeVar("Options")
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _RULE = re.compile(r"[-\u2500]{4,}")
 _NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
-"""Of an argument, behind the box's border if it has one: its option, or what it takes where it has none."""
+"""The name of an argument, behind the box's border if it has one: its option, or what it takes where it has none."""
 _NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
 _NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}

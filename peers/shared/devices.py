@@ -34,8 +34,8 @@ ALIKE = 0.9
 """GPUs with so much of the most free memory are taken for equally free: among them chance decides, for processes that
 start together see the same figures."""
 GPU_SHARE, RAM_SHARE = 0.5, 0.25
-"""Of the memory that is free once a stage's weights and optimizer have theirs, what its graphs may take. The rest of a
-GPU is for one microbatch's computing; RAM is others' as well, and the system kills a process that takes too much."""
+"""The share that a stage's graphs may take of the memory that is free beside its weights and optimizer. The rest of a
+GPU is for one microbatch's computing. RAM is others' as well, and the system kills a process that takes too much."""
 ASKING_SECONDS = 60.0
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -49,7 +49,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """Its name without a number."""
+        """The device's name without a number."""
         return self.name.partition(":")[0]
 
 
@@ -136,7 +136,7 @@ def found() -> list[Device]:
 
 
 def named(name: str) -> list[Device]:
-    """Those that `--device name` of swarm-local means: all of them are to be used.
+    """The devices that `--device name` of swarm-local means: all of them are to be used.
 
     Raises:
         ValueError: this machine has none of that name.

@@ -29,12 +29,12 @@ from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 
 MAX_ADDRESSES = 8
-"""At so many peers the DHT is entered, where more are known."""
+"""The DHT is entered at so many peers at most, where more are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entrance:
-    """To one run.
+    """Where one run is entered, and with which token.
 
     Attributes:
         entries: peers that are asked, as an invite names them; none where addresses were given.

@@ -22,7 +22,7 @@ from swarm.rpc.endpoint import endpoint_of
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
-"""For the event loop to say where the process is."""
+"""How long the event loop has time to say where the process is."""
 
 
 class Exporter(Collector):

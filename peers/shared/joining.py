@@ -15,7 +15,7 @@ from swarm.rpc.invite import Invite
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """Of one run.
+    """The commands with which others come to one run.
 
     Attributes:
         peer: gives a machine to the run.
@@ -29,7 +29,8 @@ class Joining:
 
     @classmethod
     def at(cls, config: RunConfig, entries: Sequence[Entry], *, insecure: bool) -> Self:
-        """With an invite that names as many of these peers as it has room for, the first ones; without any, INVITE."""
+        """The commands with an invite that names as many of these peers as it has room for, the first ones; without
+        any, INVITE."""
         if not entries:
             return cls()
         invite = Invite.fitting(config.run_id, entries, is_locked=bool(config.owner))

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "_swarm-run._tcp.local."
 LOOK_SECONDS, SAY_SECONDS = 5.0, 2.0
-"""For how long a run is looked for, and after how long that is said."""
+"""How long a run is looked for, and after how long a line says so."""
 SETTLE_SECONDS = 1.0
 """Longest wait for others after the first one was found: answers come within some tenths of a second."""
 MOST_FOUND = 64
@@ -159,12 +159,12 @@ class Announcer:
         self._invite: asyncio.Future[Invite] = asyncio.get_running_loop().create_future()
 
     def tell(self, invite: Invite) -> None:
-        """From now on announce this invite; later ones are to the same peer at its same address."""
+        """Announce this invite from now on. Later ones are ignored: they name the same peer at the same address."""
         if not self._invite.done():
             self._invite.set_result(invite)
 
     async def run(self) -> None:
-        """Announce, from the first invite on until cancelled; then it is taken back. Without multicast it says so."""
+        """Announce the first invite until cancelled, and then take it back. Without multicast it logs a warning."""
         invite = await self._invite
         try:
             async with announcing(self._run_id, invite):
@@ -190,7 +190,7 @@ async def announcing(run_id: str, invite: Invite) -> AsyncIterator[None]:
 
 
 def _addresses(invite: Invite) -> list[str]:
-    """Of the peer, for the announcement, which counts for nothing without any; those that join read its invite."""
+    """The peer's IP addresses. An announcement needs one, but joiners read the invite instead."""
     found = list[str]()
     for entry in invite.entries:
         with contextlib.suppress(ValueError):
@@ -204,7 +204,7 @@ async def _multicast() -> "AsyncIterator[AsyncZeroconf]":
     from zeroconf import IPVersion
     from zeroconf.asyncio import AsyncZeroconf
 
-    # It warns of every interface on which nothing can be sent, such as the loopback.
+    # zeroconf warns of every interface on which it cannot send, such as the loopback.
     logging.getLogger("zeroconf").setLevel(logging.ERROR)
     try:
         network = AsyncZeroconf(ip_version=IPVersion.All)

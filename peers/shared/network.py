@@ -37,7 +37,7 @@ REFRESH_SECONDS = 2.0
 LOOK_SECONDS = 0.5
 """The same, while this process waits for what they show."""
 RETURN_SECONDS = 12.0
-"""Within which peers find one again that is back at its old address: see dht/node, RECONNECT_SECONDS."""
+"""Peers that are back at their old address are found again within this time: see dht/node, RECONNECT_SECONDS."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ async def agree_on_config(
 
 
 def entries_of(rows: Iterable[Sequence[PeerRecord]]) -> list[Entry]:
-    """Those of each stage's peers that serve and are reached directly: one of each stage, then a second of each.
+    """The peers of each stage that serve and are reached directly: one of each stage, then a second of each.
 
     They come in the same order however the records do, so that two looks at a run give the same invite.
     """
@@ -174,7 +174,7 @@ def in_turns(rows: Iterable[Sequence[Item]]) -> list[Item]:
 
 
 def say_who_may_join(authority: Authority | None) -> None:
-    """In the log, once."""
+    """Log once who may join the run."""
     if authority is None:
         logger.info("this run is open: whoever reaches one of its peers can join")
     else:

@@ -18,7 +18,7 @@ Source = Callable[[], Any]
 
 
 class OwnFigures:
-    """One process's."""
+    """The figures of one process."""
 
     def __init__(self) -> None:
         self._source: Source = lambda: None
@@ -26,7 +26,7 @@ class OwnFigures:
         """What is said of the process besides: its run, its stage."""
 
     def follow(self, source: Source, **labels: str) -> None:
-        """From now on the figures are what this gives; None where there are none any more."""
+        """Have the source give the figures from now on; it gives None where there are none any more."""
         self._source, self.labels = source, labels
 
     def now(self) -> Any:

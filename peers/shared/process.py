@@ -133,7 +133,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of what an exception says; what it is, if it says nothing."""
+    """The first line of what an exception says, or its class if it says nothing."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""In a run to ask its peers: a process that serves nothing and announces no stage.
+"""A process that is in a run only to ask its peers: it serves nothing and announces no stage.
 
 Used by swarm-trainer, swarm-generate and `swarm-model export`.
 """

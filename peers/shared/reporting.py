@@ -45,7 +45,7 @@ class Reporting:
 
     @property
     def reporters(self) -> Sequence[Reporter]:
-        """All of them, for a MetricsLog."""
+        """All reporters, for a MetricsLog."""
         return [reporter for reporter in (self.wandb, self.tensorboard) if reporter is not None]
 
     def finish(self) -> None:

@@ -15,7 +15,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Command(Generic[Options]):
-    """One of them.
+    """One command of a program.
 
     Attributes:
         options: read from its command line.

@@ -1,4 +1,4 @@
-"""With which token a program joins a run: the option, the address or the environment has it.
+"""Where a program finds the token with which it joins a run: in an option, in the address, or in the environment.
 
 Used by swarm-peer, swarm-trainer, swarm-status and swarm-local. It decides nothing about which of them may join.
 """
@@ -17,7 +17,7 @@ from swarm.machine.clock import Clock
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SWARM_TOKEN"
-"""Of the environment; an option or an address goes before it."""
+"""The environment variable with a token; an option or an address goes before it."""
 FAREWELL_SECONDS = 90.0
 """How long before its token ends a program begins to leave: later on nobody would listen."""
 

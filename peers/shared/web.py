@@ -23,9 +23,9 @@ MOST_CONNECTIONS = 512
 REQUEST_SECONDS = 20.0
 """For a connection to bring the first request, or the next one, up to the end of its headers."""
 _GOODBYE_SECONDS = 3
-"""For answers under way, once the program is to end."""
+"""How long answers under way may take, once the program is to end."""
 _MOST_MESSAGE_BYTES = 4096
-"""Of what a browser sends over a WebSocket."""
+"""The longest message that a browser may send over a WebSocket."""
 
 
 class Listener:

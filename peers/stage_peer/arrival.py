@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Arrival:
-    """One peer's."""
+    """What one peer tells once it serves."""
 
     def __init__(
         self, *, options: PeerOptions, membership: Membership, device: str, token: Token | None,

@@ -20,7 +20,7 @@ LAST_CHECKPOINT_SECONDS = 120.0
 
 
 class Checkpoints:
-    """One stage's, as long as the peer serves it; nothing is written where there is no writer."""
+    """The checkpoints of one stage, as long as the peer serves it; nothing is written where there is no writer."""
 
     def __init__(
         self, writer: CheckpointWriter | None, config: RunConfig, stage: int, member: StageMember,

@@ -18,11 +18,11 @@ CLAIM_SECONDS = 20.0
 """Lifetime of a claim: a peer that died on its way is counted for at most this long."""
 RENEW_SECONDS = 5.0
 WITHDRAWN_SECONDS = 5.0
-"""For how long it can at least be read that a claim was withdrawn."""
+"""How long a withdrawn claim can be read, at least, before it expires."""
 
 
 class Claim:
-    """One peer's."""
+    """The claim of one peer."""
 
     def __init__(self, *, directory: Directory, clock: Clock, peer_id: str, name: str, waits: Waits) -> None:
         self._directory = directory

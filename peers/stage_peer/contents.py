@@ -26,14 +26,14 @@ from swarm.model.stages import parameter_shapes
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 30.0
-"""Between two tries to have the tokenizer."""
+"""Time between two attempts to fetch the tokenizer."""
 WAIT_SECONDS = 20.0
 """How long a peer looks for one that has its stage's weights: the run's first peer may have started just now, or start
 again after it died."""
 
 
 class Contents:
-    """One peer's."""
+    """What one peer needs of a run's contents, and gives to others."""
 
     def __init__(self, member: Membership, model: OwnModel | None, cache: Path, *, checkpoints: Path | None) -> None:
         """

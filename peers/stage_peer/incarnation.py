@@ -32,7 +32,7 @@ LOOK_SECONDS = 5.0
 NUM_ASKED = 3
 """Peers that are asked to find out, where this one has no answer."""
 REMEMBERED_SECONDS = 2.0
-"""For how long an answer about another peer's identity holds: a peer that is asked has to ask another one."""
+"""How long an answer about another peer's identity holds: a peer that is asked has to ask another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Rivals:
         self._own = own
         self._endpoint = endpoint
         self._asked: dict[str, tuple[float, str, pb.Incarnation | None]] = {}
-        """Of late, by peer: when, for which nonce, and what came of it."""
+        """The latest checks by peer: when, for which nonce, and with which result."""
 
     async def require_alone(self) -> None:
         """Raise Fatal, which names it, if a process under this identity was there before this one, and answers."""

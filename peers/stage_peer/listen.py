@@ -88,7 +88,7 @@ class Listening(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Listen:
-    """Of one peer.
+    """Where one peer listens.
 
     Attributes:
         host: IP address to listen on; empty for all of this machine's.
@@ -107,7 +107,7 @@ class Listen:
         return tuple(endpoint_of(outside.host, outside.port or own_port) for outside in self.outside)
 
     def announced(self, own_port: int) -> Announced:
-        """All of it, as it stands."""
+        """What others are told: all of it, as it stands."""
         return Announced(endpoints=self.endpoints(own_port), dht_addresses=self.dht_addresses)
 
 

@@ -54,7 +54,7 @@ tasks."""
 
 
 class Mover:
-    """One peer's."""
+    """Has one peer serve its stage, and move to others."""
 
     def __init__(
         self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listening, clock: Clock, event_log: Events,

@@ -21,7 +21,7 @@ EVERY_SECONDS = 10.0
 ACCUSED_SECONDS = 60.0
 """Least time between two lines about others that leave this peer alone."""
 MOST_ACCUSERS = 3
-"""That are named."""
+"""How many of the peers are named that leave this one alone."""
 QUIET_SECONDS = 30.0
 """Without a microbatch, after which it is said that none comes."""
 
@@ -72,7 +72,7 @@ class StageNews:
         self._busy_at = clock.monotonic()
         self._is_quiet = False
         self._has_warned = False
-        """Of how this peer learns."""
+        """Whether a warning about how this peer learns has been logged."""
         self._told_of: set[str] = set()
         """The peers that leave it alone and that the log has named."""
         self._accused = Repeats(clock, ACCUSED_SECONDS)

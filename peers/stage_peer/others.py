@@ -151,12 +151,12 @@ class _Holders:
 
     @property
     def gone(self) -> list[PeerRecord]:
-        """Those that are announced no longer, and have not said that they leave."""
+        """The peers that are announced no longer and have not said that they leave."""
         announced = {record.peer_id for record in self._known.others(self._stage)}
         return [record for peer_id, record in self._seen.items() if peer_id not in announced]
 
     def missed_seconds(self, clock: Clock) -> float:
-        """For how long all of them have been waited for; the log says so once."""
+        """How long all of them have been waited for; the log says so once."""
         if self._missed_since is None:
             self._missed_since = clock.monotonic()
             logger.warning(

@@ -1,4 +1,4 @@
-"""At which of this machine's addresses others reach it: what a peer announces unless --announce names something.
+"""The addresses of this machine at which others reach it: what a peer announces unless --announce names some.
 
 Used by swarm-peer before it starts its DHT node. The way that the system takes to the peers that are joined decides,
 and then its default way. Addresses of bridges to containers and virtual machines are left out: every machine with

@@ -28,9 +28,10 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Of the page: what the peer computes goes before it. Where all cores are busy the page has a tenth of one, no less."""
+"""The niceness of the page's process: what the peer computes goes before it. Where all cores are busy, it has a tenth
+of one."""
 END_SECONDS = 5.0
-"""For the page to be closed and its history to be written, once the peer ends."""
+"""How long the page has time to close and to write its history, once the peer ends."""
 
 
 def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_locked: bool) -> None:
@@ -65,7 +66,7 @@ def is_ip(text: str) -> bool:
 
 
 class OwnDashboard:
-    """One peer's page."""
+    """The page of one peer."""
 
     def __init__(self, options: PeerOptions, peer_id: str, port: int, token: Token | None) -> None:
         """

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], object]
 SAY_SECONDS = 10.0
-"""Between two lines that say how far a long reading is."""
+"""Time between two lines that say how far a long reading is."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class OwnModel:
         return run_folder.with_weights(config, _index(self.source, cache, self.say))
 
     def all_weights(self, cache: Path) -> Weights:
-        """Those that a run would begin with. Blocks: a folder that was not read yet is read.
+        """The weights that a run would begin with. Blocks: a folder that was not read yet is read.
 
         Raises:
             IntegrityError: a weight is no finite number, or the run folder's index is damaged.
@@ -98,7 +98,7 @@ def kept_weights(cache: Path, digest: str) -> Path:
 
 
 def _index(source: Source, cache: Path, say: Say) -> Index:
-    """Of a model's folder; one that has not changed since is not read again."""
+    """The index of a model's folder; one that has not changed since is not read again."""
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
     config = (source.folder / "config.json").read_text(encoding="utf-8")
     key = hashlib.sha256(json.dumps([str(source.folder.resolve()), config, stats]).encode()).hexdigest()
@@ -116,7 +116,7 @@ def _index(source: Source, cache: Path, say: Say) -> Index:
 
 
 def _told(source: Source, say: Say) -> Iterator[tuple[str, Tensor]]:
-    """All tensors; says how far this is."""
+    """All tensors of the model, while lines say how far this is."""
     total, done, said_at = sum(path.stat().st_size for path in source.files), 0, time.monotonic()
     say(f"reading {source.folder} once, to digest its weights: {total / 1e6:,.1f} MB")
     for name, tensor in source.tensors(set(source.shapes)):

@@ -22,7 +22,7 @@ LOOK_SECONDS = 0.5
 
 
 class OwnState:
-    """One stage's, until it is here."""
+    """The state of one stage, until it is here."""
 
     def __init__(self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions) -> None:
         self._membership = membership

@@ -30,7 +30,7 @@ from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOL_VERSION, Peer
 logger = logging.getLogger(__name__)
 
 MOST_LINKS = 16
-"""Of which a peer tells."""
+"""How many of its lines a peer tells of."""
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
@@ -44,7 +44,7 @@ class Health(HealthServicer):
 
 
 class Presence:
-    """One peer's, as long as it stays at its stage."""
+    """What one peer says of itself, as long as it stays at its stage."""
 
     def __init__(
         self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions, callers: Callers

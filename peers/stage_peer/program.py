@@ -245,7 +245,7 @@ def arrival_of(start: Start, member: Membership, announcer: Announcer | None) ->
 
 
 def reach_of(start: Start, member: Membership) -> Reach:
-    """By which ways others will reach the peer."""
+    """The ways by which others will reach the peer."""
     options = start.options
     router_ports = None if options.no_port_mapping else RouterPorts(member.clock, own_routers())
     return Reach(member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports)

@@ -42,9 +42,10 @@ logger = logging.getLogger(__name__)
 NUM_ASKED = 3
 """Peers that dial back."""
 LOOK_SECONDS = 5.0
-"""Between two looks for somebody to ask, while nobody has answered."""
+"""Time between two looks for a peer to ask, while none has answered."""
 AGAIN_SECONDS, DOUBT_SECONDS = 300.0, 15.0
-"""Between two questions; and sooner where an answer differs from the one before, which may have been an accident."""
+"""Time between two questions. It is shorter while an answer differs from the one before, which may have been an
+accident."""
 SAY_SECONDS = 15.0
 """A peer that nobody can reach says so at this interval."""
 _EVERYWHERE = ("", "0.0.0.0", "::")
@@ -52,7 +53,7 @@ _EVERYWHERE = ("", "0.0.0.0", "::")
 
 
 class Reach:
-    """One peer's."""
+    """How one peer is reached."""
 
     def __init__(
         self, membership: Membership, node: DhtNode, listen: Listen, *, insecure: bool,
@@ -285,6 +286,6 @@ class Reach:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Of a multiaddress of the DHT."""
+    """The host and port in a multiaddress of the DHT."""
     _, _, host, _, port, *_ = address.split("/")
     return host, int(port)

@@ -31,7 +31,7 @@ ASKED = 8
 
 
 class Rebalancer:
-    """One peer's."""
+    """Decides at which stage one peer serves."""
 
     def __init__(
         self, membership: Membership, claim: Claim, rng: random.Random, *, every_seconds: float,
@@ -180,12 +180,12 @@ class Rebalancer:
         await self._claim.make(stage, from_stage=from_stage, confirmed=True)
 
     async def arrived(self, stage: int, *, move_seconds: float | None = None) -> None:
-        """It serves there now; the next move is expected to take as long as this one did."""
+        """The peer serves there now; the next move is expected to take as long as this one did."""
         self._judgement.arrived(stage, move_seconds=move_seconds)
         await self._claim.withdraw()
 
     async def gave_up(self, stage: int) -> None:
-        """It could not leave for a stage, or not enter it: that is not tried again for a while."""
+        """The peer could not leave for a stage, or not enter it: that is not tried again for a while."""
         self._judgement.gave_up(stage, self._clock.monotonic())
         await self._claim.withdraw()
 

@@ -1,4 +1,4 @@
-"""With which state a stage peer begins: a checkpoint's, the initial one, or that of the peers that hold the stage.
+"""The state with which a stage peer begins: a checkpoint's, the initial one, or that of the peers that hold the stage.
 
 Called once by server.py, before anything is served, with what others.py has found out. What living peers hold is
 downloaded afterwards, by the averager. Nothing here takes another peer's round back: where that is needed, it says so
@@ -201,7 +201,7 @@ def _at_their_round(
     stage: int, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions,
     *, can_repeat: bool,
 ) -> Restored:  # fmt: skip
-    """Of the round at which the stages stand that commit together with this one.
+    """The checkpoint of the round at which the stages stand that commit together with this one.
 
     In the synchronous setting the one before will do as well, where they have committed it themselves: they keep its
     weights, and the stage catches up by having its microbatches run again.

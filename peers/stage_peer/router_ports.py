@@ -20,28 +20,28 @@ from swarm.machine.clock import Clock
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 1200
-"""After a peer that was killed its forwardings are there for so long."""
+"""How long a forwarding lasts if nobody renews it: so long it outlives a peer that was killed."""
 RENEW_SECONDS = 400.0
 ASK_SECONDS = 5.0
-"""Longest wait for the router, whatever is asked."""
+"""The longest wait for an answer of the router, to any question."""
 _TRIES_SECONDS = (0.25, 0.5)
-"""Waits for an answer of NAT-PMP, as RFC 6886 has them at first."""
+"""How long each datagram of NAT-PMP waits for its answer: the first two waits of RFC 6886."""
 _NAT_PMP_PORT, _MAP_TCP, _ANSWER = 5351, 2, 128
 _ROUTES = Path("/proc/net/route")
 _IS_GATEWAY = 0x2
 _UPNP_MILLISECONDS = 1000
-"""For so long a router has time to show itself."""
+"""How long a router has time to answer a search for UPnP."""
 
 
 class Router(Protocol):
-    """What forwards ports. Both block, for some seconds at most, and raise OSError where it does not do it."""
+    """Something that forwards ports. Both methods block, for some seconds at most, and raise OSError if it refuses."""
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """Forward a port of the router, if possible `outer_port`, to a port of this machine, and give the outer one."""
+        """Forward a port of the router to a port of this machine. Gives that port: `outer_port` if it is free."""
         ...
 
     def end(self, port: int, outer_port: int) -> None:
-        """Forward it no longer."""
+        """End a forwarding."""
         ...
 
 
@@ -52,10 +52,10 @@ class NatPmp:
         self._address = address
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """As of Router."""
+        """Forward a port, as Router says."""
         request = struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, outer_port, lease_seconds)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            # Connected, it hears nobody else.
+            # A connected socket hears nobody but the router.
             sock.connect(self._address)
             for seconds in _TRIES_SECONDS:
                 sock.settimeout(seconds)
@@ -65,13 +65,13 @@ class NatPmp:
         raise OSError("the router does not answer by NAT-PMP")
 
     def end(self, port: int, outer_port: int) -> None:
-        """As of Router."""
+        """End a forwarding, as Router says."""
         with contextlib.suppress(ValueError):
             self.forward(port, 0, 0)
 
 
 def _granted(reply: bytes, port: int) -> int:
-    """The outer port. Raises OSError if the router refuses, or says what makes no sense."""
+    """The outer port in an answer. Raises OSError if the router refuses, or if the answer makes no sense."""
     if len(reply) < 16:
         raise OSError("the router refuses by NAT-PMP")
     version, operation, result, _, own_port, outer_port, _ = struct.unpack("!BBHIHHI", reply[:16])
@@ -87,7 +87,7 @@ class Upnp:
         self._gateway: Any = None
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """As of Router."""
+        """Forward a port, as Router says."""
         try:
             gateway = self._found()
             gateway.addportmapping(outer_port, "TCP", gateway.lanaddr, port, "swarm", "", lease_seconds)
@@ -96,7 +96,7 @@ class Upnp:
         return outer_port
 
     def end(self, port: int, outer_port: int) -> None:
-        """As of Router."""
+        """End a forwarding, as Router says."""
         try:
             self._found().deleteportmapping(outer_port, "TCP")
         except Exception as error:  # noqa: BLE001 - as above.
@@ -115,13 +115,13 @@ class Upnp:
 
 
 def own_routers() -> list[Router]:
-    """What may be this machine's router, by the ways in which it may be asked."""
+    """This machine's router, once for each protocol in which it may be asked."""
     gateway = default_gateway(_ROUTES.read_text()) if _ROUTES.exists() else None
     return [*([NatPmp((gateway, _NAT_PMP_PORT))] if gateway is not None else []), Upnp()]
 
 
 def default_gateway(routes: str) -> str | None:
-    """The address of IPv4's default gateway, of Linux's table of routes; None if there is none."""
+    """The address of the IPv4 default gateway, from Linux's routing table; None if there is none."""
     for line in routes.splitlines()[1:]:
         _, destination, gateway, flags, *_ = line.split()
         if int(destination, 16) == 0 and int(flags, 16) & _IS_GATEWAY:
@@ -130,7 +130,7 @@ def default_gateway(routes: str) -> str | None:
 
 
 class RouterPorts:
-    """One peer's."""
+    """The forwarded ports of one peer."""
 
     def __init__(self, clock: Clock, routers: Sequence[Router]) -> None:
         """
@@ -141,10 +141,10 @@ class RouterPorts:
         self._routers = routers
         self._router: Router | None = None
         self.outer: dict[int, int] = {}
-        """By own port the router's, of all that are forwarded now."""
+        """The router's port for each port of this machine that is forwarded now."""
 
     async def ask(self, ports: Sequence[int]) -> bool:
-        """Have ports forwarded, all of them or none. Cancelling leaves the question to itself."""
+        """Have ports forwarded, all of them or none. A question that is under way goes on when this is cancelled."""
         for router in self._routers:
             self._router = router
             if await self._forward(ports):
@@ -154,14 +154,14 @@ class RouterPorts:
         return False
 
     async def keep(self) -> Never:
-        """Renew what is forwarded, until cancelled."""
+        """Renew the forwardings until cancelled."""
         while True:
             await self._clock.sleep(RENEW_SECONDS)
             if not await self._forward(list(self.outer)):
                 logger.warning("the router does not renew the forwarding of this peer's ports")
 
     async def release(self) -> None:
-        """Take back what is forwarded."""
+        """End all forwardings."""
         outer, self.outer = self.outer, {}
         for port, outer_port in outer.items():
             assert self._router is not None
@@ -178,7 +178,7 @@ class RouterPorts:
 
 
 async def _in_time(call: Any, *arguments: int) -> int | None:
-    """What a router answers; None if it refuses, or takes too long."""
+    """What a call to the router gives; None if the router refuses or takes too long."""
     try:
         async with asyncio.timeout(ASK_SECONDS):
             answer: int | None = await asyncio.to_thread(call, *arguments)

@@ -63,7 +63,7 @@ from swarm.stage.staging import staging_of
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 5.0
-"""For how long, at most, a peer that ends waits until acknowledgements are passed on: each of them takes no longer."""
+"""How long a peer that ends waits, at most, until acknowledgements are passed on: each of them takes no longer."""
 
 
 class StageServer:
@@ -243,7 +243,7 @@ class StageServer:
 
     @property
     def lineage(self) -> str:
-        """Of the state with which that began."""
+        """The lineage of the state with which that round began."""
         return self.member.progress().lineage
 
     @property
@@ -320,7 +320,7 @@ class StageServer:
         await self.presence.withdraw()
 
     def _waits_for_round(self, _: float) -> str:
-        """With DiLoCo training goes on meanwhile."""
+        """What the peer waits for at the end of a round. With DiLoCo training goes on meanwhile."""
         is_held_up = self._config.rounds.synchronous and self.stage.is_closed
         return f"the commit of round {self.stage.round}" if is_held_up else ""
 

@@ -17,7 +17,7 @@ LONGEST_REFUSAL = 400
 MOST_ROUNDS = 16
 """Rounds of a peer's answer that are looked at."""
 MOST_LINKS = 16
-"""Of its lines to others."""
+"""How many of its lines to others are shown."""
 LONGEST_ID = 64
 """Characters of the id that it gives for each."""
 

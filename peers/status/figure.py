@@ -84,7 +84,7 @@ def bans_of(record: PeerRecord | TrainerRecord) -> tuple[dict[str, Any], ...]:
 
 
 def figures(record: type) -> dict[str, Figure]:
-    """Those of a record, by field, in the order in which they are shown."""
+    """The figures of a record, by field, in the order in which they are shown."""
     return {field.name: field.metadata["figure"] for field in dataclasses.fields(record)}
 
 

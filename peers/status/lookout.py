@@ -41,7 +41,7 @@ MOST_RUNS = 16
 
 
 class Lookout:
-    """Of one run."""
+    """A view of one run."""
 
     def __init__(
         self, config: RunConfig, directory: Directory, channels: ChannelPool,
@@ -76,13 +76,14 @@ class Lookout:
 
 
 async def views(lookouts: Sequence[Lookout]) -> list[SwarmView]:
-    """All runs now. One that cannot be seen hides no other; if that goes for all, raises what Lookout.view raises."""
+    """Views of all runs, now. A run that cannot be seen hides no other; if none can be seen, raises what Lookout.view
+    raises."""
     seen = await asyncio.gather(*(lookout.view() for lookout in lookouts), return_exceptions=True)
     return _what_came(seen, [lookout.config.run_id for lookout in lookouts])
 
 
 class Way(NamedTuple):
-    """To a run, or to all runs of a DHT.
+    """The way to a run, or to all runs of a DHT.
 
     Attributes:
         node: of the DHT, as a client; None where peers are asked.

@@ -14,7 +14,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord
 
 LARGE_LAG_SECONDS = 0.2
-"""From here on a late event loop is shown in the table."""
+"""From here on the table shows that an event loop is late."""
 
 _ALIVE = ("joining", "moving", "serving")
 _STATE_STYLES = {

@@ -84,7 +84,7 @@ class SwarmView:
     events: tuple[str, ...] = ()
     """What happened, oldest first: peers killed, joined, ended."""
     join_command: str = "swarm-peer INVITE"
-    """With which one more peer comes to the run."""
+    """The command with which one more peer comes to the run."""
 
     @property
     def empty_stages(self) -> list[int]:

@@ -38,11 +38,11 @@ class ViewOptions:
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
     (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     insecure: bool = False
-    """For a run whose peers were started with --insecure."""
+    """Look at a run whose peers were started with --insecure."""
 
     @property
     def num_ways(self) -> int:
-        """In how many ways they say where the runs are."""
+        """The number of ways in which the options say where the runs are."""
         return [bool(self.invites), self.lan, bool(self.peer), bool(self.initial_peers)].count(True)
 
     def require_one_way(self, prog: str) -> None:
@@ -58,7 +58,8 @@ class ViewOptions:
         return self.runs and not self.lan
 
     def entrances(self, environment: Mapping[str, str], clock: "Clock") -> "list[Entrance]":
-        """One for each invite; else a single one. Of the network's runs those that need no token that is not there.
+        """One entrance for each invite; else a single one. Of the runs in the network, those are left out that need a
+        token which is not there.
 
         Raises:
             What find_entrance and found_invite raise.

@@ -16,7 +16,8 @@ Figure = float | Mapping[str, float] | None
 
 
 class Figures:
-    """Of one run of the trainer; microbatches, and tokens that they predicted, are those that it ran itself."""
+    """The figures of one run of the trainer. Microbatches, and the tokens that they predicted, are those that it ran
+    itself."""
 
     def __init__(self, config: RunConfig) -> None:
         self.first_step = 0
@@ -28,7 +29,7 @@ class Figures:
         self.num_microbatches = 0
         self.num_rerouted = 0
         self.tokens_per_second = 0.0
-        """Of the whole swarm, in the last step."""
+        """The tokens per second of the whole swarm, in the last step."""
         self.run_samples: int | None = None
         """Samples of the run; not known before a step of which the stages told."""
         self._round_samples = config.rounds.round_samples
@@ -65,12 +66,12 @@ class Figures:
 
     @property
     def validation_loss(self) -> float | None:
-        """On held-out text, when it was computed last."""
+        """The loss on held-out text, when it was computed last."""
         return None if self.validation is None else self.validation.mean
 
     @property
     def total_tokens(self) -> int:
-        """Of the run, at this step."""
+        """The tokens of the run up to this step."""
         return (self.run_samples or 0) * self._sequence_length
 
     def _validation(self) -> dict[str, Figure]:

@@ -62,7 +62,7 @@ class TrainerOptions:
     name: str = ""
     """What others see; by default host name and process id."""
     insecure: bool = False
-    """For a run whose peers were started with --insecure."""
+    """Join a run whose peers were started with --insecure."""
     log_level: process.LogLevel = "info"
     """debug, info, warning or error."""
 

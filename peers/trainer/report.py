@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 GAP_SECONDS = 5.0
 """Least time between two lines about a stage that is waited for: several of its neighbours may each say why."""
 WAITS_SECONDS = 600.0
-"""Between two lines of the same cause, if no step comes in between."""
+"""Time between two lines with the same cause, if no step comes in between."""
 
 
 class Report(contextlib.AbstractContextManager["Report"]):

@@ -30,7 +30,7 @@ ATTEMPTS = 5
 """Times that an evaluation is tried while other trainers move the swarm on."""
 
 TEMPERATURE = 0.7
-"""Of a sample."""
+"""The temperature of a sample of text."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Session:
             self.sample = await self.write_sample()
 
     async def _present_round(self) -> int:
-        """At which the swarm is; waits until that can be told."""
+        """The round at which the swarm is; waits until a peer says so."""
         await self.watcher.poll()
         # A run that was resumed begins at a later round, and not all of its stages may be there yet.
         while (present := self.watcher.known_round) is None:

@@ -77,18 +77,18 @@ class CommittedRounds:
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self.rounds: dict[tuple[int, str], CommittedRound] = {}
-        """By stage and by the lineage to which each led."""
+        """The committed rounds by stage and by the lineage to which each led."""
         self._offers: dict[tuple[int, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
-        """By stage and parent, then by attempt and member: what was given to an attempt, whatever came of it."""
+        """What was given to each attempt, whatever came of it: by stage and parent, then by attempt and member."""
         self._waiting: dict[tuple[int, str, str], dict[str, _Prepared]] = defaultdict(dict)
-        """By stage, parent and result: contributions to results of which no commit is known yet."""
+        """Contributions to results of which no commit is known yet, by stage, parent and result."""
         self._unmerged: dict[tuple[int, str, str], CommittedRound] = {}
         self._states: dict[tuple[int, str], tuple[str, str]] = {}
-        """By stage and lineage: digest, and the file that told it first."""
+        """The digest of each state, and the file that told it first, by stage and lineage."""
         self._ballots: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
         self._given_up: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
         self.renamed: dict[tuple[int, str], str] = {}
-        """By stage and lineage, the one that a checkpoint went on from."""
+        """The lineage that a checkpoint went on from, by stage and lineage."""
         self.beginnings: set[tuple[int, str]] = set()
         """Stages with the lineages that peers began with: initial ones, and those of checkpoints."""
         self._held: list[tuple[int, int, int, IdSet]] = []
@@ -263,7 +263,7 @@ class CommittedRounds:
 
 
 def _latest(members: Iterable[Contribution]) -> dict[str, float]:
-    """By boot, the latest of their times."""
+    """The latest time of each boot."""
     latest: dict[str, float] = {}
     for member in members:
         latest[member.boot] = max(member.monotonic, latest.get(member.boot, member.monotonic))

@@ -168,7 +168,7 @@ class Holdings:
             self._round_samples = 0
 
     def untaken(self) -> list[set[int]]:
-        """By fragment, the microbatches that no round has taken yet."""
+        """The microbatches that no round has taken yet, by fragment."""
         in_buckets = set[int]().union(*(bucket.ids for bucket in self._buckets.values()))
         return [in_buckets.union(*(step.counts for step in self._steps if step.number > base)) for base in self._bases]
 

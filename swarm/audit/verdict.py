@@ -25,7 +25,7 @@ class StageReport:
     stage: int
     rounds: int
     first_attempt: int
-    """Those of them whose first attempt succeeded."""
+    """How many of these rounds succeeded in their first attempt."""
     microbatches: int
     """Microbatches in them; with fragments, in those of one fragment on average."""
     lost: int

@@ -63,7 +63,7 @@ class Changes:
         self.next = asyncio.Event()
         """Set at the next change; then there is another one."""
         self.version = 0
-        """Of what this peer has to report."""
+        """The version of what this peer has to report."""
 
     @property
     def quiet_seconds(self) -> float:

@@ -23,7 +23,7 @@ from swarm.rpc.v1.stage_pb2 import Address
 
 
 class Handlers:
-    """One peer's answers.
+    """What one peer answers to others.
 
     Each raises WrongRun, IncompatibleVersion or WrongStage for what is not meant for this peer, NotReady before it
     averages, and what the part that answers raises.

@@ -42,7 +42,7 @@ def lineage_after(previous: str, outcome: pb.Outcome) -> str:
 
 
 def digests_of(partners: Iterable[pb.Partner]) -> tuple[str, ...]:
-    """Of the averages that were put together where stages share a block."""
+    """The digests of the averages that were put together where stages share a block."""
     return tuple(partner.digest for partner in partners)
 
 
@@ -52,12 +52,12 @@ def standing_of(state: Progress | Snapshot) -> Standing:
 
 
 def pack_standing(standing: Standing) -> pb.Standing:
-    """To the wire."""
+    """A standing in its wire form."""
     return pb.Standing(round=standing.round, run_samples=standing.run_samples, lineage=standing.lineage)
 
 
 def unpack_standing(message: pb.Standing) -> Standing:
-    """From the wire. Raises MalformedMessage for a lineage that is none."""
+    """A standing, read from its wire form. Raises MalformedMessage for a lineage that is none."""
     _require_short(message.lineage, "a lineage")
     return Standing(round=message.round, run_samples=message.run_samples, lineage=message.lineage)
 
@@ -74,12 +74,12 @@ def unpack_past(lineages: Sequence[str]) -> tuple[str, ...]:
 
 
 def pack_ballot(ballot: Ballot | None) -> pb.Ballot | None:
-    """To the wire."""
+    """A ballot in its wire form."""
     return None if ballot is None else pb.Ballot(attempt=ballot.attempt, leader_id=ballot.leader_id)
 
 
 def unpack_ballot(message: pb.Ballot) -> Ballot | None:
-    """From the wire; None for a field that was left out, since attempts are numbered from 1.
+    """A ballot, read from its wire form; None for a field that was left out, since attempts are numbered from 1.
 
     Raises MalformedMessage for a leader's id that is none.
     """
@@ -88,7 +88,7 @@ def unpack_ballot(message: pb.Ballot) -> Ballot | None:
 
 
 def require_ballot(message: pb.Ballot) -> Ballot:
-    """From the wire. Raises MalformedMessage for a missing one."""
+    """A ballot, read from its wire form. Raises MalformedMessage for a missing one."""
     ballot = unpack_ballot(message)
     if ballot is None:
         raise MalformedMessage("the request names no attempt")
@@ -109,7 +109,7 @@ def _require_short(text: str, what: str) -> None:
 
 
 def pack_failure(failed: MemberFailed) -> pb.Failure:
-    """To the wire."""
+    """A failure in its wire form."""
     return pb.Failure(blamed_id=failed.peer_id, reason=str(failed), noticed_by_id=failed.noticed_by)
 
 
@@ -139,7 +139,8 @@ def unpack_indices_of(round_indices: range, gaps: Iterable[int]) -> frozenset[in
 
 
 def unpack_shares(shares: Iterable[pb.Share]) -> Shares:
-    """From the wire. Raises MalformedMessage for members named twice and weights that make no sense."""
+    """Shares, read from their wire form. Raises MalformedMessage for members named twice and weights that make no
+    sense."""
     return Shares(
         tuple(
             Share(

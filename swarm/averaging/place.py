@@ -27,7 +27,7 @@ class Decision:
     round: int
     prepared: pb.Prepared
     squared_norm: float
-    """Of the stage's gradient, with the shared blocks that are counted here."""
+    """The squared norm of the stage's gradient, with the shared blocks that are counted here."""
 
 
 class Place:
@@ -67,17 +67,17 @@ class Place:
         return last.prepared.member_ids if last else ()
 
     def committed(self, after: Standing, outcome: pb.Outcome) -> None:
-        """It has committed a round, as one of its members."""
+        """This peer has committed a round, as one of its members."""
         self._move(after, [outcome])
         self.branches.committed(after)
 
     def replayed(self, after: Standing, outcome: pb.Outcome) -> None:
-        """It has applied a round that others committed."""
+        """This peer has applied a round that others committed."""
         self._move(after, [outcome])
         self.branches.replayed(after)
 
     def installed(self, standing: Standing, outcomes: Iterable[pb.Outcome], past: Sequence[str]) -> None:
-        """It has become a state that others hold.
+        """This peer has taken over a state that others hold.
 
         Args:
             outcomes: how the last rounds before it were committed.
@@ -89,12 +89,12 @@ class Place:
         self.branches.installed(standing, past)
 
     def spoiled(self) -> None:
-        """It has replayed a round to another state than that of the round's members."""
+        """This peer has replayed a round, and got another state than the round's members."""
         self.is_sound = False
 
     @contextmanager
     def catching_up(self) -> Iterator[None]:
-        """It is on its way to the group meanwhile."""
+        """Inside the block this peer is on its way to the group."""
         self.is_catching_up = True
         try:
             yield
@@ -103,7 +103,7 @@ class Place:
 
     @contextmanager
     def leading(self, ballot: Ballot) -> Iterator[None]:
-        """It leads an attempt meanwhile."""
+        """Inside the block this peer leads an attempt."""
         self.leads = ballot
         try:
             yield

@@ -28,7 +28,7 @@ class Timing:
     forget_seconds: float = 3600.0
     """A peer that is not announced and was not heard of for so long is forgotten."""
     exclusion_seconds: float = 5.0
-    """For how long a member that made an exchange fail is left out, the first time."""
+    """How long a member that made an exchange fail is left out, the first time."""
     max_exclusion_seconds: float = 60.0
     """Longest time for that."""
     begin_seconds: float = 3.0
@@ -46,7 +46,7 @@ class Timing:
     commit_seconds: float = 10.0
     """Least deadline for applying a result."""
     grace_seconds: float = 0.5
-    """After a first failure, time for others to say what they think the cause was."""
+    """How long others have time, after a first failure, to say what they think the cause was."""
     barrier_seconds: float = 2.0
     """How long another stage may hold its answer back."""
     awaited_seconds: float = 20.0

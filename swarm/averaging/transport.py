@@ -57,7 +57,7 @@ class Transport(Protocol):
     async def call(
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
     ) -> Reply:
-        """One request, one answer."""
+        """Make one call: one request, one answer."""
         ...
 
     async def exchange(

@@ -41,12 +41,12 @@ not write all of them."""
 
 
 def forbidden(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    """By field, the differences that make it the checkpoint of another run."""
+    """The differences that make it the checkpoint of another run, by field."""
     return {name: pair for name, pair in _differences(checkpoint, run).items() if not _is_free(name, run)}
 
 
 def allowed(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    """By field, all other differences."""
+    """All other differences, by field."""
     return {name: pair for name, pair in _differences(checkpoint, run).items() if _is_free(name, run)}
 
 

@@ -82,7 +82,7 @@ class Header:
 
     @property
     def name(self) -> FileName:
-        """Of its file."""
+        """The name of its file."""
         return FileName(round=self.round, num_stages=self.config.stages.num_stages, stage=self.stage)
 
 

@@ -66,7 +66,7 @@ class CheckpointWriter:
         return True
 
     def newest_round(self, stage: int) -> int:
-        """Of the checkpoints that this peer has written of a stage; 0 if there is none."""
+        """The newest round of which this peer has written a checkpoint of a stage; 0 if there is none."""
         return self._newest.get(stage, 0)
 
     async def write(self, header: Header, tensors: Tensors) -> bool:

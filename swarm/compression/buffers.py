@@ -102,7 +102,7 @@ class Received:
         self._num_filled = end
 
     def whole(self) -> memoryview:
-        """All bytes. Raises MalformedMessage if some are missing."""
+        """All bytes, once they are here. Raises MalformedMessage if some are missing."""
         if self._num_filled < len(self._memory):
             raise MalformedMessage(f"{len(self._memory)} bytes are expected, {self._num_filled} came")
         return self._memory

@@ -64,7 +64,7 @@ def _to_bits(numbers: Numbers, width: int) -> Bytes:
 
 
 def _from_bits(bits: Bytes) -> Numbers:
-    """From shape (R, C, width)."""
+    """The numbers in bits of shape (R, C, width)."""
     num_rows, count, width = bits.shape
     if width == 1:
         return bits[:, :, 0].astype(np.uint16)

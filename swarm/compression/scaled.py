@@ -26,7 +26,7 @@ _TOP = 14
 _ZERO = _FLOAT32_BIAS + _TOP
 """The exponent, as float32 has it, of numbers that travel as they are."""
 _LEAST, _MOST = _TOP + 1, 254
-"""Between these exponents the scale and its reciprocal are normal float32 numbers."""
+"""Between these exponents, the scale and its reciprocal are normal float32 numbers."""
 
 
 class ScaledHalf:

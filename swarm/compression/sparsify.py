@@ -163,7 +163,8 @@ def _largest(tiles_RE: torch.Tensor, groups: Sequence[int]) -> Places:
 
 
 def _true_places(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """As np.flatnonzero, in a third of the time if few elements are true. Their number is a multiple of 8."""
+    """The indices of true elements, as np.flatnonzero has them, in a third of the time if few are true. The number of
+    elements is a multiple of 8."""
     words = np.flatnonzero(mask.reshape(-1).view(np.uint64) != 0)
     in_words = np.flatnonzero(mask.reshape(-1, 8)[words])
     places: npt.NDArray[np.int64] = 8 * words[in_words >> 3] + (in_words & 7)

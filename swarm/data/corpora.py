@@ -84,7 +84,7 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
 
 
 def _digest(sources: Sequence[SourceTokens]) -> str:
-    """Of all datasets, in their order."""
+    """The digest of all datasets, in their order."""
     digests = [source.digest for source in sources]
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 

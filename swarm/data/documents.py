@@ -20,7 +20,7 @@ from swarm.data.tokenizers import TokenIds, Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One of them.
+    """One document.
 
     Attributes:
         targets: bool [num_tokens], which tokens are to be predicted; the first one never is.
@@ -51,11 +51,11 @@ class Documents:
     config: DataConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    """Of conversations."""
+    """The template for conversations."""
     counts: Counts = field(default_factory=Counts)
 
     def of(self, rows: Iterator[Row]) -> Iterator[Document]:
-        """Those that there is something to learn from. Raises ValueError with one line that names the row."""
+        """The documents from which something can be learnt. Raises ValueError with one line that names the row."""
         longest = self.config.sequence_length + 1
         for row in rows:
             document = self._of_row(row)

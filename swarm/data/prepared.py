@@ -45,7 +45,7 @@ _LOCKED_SECONDS = 60.0
 _MOST_NAMED = 20
 """So many skipped files are named in the log. Of the others only their number is told."""
 _SAY_SECONDS = 10.0
-"""Between two lines that say how far a long preparation is."""
+"""Time between two lines that say how far a long preparation is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class Recipe:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of what is stored."""
+        """The type of what is stored."""
         vocab_size = self.tokenizer.vocab_size
         if self.config.has_targets:
             return packing.record_dtype(self.config, vocab_size)
@@ -234,7 +234,7 @@ def _pieces(source: Source, recipe: Recipe, documents: Documents | None) -> Iter
 
 
 def _num_tokens(piece: npt.NDArray[Any]) -> int:
-    """Of a piece; of a sequence it is how many it can have."""
+    """The number of tokens of a piece; of a sequence, how many it can have."""
     return len(piece) if piece.dtype.names is None else piece[TARGETS].size - 1
 
 

@@ -24,7 +24,7 @@ _BATCH_ROWS = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One of them.
+    """One row.
 
     Attributes:
         place: file and number, counted from 1, for error lines.

@@ -32,9 +32,9 @@ FILES = (
     "tokenizer.model",
     "generation_config.json",
 )
-"""Those that are taken along: how text becomes tokens, how a conversation becomes text, and how a text ends."""
+"""The files that are taken along: how text becomes tokens, how a conversation becomes text, and how a text ends."""
 MOST_BYTES = 32 << 20
-"""Of all files of a tokenizer."""
+"""The largest size of all files of a tokenizer together."""
 MOST_LIST_BYTES = 4096
 SERVED = "served"
 """What `data.tokenizer` says in the configuration of a run: its peers have the files."""

@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_parts(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
-        """As `encode`, and for each token whether some of it lies in one of the parts.
+        """The tokens, as `encode` gives them, and for each of them whether some of it lies in one of the parts.
 
         Args:
             parts: of the text, as characters [first, last), in order.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from swarm.errors import PeerUnavailable
 
 Node = tuple[str, ...]
-"""All addresses of one node that are known: libp2p dials them side by side, and keeps what answers first."""
+"""All known addresses of one node: libp2p dials them side by side, and keeps the one that answers first."""
 
 _EXPLANATIONS = {
     "peer id mismatch": "another peer answers there: it restarted under a new identity, so copy its present address",

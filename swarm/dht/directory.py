@@ -22,7 +22,7 @@ from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, Ru
 logger = logging.getLogger(__name__)
 
 LEAVING_SECONDS = 5.0
-"""For how long a peer that left is at least listed as leaving."""
+"""How long a peer that left is listed as leaving, at least."""
 NUM_OFTEN, MAX_STRETCH = 32, 3.0
 """Up to NUM_OFTEN peers are read at the interval asked for; with more it grows in proportion, to MAX_STRETCH times."""
 
@@ -172,5 +172,5 @@ class Directory:
 
 
 def stretch(num_peers: int) -> float:
-    """By which factor the intervals of `watch` are longer than asked for, with so many peers."""
+    """The factor by which the intervals of `watch` are longer than asked for, with so many peers."""
     return min(MAX_STRETCH, max(1.0, num_peers / NUM_OFTEN))

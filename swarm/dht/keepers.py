@@ -16,7 +16,7 @@ from swarm.dht.record_store import Found
 from swarm.machine.clock import Clock
 
 SEARCH_SECONDS = 30.0
-"""After how long the nearest nodes are searched for anew."""
+"""How long it takes until the nearest nodes are searched for anew."""
 
 
 class Keepers:

@@ -43,7 +43,7 @@ class KnownRecords(Generic[Record]):
         self._clock = clock
         self._steady_time = SteadyTime(clock)
         self._known: dict[str, tuple[Record, float]] = {}
-        """By subkey, the record and when it expires."""
+        """The records by subkey, each with the time at which it expires."""
         self._quota = KeyQuota()
         """A node of the DHT may answer with any number of records that it has made up."""
 

@@ -35,8 +35,8 @@ RECONNECT_SECONDS = 5.0
 LONELY_SECONDS = 1.0
 """The same while no other node answers."""
 ALONE_SECONDS = 120.0
-"""For so long a node that no other one answers takes that for an outage, and by then it has tried each of them
-again. After that they have left for good, and what the node stores itself is all that there is."""
+"""If no other node answers, a node takes that for an outage for so long, and by then it has tried each of them again.
+After that they have left for good, and what the node stores itself is all that there is."""
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
 """Wait before p2pd is started again, doubled each time; it begins anew once p2pd has lived for the longer one."""
 START_SECONDS = 30.0
@@ -80,7 +80,7 @@ class DhtNode:
         self._launch = launch
         self._validator = validator
         self._known = dict.fromkeys(known)
-        """In the order in which they are to be tried."""
+        """The known nodes, in the order in which they are to be tried."""
         self._alone_since: float | None = None
         self._background = [asyncio.create_task(self._reconnect()), asyncio.create_task(self._stay_alive())]
 
@@ -89,7 +89,7 @@ class DhtNode:
         return list(self._kademlia.addresses)
 
     def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
-        """From now on store, pass on and believe nothing but records under the keys of one run.
+        """Store, pass on and believe nothing but records under the keys of one run from now on.
 
         Before, it knows of nothing but which runs there are.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 FORMAT = 2
-"""Of the lines. An audit refuses others."""
+"""The format of the lines. An audit refuses others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Start(Event):
     """Version of swarm."""
     pid: int
     boot: str
-    """Of the machine: monotonic times of one boot can be compared."""
+    """The boot of the machine: monotonic times of one boot can be compared."""
     format: int = FORMAT
 
 
@@ -72,7 +72,7 @@ class Accumulate(Event):
     samples: int
     bucket: int
     only_at: int | None = None
-    """For a replay, the stage that lacks it."""
+    """The stage that lacks a microbatch, where it is a replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class Close(Event):
     round: int
     samples: int
     round_samples: int
-    """Those of the samples that count towards the round."""
+    """How many of the samples count towards the round."""
     fragment: int
     microbatches: str = ""
     """Synchronous: what the ledger counts, as `ranges` writes it."""
@@ -174,7 +174,7 @@ class Commit(Event):
     lineage: str
     """The lineage after it."""
     digest: str
-    """Of the result."""
+    """The digest of the result."""
     attempt: int
     samples: int
     members: tuple[str, ...]
@@ -195,7 +195,7 @@ class State(Event):
     """The one that began with it."""
     lineage: str
     digest: str
-    """Of anchor and outer state."""
+    """The digest of anchor and outer state."""
 
 
 @dataclass(frozen=True, kw_only=True)

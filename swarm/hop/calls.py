@@ -63,7 +63,7 @@ class _Way:
         self.seconds: float | None = None
         """None until then, and if nothing is sent."""
         self.round_trip_seconds: float | None = None
-        """Of the request that comes before them; None if there was none."""
+        """The round-trip time of the request that comes before the tensors; None if there was none."""
         self.num_bytes = 0
 
     def asks(self) -> None:
@@ -71,7 +71,7 @@ class _Way:
         self._asked_at = self._clock.monotonic()
 
     def answered(self) -> None:
-        """It has said so."""
+        """The peer has answered."""
         self.round_trip_seconds = self._clock.monotonic() - self._asked_at
 
     def begin(self, tensors: Tensors) -> None:

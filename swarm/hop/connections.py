@@ -22,7 +22,7 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 GAP_SECONDS = 0.5
-"""Between two looks at the connections, and at the peers that are banned."""
+"""Time between two looks at the connections, and at the peers that are banned."""
 PATIENCE_SECONDS = 10.0
 """A probe waits so long for a connection and an answer, and finds at once what comes back meanwhile."""
 

@@ -31,11 +31,11 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 10.0
-"""For how long peers are asked again, while none has room or none is there."""
+"""How long peers are asked again, while none has room or none is there."""
 STANDBY_SECONDS = 0.5
-"""Between two looks whether a second peer holds the round."""
+"""Time between two looks whether a second peer holds the round."""
 BEAT_SECONDS = 10.0
-"""Between two signs of life to peers that wait for positions."""
+"""Time between two signs of life to peers that wait for positions."""
 OnToken = Callable[[Token], Awaitable[None]]
 
 
@@ -68,9 +68,9 @@ class Continuation:
         self._repeats = Repeats(clock)
         self._pieces: list[Piece] = []
         self._num_positions = 0
-        """In all pieces."""
+        """The number of positions in all pieces."""
         self._num_sent = 0
-        """Of the pieces, to the present peer."""
+        """How many of the pieces were sent to the present peer."""
         self._awaits_token = False
         self._call: SessionCall | None = None
         self._standby: SessionCall | None = None
@@ -123,7 +123,7 @@ class Continuation:
                 await call.send(pieces, sample=is_last and self._awaits_token)
 
     def _next_pieces(self) -> list[Piece]:
-        """As many as may be computed together and fit a message."""
+        """The next pieces: as many as may be computed together and fit a message."""
         taken: list[Piece] = []
         num_tokens = num_bytes = 0
         for piece in self._pieces[self._num_sent :]:

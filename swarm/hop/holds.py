@@ -64,7 +64,7 @@ class HoldCalls:
 
 
 def pack_held(held: Iterable[HeldAt]) -> list[pb.HeldRound]:
-    """As they travel."""
+    """The held rounds in their wire form."""
     return [pb.HeldRound(peer_id=peer_id, round=number) for peer_id, number in held]
 
 

@@ -36,7 +36,7 @@ from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 HOLD_SECONDS = 2.0
-"""For how long peers are asked again that hold too many rounds."""
+"""How long peers are asked again that hold too many rounds."""
 
 _Answer = TypeVar("_Answer")
 

@@ -15,7 +15,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import LONGEST_REASON, PeerRecord
 
 MOST_CAUSES, MOST_NAMES = 3, 3
-"""That are told, and of each cause the peers."""
+"""How many causes are told, and how many peers of each."""
 LONGEST_CAUSES = 600
 """Characters; of a peer that says more the rest is left out."""
 
@@ -40,7 +40,7 @@ class Obstacle:
 
     @classmethod
     def of(cls, peers: Collection[LeftAlone], now: float) -> Self:
-        """That all peers of the stage are left alone; of none, that it has none."""
+        """The obstacle of a stage whose peers are all left alone, or that has no peer."""
         return cls(
             num_peers=len(peers),
             num_busy=sum(each.is_busy for each in peers),
@@ -51,7 +51,7 @@ class Obstacle:
 
     @classmethod
     def read(cls, message: pb.Obstacle) -> Self:
-        """As another peer tells it."""
+        """An obstacle, as another peer tells it."""
         seconds = message.retry_seconds if math.isfinite(message.retry_seconds) else 0.0
         return cls(
             num_peers=message.num_peers, num_busy=message.num_busy, num_silent=message.num_silent,
@@ -92,7 +92,7 @@ OnWaiting = Callable[[int, Obstacle], None]
 
 
 def pack_obstacle(obstacle: Obstacle | None) -> pb.Obstacle | None:
-    """To the wire."""
+    """The obstacle in its wire form."""
     if obstacle is None:
         return None
     return pb.Obstacle(

@@ -38,20 +38,21 @@ SHORTEST_WAIT_SECONDS = 0.005
 STALL_FACTOR = 4.0
 """A peer may be what is waited for so many times longer than it was expected to take, waiting in its queue included."""
 MOST_DOUBLINGS = 3
-"""Of that time, in a microbatch that has stalled as often."""
+"""How often that time is doubled at most, for a microbatch that has stalled again and again."""
 NOBODY_SECONDS = 1.0
-"""It is told if no peer can be asked for longer than this."""
+"""If no peer can be asked for longer than this, the user is told."""
 STUCK_SECONDS = 4.0
-"""Likewise if no peer took a microbatch for so long, though some could be asked now and then."""
+"""If no peer took a microbatch for so long, though some could be asked now and then, the user is told as well."""
 PAUSE_SECONDS = 1.0
-"""For how long a microbatch leaves a peer alone that failed it."""
+"""How long a microbatch leaves a peer alone that failed it."""
 MOST_SENT_ON = 4
 """Peers that may leave a microbatch to others, since something waits there already; the next one takes it, if it has a
 slot. Each is a round trip; after four of them most of what there is to gain is gained (docs/simulation.md)."""
 ENOUGH_PEERS = 4
 """So many that have a round's weights no more, and no further one is asked."""
 PEERS_TO_SEND_ON = 4
-"""One for so many peers of the stage: of a few every sender hears often enough to know better."""
+"""A microbatch may be left to others once for every so many peers of the stage: of a few peers, every sender hears
+often enough to know better."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def pieces_of(prompt: Sequence[int]) -> list[Piece]:
 
 
 def pack_sampling(sampling: Sampling) -> pb.Sampling:
-    """As it travels."""
+    """The sampling in its wire form."""
     return pb.Sampling(
         temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=str(sampling.seed)
     )
@@ -76,7 +76,7 @@ def unpack_order(opening: pb.SessionOpen, *, vocab_size: int) -> Order:
 
 
 def pack_pieces(pieces: Iterable[Piece]) -> list[pb.Piece]:
-    """As they travel."""
+    """The pieces in their wire form."""
     return [pb.Piece(tokens=piece.tokens, hidden=piece.hidden) for piece in pieces]
 
 

@@ -55,7 +55,7 @@ def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = Non
 
 
 def peft_modules(config: RunConfig) -> dict[str, list[AdapterNames]]:
-    """By transformers' name of a module, our adapters for its matrix, whose outputs it has one below the other.
+    """Our adapters by the name that transformers gives a module, whose matrix has their outputs one below the other.
 
     Raises ValueError if transformers has no such architecture.
     """

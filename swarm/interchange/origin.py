@@ -28,7 +28,7 @@ WHEN_WRITTEN = (
 )
 """A checkpoint, for who looks for one too early."""
 TOKENIZER_FOLDER = "tokenizer"
-"""Of a folder of checkpoints: a stage peer puts the run's tokenizer there."""
+"""The folder of the tokenizer in a folder of checkpoints: a stage peer puts the run's tokenizer there."""
 
 
 def from_run_folder(folder: Path) -> Origin:

@@ -95,7 +95,7 @@ class Source:
 
     @property
     def files(self) -> list[Path]:
-        """Those that have the weights."""
+        """The files that have the weights."""
         return sorted(set(self._files.values()))
 
     def _find(self, rule: TensorRule) -> str:

@@ -28,9 +28,9 @@ from swarm.machine.disk import put_in_place
 
 INDEX = "index.json"
 SEGMENT_BYTES = 4 << 20
-"""Of a tensor, what has a digest of its own, and is fetched as a whole."""
+"""The size of a tensor's segments: each has a digest of its own, and is fetched as a whole."""
 MOST_INDEX_BYTES = 64 << 20
-"""Of an index: one of a model of 140 GB takes 3 MB."""
+"""The largest size of an index: that of a model of 140 GB takes 3 MB."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -49,7 +49,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor."""
+        """The bytes of the tensor."""
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
@@ -93,7 +93,7 @@ class Index:
 
     @cached_property
     def places(self) -> Mapping[str, list[tuple[str, int]]]:
-        """By the digest of a segment: the tensors that have it, and its number there."""
+        """The tensors that have a segment, and its number there, by the segment's digest."""
         places: dict[str, list[tuple[str, int]]] = {}
         for name, entry in self.entries.items():
             for number, digest in enumerate(entry.sha256):
@@ -241,7 +241,7 @@ def describe(name: str, tensor: Tensor) -> TensorEntry:
 
 
 def digests_of(tensor: Tensor) -> tuple[str, ...]:
-    """Of each segment of a tensor, SHA-256 in hexadecimal."""
+    """The digest of each segment of a tensor: SHA-256 in hexadecimal."""
     content = bytes_of(tensor)
     starts = range(0, len(content), SEGMENT_BYTES)
     return tuple(hashlib.sha256(content[start : start + SEGMENT_BYTES]).hexdigest() for start in starts)

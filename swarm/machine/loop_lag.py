@@ -8,7 +8,7 @@ from swarm.machine.clock import Clock
 KEPT_SECONDS = 60.0
 """A lag is remembered for at least so long, and at most twice as long."""
 _GAP_SECONDS = 0.02
-"""Between two measurements. A lag may be longer by as much than what is measured."""
+"""Time between two measurements. A lag may be longer than what is measured by so much."""
 
 
 class LoopLag:
@@ -17,7 +17,7 @@ class LoopLag:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._largest = self._largest_before = 0.0
-        """Of the present period, and of the one before it."""
+        """The largest lag of the present period, and of the one before it."""
 
     @property
     def seconds(self) -> float:

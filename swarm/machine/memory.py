@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 64
-"""In bytes: a vector begins at the beginning of a cache line, as torch's own do."""
+"""A vector begins at a multiple of so many bytes, the beginning of a cache line, as torch's own do."""
 
 
 class Recycler:

@@ -19,7 +19,7 @@ _WORDS = (
     "can't start new thread",
     "failed to map segment",
 )
-"""In small letters."""
+"""Parts of the messages, in small letters."""
 _SIZE = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]i?B)?", re.IGNORECASE)
 _LIBRARY = re.compile(r"([^/\s]+): failed to map segment")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

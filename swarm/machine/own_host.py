@@ -1,4 +1,4 @@
-"""By which of its addresses this machine reaches another one.
+"""The address by which this machine reaches another one.
 
 Used where addresses are announced (peers/stage_peer) and where others are dialled (rpc/meeting). Sends nothing.
 """

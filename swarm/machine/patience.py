@@ -20,9 +20,9 @@ JOIN_SECONDS = 25.0
 RETRY_SECONDS = 0.5
 """Time between two attempts."""
 FIRST_SECONDS = 2.0
-"""After which a line says what is looked for, and for how long at most."""
+"""After so long a line says what is looked for, and for how long at most."""
 SAY_SECONDS = 5.0
-"""Between two such lines."""
+"""Time between two such lines."""
 
 Result = TypeVar("Result")
 

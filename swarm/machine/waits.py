@@ -15,9 +15,9 @@ from swarm.machine.clock import Clock
 logger = logging.getLogger(__name__)
 
 FIRST_SECONDS = 4.0
-"""After which a wait is a line of the log."""
+"""After so long a wait is a line of the log."""
 LONGEST_GAP_SECONDS = 60.0
-"""Between two lines of one wait: the gaps grow with it."""
+"""The longest time between two lines of one wait: the time grows with the wait."""
 LOOK_SECONDS = 0.5
 
 What = Callable[[float], str]
@@ -33,7 +33,7 @@ class _Wait:
 
 
 class Waits:
-    """Those of one process."""
+    """The waits of one process."""
 
     def __init__(self) -> None:
         self._waits: list[_Wait] = []

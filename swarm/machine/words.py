@@ -1,7 +1,7 @@
 """Numbers of things, as people say them. Used wherever a line for people counts something."""
 
 _ENDINGS = (("y", "ies"), ("ch", "ches"))
-"""Of nouns that do not simply take an s; of those with y, such as have a consonant before it."""
+"""The endings of nouns that do not simply take an s. Those with y have a consonant before it."""
 
 
 def counted(number: int, noun: str) -> str:

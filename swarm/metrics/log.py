@@ -35,9 +35,9 @@ class StepMetrics:
     """Norm of the averaged gradient (synchronous) or pseudo-gradients (DiLoCo), over all stages."""
     learning_rate: float | None
     tokens_per_sec: float
-    """Of the whole swarm, over the step."""
+    """The tokens per second of the whole swarm, over the step."""
     total_tokens: int
-    """Of the whole swarm, since the run began."""
+    """The tokens of the whole swarm, since the run began."""
     step_time: float
     """Seconds since this trainer's last step, with an evaluation in between."""
     dispatch_time: float
@@ -67,7 +67,7 @@ class StepMetrics:
     residual_bytes: int | None = None
     """Bytes that error feedback keeps, summed over one peer of each stage."""
     validation_loss: float | None = None
-    """In nats per token on held-out text, in steps that evaluate."""
+    """The loss in nats per token on held-out text, in steps that evaluate."""
     validation_losses: Mapping[str, float] = field(default_factory=dict)
     """Likewise of each dataset, where there are several, by its name."""
     device_memory_bytes: int | None = None

@@ -170,7 +170,7 @@ class CacheRows:
             cache.advance(count)
 
     def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """As KeyValueCache.attend, for each row with its own cache."""
+        """What KeyValueCache.attend gives, for each row with its own cache."""
         rows = zip(*(heads.chunk(len(self._caches)) for heads in (q_BHTK, k_BGTK, v_BGTK)), strict=True)
         return torch.cat([cache.attend(layer, *row) for cache, row in zip(self._caches, rows, strict=True)])
 

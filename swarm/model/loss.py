@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from swarm.config import ModelConfig
 
 NO_TARGET = -100
-"""In the place of a target: there is none, and the position counts nothing."""
+"""The number that stands in the place of a target where there is none; such a position counts nothing."""
 
 _LEAST_CHUNK = 1 << 22
 """Logits that a chunk may have in any case: below that, the time goes into the number of chunks."""

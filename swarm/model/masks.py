@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
-"""Of lowbias32, as signed numbers: the mixer with two multiplications that had the least bias in Chris Wellons' search
-(hash-prospector)."""
+"""The multipliers of lowbias32, as signed numbers: the mixer with two multiplications that had the least bias in Chris
+Wellons' search (hash-prospector)."""
 
 
 @dataclass(frozen=True, kw_only=True)

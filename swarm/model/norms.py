@@ -24,7 +24,8 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """To mean 0 and variance 1, then times a trained weight, plus a trained bias (arXiv 1607.06450)."""
+    """Shifts and scales to mean 0 and variance 1, then multiplies by a trained weight and adds a trained bias (arXiv
+    1607.06450)."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ from swarm.config import ModelConfig
 Sublayer = Literal["attention", "feed_forward"]
 SUBLAYERS: tuple[Sublayer, ...] = ("attention", "feed_forward")
 Span = list[tuple[int, tuple[Sublayer, ...]]]
-"""Layers, each with what is computed of it, between two meetings."""
+"""The layers between two meetings, each with the sublayers that are computed of it."""
 
 READS = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
 WRITES = ("attention.output", "feed_forward.down")
@@ -39,8 +39,8 @@ _CUT_AXES = {
     **{f".{name}.{parameter}": 0 for name in READS for parameter in ("weight", "bias", "adapter.b")},
     **{f".{name}.{parameter}": 1 for name in WRITES for parameter in ("weight", "adapter.a")},
 }
-"""By the end of a parameter's name, along which axis it is cut: what reads the stream by outputs, what writes to it by
-inputs."""
+"""The axis along which a parameter is cut, by the end of its name. Matrices that read the stream are cut by outputs,
+and those that write to it by inputs."""
 
 
 def sum_here(parts_N: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class _Meet(torch.autograd.Function):
 
 
 def spans(model: ModelConfig, layers: range) -> list[Span]:
-    """The spans of adjacent layers, between whose ends shards may run side by side: those of one stage."""
+    """The spans of one stage: adjacent layers that shards may compute side by side, without exchanging anything."""
     found: list[Span] = []
     for layer in layers:
         kind = model.types_of_blocks[layer]
@@ -143,12 +143,12 @@ def cut_axis(name: str) -> int | None:
 
 
 def part_of(name: str, whole: Tensor, process: int, num_processes: int) -> Tensor:
-    """What one of several processes, which hold as many shards each, has of a parameter; a view."""
+    """The part of a parameter that one of several processes holds, as a view. Each process holds as many shards."""
     axis = cut_axis(name)
     return whole if axis is None else whole.chunk(num_processes, dim=axis)[process]
 
 
 def whole_of(name: str, parts: list[Tensor]) -> Tensor:
-    """A parameter of the whole model, from what all processes have of it, in their order."""
+    """A parameter of the whole model, put together from the parts of all processes in their order."""
     axis = cut_axis(name)
     return parts[0] if axis is None else torch.cat(parts, dim=axis)

@@ -138,7 +138,7 @@ class StageModule(nn.Module):
     def _run_spans(
         self, shards: Shards, run: Callable[..., Tensor], hidden_BTD: Tensor, context: Sequence[object]
     ) -> Tensor:
-        """All layers, where they have block types (shards.py)."""
+        """Run all layers, where they have block types (shards.py)."""
         for span in self.spans:
             begun_NBTD = streams_NBTD = shards.begin(hidden_BTD)
             for layer, sublayers in span:

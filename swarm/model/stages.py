@@ -106,7 +106,7 @@ def initialise(module: nn.Module, config: RunConfig) -> None:
 
 @torch.no_grad()
 def drawn(name: str, shape: Sequence[int], config: RunConfig) -> Tensor:
-    """One of the weights that a run begins with if it names none, as a stage holds it: frozen matrices in bfloat16."""
+    """One of the drawn weights with which a run begins, as a stage holds it: frozen matrices are in bfloat16."""
     value = torch.empty(shape)
     _set_initial(name, value, config)
     return value.to(torch.bfloat16) if config.lora.is_on and value.ndim > 1 else value
@@ -160,7 +160,7 @@ def parameter_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
 
 
 def trained_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
-    """Likewise of what is trained: of all of these, or of the adapters."""
+    """The shapes of what is trained, likewise: of all parameters, or of the adapters."""
     if not config.lora.is_on:
         return parameter_shapes(config, stage)
     with torch.device("meta"):

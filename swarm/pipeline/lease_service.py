@@ -158,9 +158,9 @@ class Leased:
     round_complete: bool
     """The stage itself lacks nothing of the round any more."""
     round_granted: bool = False
-    """Of stage 0: nothing of the round is left to be granted but replays."""
+    """Whether nothing is left of the round to be granted but replays, at stage 0."""
     counted: Set[int]
-    """Of what the trainer holds: what the stage counts by now."""
+    """The microbatches that the trainer holds and the stage counts by now."""
 
 
 class LeaseClient:
@@ -178,7 +178,7 @@ class LeaseClient:
         self._leaders: dict[int, PeerId] = {}
         self._failed_at: dict[PeerId, float] = {}
         self._failed: dict[int, Sequence[LeftAlone]] = {}
-        """By stage that grants nothing, the peers that failed when its leader was last looked for."""
+        """The peers that failed when a leader was last looked for, by stage, where it grants nothing."""
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,

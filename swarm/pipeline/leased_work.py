@@ -44,7 +44,8 @@ class Work:
     granted_by: int
     """The stage whose leader granted it."""
     answered: bool = False
-    """Its ack may be under way: no other trainer may run it, but its place in the window is free."""
+    """Whether it was answered. Its ack may be under way, so no other trainer may run it, but its place in the window is
+    free."""
 
 
 class LeasedWork:
@@ -73,9 +74,9 @@ class LeasedWork:
         self._released: dict[int, list[int]] = {stage: [] for stage in range(config.stages.num_stages)}
         """By the stage whose leader granted them."""
         self._acknowledged: deque[tuple[float, int]] = deque(maxlen=MAX_NAMED)
-        """Of late, for later stages: when, and which microbatch."""
+        """The latest acknowledged microbatches, for later stages: when each was, and which it is."""
         self._stage_0: Leased | None = None
-        """Its last answer."""
+        """The last answer of stage 0."""
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
         self._is_paused = False
@@ -149,7 +150,7 @@ class LeasedWork:
         self._in_flight[work.microbatch.index] = (work, task)
 
     def answered(self, work: Work, *, num_busy: int) -> None:
-        """It came back, and is about to be acknowledged: something else may have its place."""
+        """The microbatch came back, and is about to be acknowledged: something else may have its place."""
         self._window.finished(num_busy=num_busy, in_flight=self.num_in_flight)
         work.answered = True
         self._changed.set()
@@ -162,11 +163,11 @@ class LeasedWork:
             self._acknowledged.append((self._clock.monotonic(), microbatch.index))
 
     def release(self, work: Work) -> None:
-        """It was not run: tell the leader that granted it."""
+        """The microbatch was not run: tell the leader that granted it."""
         self._released[work.granted_by].append(work.microbatch.index)
 
     def ended(self, work: Work) -> None:
-        """Its task has ended."""
+        """The microbatch's task has ended."""
         self._in_flight.pop(work.microbatch.index, None)
         self._changed.set()
 

@@ -23,7 +23,7 @@ LEASE_SECONDS = 8.0
 count all the same, after another trainer ran the microbatch as well, one of the two is taken out, as where two trainers
 hold one lease; with DiLoCo no other trainer ever runs it."""
 GATHER_SECONDS = 1.0
-"""For how long a peer that takes the lead grants nothing of a synchronous round. Trainers renew their leases twice as
+"""How long a peer that takes the lead grants nothing of a synchronous round. Trainers renew their leases twice as
 often, so it knows then what they hold, and they have enough to do meanwhile."""
 LONGEST_GATHER_SECONDS = 5.0
 """Likewise, if a peer of the stage has not told yet what it has."""
@@ -52,7 +52,7 @@ class RoundView:
     counted: Set[int]
     """Those, and the ones that were committed by a member that is silent, not there, or left out."""
     lost: Set[int]
-    """Of the latter, those that have certainly died with it."""
+    """Those of them that have certainly died with it."""
     highest_microbatch: int
     """Highest id that any member has seen; -1 for none."""
     quiet_seconds: float
@@ -72,7 +72,7 @@ class Grant:
     microbatches: Sequence[int]
     accumulate_only_at: int | None = None
     all_granted: bool = False
-    """At stage 0: nothing of the round is left to be granted but replays."""
+    """Whether nothing is left of the round to be granted but replays, at stage 0."""
 
 
 class LeaseTable:

@@ -197,7 +197,7 @@ class RoundLeases:
                 del self.leases[microbatch]
 
     def allowed(self, trainer: Trainer, microbatches: Sequence[int]) -> list[int]:
-        """Those of them that no other trainer which wants work now should rather have.
+        """The microbatches that are not rather for another trainer which wants work now.
 
         A replay is left to the trainer that ran the microbatch, which knows where most of it need not be computed
         again. Where that comes to nothing the others have their turn, and those that have had it less often come first.

@@ -49,7 +49,7 @@ class StepReport:
     averaged_fraction: float
     """Share of its parameters that a stage averaged in the round, mean over the stages."""
     contribution_norm: float
-    """Of what the peers that were asked contributed, over all stages."""
+    """The norm of what the asked peers contributed, over all stages."""
     exchange_seconds: float
     """The slowest stage's exchange."""
     wait_seconds: float

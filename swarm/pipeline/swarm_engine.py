@@ -49,7 +49,7 @@ class SwarmEngine:
         return self._longest
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
-        """As Engine.generate has it, with the weights of one round, while training goes on.
+        """Write text as Engine.generate does, with the weights of one round, while training goes on.
 
         If nobody holds these any more, the text goes on with the newest ones, and the log says so.
 
@@ -91,7 +91,7 @@ class _Session:
         return next(iter(self._continuation.rounds), None)
 
     async def tokens(self) -> AsyncGenerator[int, None]:
-        """Those that come after the first ones. Closing it ends the session at all stages."""
+        """The tokens that come after the first ones. Closing the iterator ends the session at all stages."""
         # Not in a task group, which would cancel its caller between two tokens; this task ends here, whatever happens.
         running = asyncio.create_task(self._run())
         try:

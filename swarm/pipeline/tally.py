@@ -38,7 +38,8 @@ class Tally:
         self._clock = clock
         self._totals = StepTotals()
         self._losses: dict[int, dict[int, tuple[float, int]]] = {}
-        """By round and microbatch: one that is run again, since a peer died with it, has one loss all the same."""
+        """The losses by round and microbatch. A microbatch that is run again, since a peer died with it, has one loss
+        all the same."""
         self._counted_until = clock.monotonic()
 
     def time_passed(self, *, is_busy: bool) -> None:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 ROUND_WAIT_SECONDS = 1.0
 """How long a stage may wait for its next round before it answers."""
 LOOK_SECONDS = 0.1
-"""Between two questions to the stages."""
+"""Time between two questions to the stages."""
 REPORT_POLLS = 10
 """Times that a committed round's figures are asked for again."""
 MAX_FAILURES = 20

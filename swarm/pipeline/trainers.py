@@ -24,7 +24,7 @@ nothing else to do. The first one holds before anything was measured."""
 PATIENCE = 4.0
 """Likewise, so many times what a microbatch takes from its grant until it is counted."""
 BAN_SECONDS, MOST_BAN_SECONDS = 20.0, 3600.0
-"""For how long a bearer gets nothing after another one has run what it held for too long; doubled each time."""
+"""How long a bearer gets nothing after another one has run what it held for too long; doubled each time."""
 FORGIVEN_AFTER = 10.0
 """Once the end of a ban lies this many times its length back, the next one is a first one again."""
 MAX_BANS = 4096
@@ -60,7 +60,7 @@ class Trainers:
         self._times = deque[float](maxlen=64)
 
     def hear(self, trainer: Trainer) -> None:
-        """It has asked: so it lives, and renews all that it holds."""
+        """The trainer has asked: so it lives, and renews all that it holds."""
         self._heard_at[trainer] = self._clock.monotonic()
 
     def note_wish(self, trainer: Trainer, *, wants: bool) -> None:
@@ -87,7 +87,7 @@ class Trainers:
         return {other.bearer for other in self._wanted_at} - {trainer.bearer}
 
     def num_parts(self, trainer: Trainer) -> int:
-        """In how many equal parts work is divided among those that want it, if the trainer gets one of them."""
+        """Among how many equal parts work is divided, if the trainer gets one of them."""
         return _num_parts(trainer, self._wanted_at.keys() | {trainer})
 
     def room(self, trainer: Trainer, size: int, held: Counter[Trainer]) -> int:
@@ -115,7 +115,7 @@ class Trainers:
 
     @property
     def patience_seconds(self) -> float:
-        """For how long a lease may be renewed while others have nothing else to do."""
+        """How long a lease may be renewed while others have nothing else to do."""
         if not self._times:
             return FIRST_PATIENCE_SECONDS
         # The median: a bearer has a say in it only if most microbatches that are counted are its own.

@@ -5,9 +5,10 @@ trainer needs no knowledge of the swarm's size or of the links. Pure.
 """
 
 MOST_IN_FLIGHT = 256
-"""Of a trainer that is told nothing else."""
+"""The most microbatches in flight of a trainer that is told nothing else."""
 _LEAST_GROWTH = 1.0
-"""In the round trip after a Busy; twice as much in each one without: another trainer may have left."""
+"""The growth in the round trip after a Busy. It doubles with each round trip without one: another trainer may have
+left."""
 _DECREASE = 0.93
 """Little: Busy from one of many peers says that this one has enough, not that all have."""
 
@@ -19,7 +20,7 @@ class Window:
         self._size = float(min(start, largest))
         self._largest = largest
         self._growth = self._size
-        """In a round trip."""
+        """By how many microbatches the window grows in a round trip."""
         self._num_older = 0
         """Microbatches to come that were in flight at the last decrease already."""
 

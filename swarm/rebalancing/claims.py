@@ -1,4 +1,4 @@
-"""From the DHT's records to a layout: where each peer counts, when some have claimed to be on their way.
+"""The layout that follows from the DHT's records: where each peer counts, when some have claimed to be on their way.
 
 Asked by the stage peer's program. A claim says where its peer is about to serve; others count it as if it were there,
 so that two do not take one gap. A peer that claims looks again a little later, when it sees all claims that were made
@@ -24,7 +24,7 @@ def layout_of(
     *,
     own: ClaimRecord | None = None,
 ) -> Layout:
-    """All peers where they count.
+    """The layout of all peers where they count.
 
     Args:
         records: by stage, of peers in whatever state.

@@ -38,7 +38,7 @@ class Policy:
     near: float = 0.9
     """A peer moves itself if it brings this share of what the most suitable one would."""
     move_seconds: float = 30.0
-    """From the last microbatch at the old stage to the first one at the new."""
+    """The time from the last microbatch at the old stage to the first one at the new."""
     stay_seconds: float = 3600.0
     """How long a peer stays in the run: for so long a move pays off."""
 
@@ -185,7 +185,8 @@ class _Plan:
         return own[0] - lowest >= self._near * (best[0] - lowest) and own[1] >= self._near * best[1]
 
     def _best_of(self, source: int, target: int) -> tuple[float, float, int, int] | None:
-        """As `_own_level`, of the best other peer at the source; with the source and the peer's position there."""
+        """What `_own_level` gives for the best other peer at the source; with the source and the peer's position
+        there."""
         candidates, lowest = self._movable[source], self.throughput[target]
         # The slower ones bring less to the target, the faster ones leave less at the source.
         ideal = (self.throughput[source] - lowest) / (1 / self._costs[source] + 1 / self._costs[target])

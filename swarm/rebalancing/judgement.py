@@ -15,16 +15,16 @@ from swarm.rebalancing.stays import Stays
 from swarm.types import ClaimRecord, PeerId, PeerRecord
 
 SETTLE_SECONDS = 3.0
-"""From a claim to the second look: by then all claims of the same time can be read."""
+"""The time from a claim to the second look: by then all claims of the same moment can be read."""
 AVOID_SECONDS = 60.0
-"""For how long a stage is left alone that could not be entered; twice as long each time."""
+"""How long a stage is left alone that could not be entered; twice as long each time."""
 MAX_AVOID_SECONDS = 3600.0
 
 Records = Mapping[int, Sequence[PeerRecord]]
 
 
 class Judgement:
-    """One peer's. Every `closed` is the stages that it cannot enter, beside those that it avoids."""
+    """What one peer concludes. Every `closed` is the stages that it cannot enter, beside those that it avoids."""
 
     def __init__(self, *, own_id: PeerId, costs: Sequence[float], policy: Policy = DEFAULT) -> None:
         self._own_id = own_id
@@ -33,7 +33,7 @@ class Judgement:
         self._stays = Stays()
         self._rates: dict[int, float] = {}
         self._avoided: dict[int, tuple[float, float]] = {}
-        """By stage: until when, and for how long the next time."""
+        """Until when each stage is avoided, and for how long the next time."""
         self._saw_gap = False
 
     def look(self, present: Set[PeerId], now: float) -> None:
@@ -76,7 +76,7 @@ class Judgement:
         return target
 
     def still_wants(self, layout: Layout, target: int, closed: Collection[int], now: float) -> bool:
-        """After the second look, of a layout with `own` claim: whether the move is still called for."""
+        """Whether the move is still called for, after the second look, of a layout with `own` claim."""
         return self._decide(layout, closed, now, waited=self._saw_gap) == target
 
     def _decide(self, layout: Layout, closed: Collection[int], now: float, *, waited: bool) -> int | None:
@@ -87,13 +87,13 @@ class Judgement:
     # -- what came of it ---------------------------------------------------------------------------------------------
 
     def arrived(self, stage: int, *, move_seconds: float | None) -> None:
-        """It serves there now; the next move is expected to take as long as this one did."""
+        """The peer serves there now; the next move is expected to take as long as this one did."""
         if move_seconds is not None:
             self._policy = dataclasses.replace(self._policy, move_seconds=move_seconds)
         self._avoided.pop(stage, None)
 
     def gave_up(self, stage: int, now: float) -> None:
-        """It could not leave for a stage, or not enter it: that is not tried again for a while."""
+        """The peer could not leave for a stage, or not enter it: that is not tried again for a while."""
         _, seconds = self._avoided.get(stage, (0.0, AVOID_SECONDS))
         self._avoided[stage] = now + seconds, min(2 * seconds, MAX_AVOID_SECONDS)
 

@@ -13,7 +13,8 @@ from swarm.types import PeerId
 BASE_BAN_SECONDS = 5.0
 LONGEST_BAN_SECONDS = 300.0
 LEAST_BAN_SHARE = 0.2
-"""Of a ban, where the peer answers again sooner: a few bytes may get through where a microbatch does not."""
+"""The share of a ban that remains where the peer answers again sooner: a few bytes may get through where a microbatch
+does not."""
 
 
 @dataclass(slots=True)
@@ -23,12 +24,12 @@ class _Ban:
     seconds: float
     """The back-off that `until` came from; the next one is twice as long."""
     announced_at: float
-    """Of the newest announcement that was taken into account."""
+    """The time of the newest announcement that was taken into account."""
     is_gone: bool
     """Whether no process listened there, so that a peer that announces itself has come back."""
     is_unreachable: bool
     reason: str
-    """For people."""
+    """The reason, for people."""
 
 
 class Bans:

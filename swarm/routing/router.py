@@ -183,7 +183,7 @@ class Router:
         return self._queues[stage].next_available_seconds(self._clock.monotonic())
 
     def _last_of(self, former: Sequence[PeerRecord], records: Sequence[PeerRecord]) -> Gone:
-        """Of those that serve no longer the one that was heard of last. What it says of the time is bounded."""
+        """The former peer of a stage that was heard of last. What it says of the time is bounded."""
         last = max(former, key=lambda record: record.announced_at)
         ago = min(max(0.0, self._clock.time() - last.announced_at), MOST_SILENT_SECONDS)
         has_left = any(record.peer_id == last.peer_id for record in records)

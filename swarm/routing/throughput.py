@@ -29,9 +29,9 @@ class Observation:
     link_seconds: float | None
     """What the link added, from the first byte sent to the word that all have arrived; None if nothing was sent."""
     round_trip_seconds: float | None = None
-    """From a request of a few bytes to its answer; None if there was no such request."""
+    """The time from a request of a few bytes to its answer; None if there was no such request."""
     num_bytes: int = 0
-    """That were sent in `link_seconds`."""
+    """The bytes that were sent in `link_seconds`."""
     queue_length: int
     """Tasks that wait at the peer. A forward or a backward is a task, half of a microbatch's work, and a microbatch
     waits for both: so each waiting task costs one `busy_seconds`."""
@@ -64,12 +64,12 @@ class Link:
 
     @property
     def round_trip_seconds(self) -> float | None:
-        """Of late, on average; None before the first."""
+        """The mean round-trip time of late; None before the first."""
         return self._round_trip.value
 
     @property
     def bytes_per_second(self) -> float | None:
-        """At which tensors went there of late, their round trip included; None before the first."""
+        """The rate at which tensors went there of late, their round trip included; None before the first."""
         return self._rate.value
 
     def observe(self, reply: Observation) -> None:

@@ -21,9 +21,10 @@ MAX_CALLS = 1024
 MAX_KEPT_BYTES = 256 << 20
 """What may be kept for the calls of one caller; for its microbatches it may be more (stage/incoming)."""
 RETRY_SECONDS = 1.0
-"""After how long a caller with too many calls may try again."""
+"""How long a caller with too many calls waits before it tries again."""
 KEPT_RETRY_SECONDS = 0.05
-"""After how long a caller for which too much is kept may try again. There is room once one of its calls has ended."""
+"""How long a caller for which too much is kept waits before it tries again. There is room once one of its calls has
+ended."""
 CALLS_PER_SECOND = 500.0
 """Calls that one caller may begin. Those beyond it wait, so that no caller keeps this peer busy with answers alone."""
 BURST_CALLS = 1000
@@ -42,7 +43,8 @@ out an honest one at the same address for no longer."""
 Caller = NewType("Caller", str)
 
 _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
-"""In an open run all processes beside this peer are one caller; they must not wait for each other's turn."""
+"""The beginnings of this machine's addresses. In an open run all processes beside this peer are one caller, and must
+not wait for each other's turn."""
 _TUNNELLED = "127.77."
 """Callers that a meeting point connects come from addresses that begin like this, each from one of its own."""
 

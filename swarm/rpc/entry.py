@@ -51,12 +51,12 @@ class Entry:
 
     @property
     def host(self) -> str:
-        """Its name or IP address, without brackets."""
+        """The host of the endpoint, a name or an IP address without brackets."""
         return host_and_port(self.endpoint)[0]
 
     @property
     def port(self) -> int:
-        """Of its gRPC server."""
+        """The port of its gRPC server."""
         return host_and_port(self.endpoint)[1]
 
     async def connect(self, own: Identity, *, insecure: bool) -> grpc.aio.Channel:

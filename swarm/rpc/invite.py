@@ -35,7 +35,7 @@ _LONGEST_NAME = 126
 
 @dataclass(frozen=True, kw_only=True)
 class Invite:
-    """To one run.
+    """An invite to one run.
 
     Attributes:
         run: the last 16 hexadecimal digits of its id, which are a digest of its configuration.

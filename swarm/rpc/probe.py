@@ -25,7 +25,7 @@ MOST_UNDER_WAY = 16
 MEASURED_BYTES = 2 << 20
 """What goes each way to measure a rate, if the line is fast enough for it."""
 MEASURING_SECONDS = 2.0
-"""After which the rest is left out."""
+"""After so long, the rest of the bytes is left out."""
 MAX_CALL_BYTES = 2 * MEASURED_BYTES
 """What a servicer takes and gives in one call."""
 BUDGET_BYTES, BUDGET_SECONDS = 8 * MEASURED_BYTES, 60.0
@@ -39,7 +39,7 @@ Context = Any
 
 
 class ProbeServicer(ProbeServiceServicer):
-    """One stage peer's."""
+    """The servicer of one stage peer."""
 
     def __init__(self, *, is_exchanging: Callable[[], bool], clock: Clock) -> None:
         self._is_exchanging = is_exchanging
@@ -94,7 +94,7 @@ class ProbeServicer(ProbeServiceServicer):
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """Of one peer.
+    """How far away one peer is.
 
     Attributes:
         round_trip_seconds: the shortest of several.
@@ -107,7 +107,7 @@ class Distance:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of the line to one peer, in bytes per second."""
+    """The rates of the line to one peer, in bytes per second."""
 
     up_per_second: float
     down_per_second: float

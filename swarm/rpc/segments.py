@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class Segments:
-    """Those that are missing.
+    """The segments that are missing.
 
     Attributes:
         num_missing: of them; what is being fetched included.

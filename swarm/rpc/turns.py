@@ -13,22 +13,22 @@ from swarm.errors import Overloaded
 from swarm.machine.clock import Clock
 
 SHARE = 0.5
-"""Of the time, in which a download may have the line while this peer trains."""
+"""The share of the time in which a download may have the line while this peer trains."""
 LONGEST_PAUSE_SECONDS = 5.0
-"""Between two pieces: a peer that downloads takes a donor for dead that says nothing for 15 s."""
+"""The longest pause between two pieces: a peer that downloads takes a donor for dead that says nothing for 15 s."""
 HOLD_SECONDS = 3.0
 """How long a turn goes on without a call: a piece is checked before the next one is asked for."""
 TURN_SECONDS = 600.0
 """The longest turn, if others wait: one that downloads slowly, or pretends to, must not keep them from it for ever."""
 RETRY_SECONDS = 1.0
-"""After which one that waits asks again."""
+"""How long a peer that waits for its turn waits before it asks again."""
 KEPT_SECONDS = 5.0
 """How long it keeps its place without asking."""
 MOST_WAITING = 64
 
 
 class Turns:
-    """One peer's."""
+    """The turns of those that download from one peer."""
 
     def __init__(self, clock: Clock, *, is_training: Callable[[], bool]) -> None:
         """
@@ -41,7 +41,7 @@ class Turns:
         self._since = 0.0
         """When its turn began."""
         self._num_calls = 0
-        """Of the holder, under way."""
+        """The calls of the holder that are under way."""
         self._used_at = -HOLD_SECONDS
         self._piece_began_at: float | None = None
         self._waiting: dict[str, float] = {}

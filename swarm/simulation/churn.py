@@ -39,13 +39,13 @@ class Market:
     wave_share: tuple[float, float] = (0.1, 0.6)
     """Of the machines, taken by a wave; drawn evenly."""
     wave_minutes: float = 10.0
-    """Within which it takes them, and gives them back."""
+    """The time within which a wave takes machines, and within which it gives them back."""
     hold_hours: float = 0.75
     """Mean time for which it keeps them."""
     shortage_hours: float = 8.0
-    """At the end; in these, machines that are taken come back less and less."""
+    """The length of the shortage at the end: machines that are taken come back less and less."""
     shortage_share: float = 0.9
-    """Of the machines, that cannot be had at the very end."""
+    """The share of the machines that cannot be had at the very end."""
 
 
 @dataclass(frozen=True, kw_only=True)

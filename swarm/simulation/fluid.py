@@ -18,18 +18,18 @@ class Kept:
 
     done: float
     best: float
-    """With newcomers from when they can serve, if they begin to download as they come."""
+    """The optimum with newcomers from when they can serve, if they begin to download as they come."""
     best_of_present: float
-    """With newcomers from when they come."""
+    """The optimum with newcomers from when they come."""
 
     @property
     def percent(self) -> float:
-        """Of the optimum."""
+        """The throughput in per cent of the optimum."""
         return 100.0 * self.done / self.best if self.best else 100.0
 
     @property
     def percent_of_present(self) -> float:
-        """Of an optimum in which newcomers need no download."""
+        """The throughput in per cent of an optimum in which newcomers need no download."""
         return 100.0 * self.done / self.best_of_present if self.best_of_present else 100.0
 
     def since(self, earlier: "Kept") -> "Kept":
@@ -71,7 +71,7 @@ class FluidSwarm:
 
     @property
     def num_serving(self) -> list[int]:
-        """By stage."""
+        """The number of peers that serve, by stage."""
         return [len(peers) for peers in self.peers]
 
     def kept(self) -> Kept:

@@ -17,7 +17,7 @@ from swarm.types import PeerId, PeerRecord, PeerState
 
 QUEUE_CAPACITY = 1024
 BACKWARD_SHARE = 2 / 3
-"""Of a microbatch's computing."""
+"""The share of a microbatch's computing that its backward takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class Machine:
     peer_id: PeerId
     stage: int
     busy_seconds: float
-    """Of its compute for one microbatch, forward and backward."""
+    """How long the peer computes for one microbatch, forward and backward."""
     link_seconds: float
-    """To any other peer and back again, half of the way each."""
+    """The round-trip time to any other peer, half of it each way."""
     jitter: float = 0.1
     """How far a single computation is off, at most, as a share."""
 

@@ -19,7 +19,7 @@ from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId, PeerRecord
 
 NOTICE_SECONDS = 1.0
-"""From a peer's death until those whose microbatches it had know of it."""
+"""The time from a peer's death until those whose microbatches it had know of it."""
 
 
 class View:
@@ -28,7 +28,7 @@ class View:
     def __init__(self, chooser: Chooser, name: str = "trainer") -> None:
         self.chooser = chooser
         self.name = name
-        """By which peers tell it from other senders."""
+        """The name by which peers tell it from other senders."""
         self.credits: set[PeerId] = set()
         """Peers whose last answer granted room for one more."""
 
@@ -65,7 +65,7 @@ class SimulatedPipeline:
         self._max_in_flight = max_in_flight
         self._largest_in_flight = largest_in_flight
         self._hops: dict[PeerId, dict[_Hop, None]] = {}
-        """By peer: the hops that wait for it."""
+        """The hops that wait for each peer."""
         self._make_view = make_view
         self._views: dict[PeerId, View] = {}
         """Of the peers that hand on."""
@@ -95,7 +95,7 @@ class SimulatedPipeline:
             hop.lost(peer_id)
 
     def announce(self, views: Sequence[View]) -> None:
-        """All read the directory: the senders with these views, and the peers that hand on."""
+        """Have all read the directory: the senders with these views, and the peers that hand on."""
         readers: dict[View, range] = dict.fromkeys(views, range(1 if self._make_view else self.num_stages))
         for peer_id, view in self._views.items():
             stage = self.peers[peer_id].machine.stage + 1

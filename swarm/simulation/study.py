@@ -13,7 +13,7 @@ class StudyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChanceOptions(StudyOptions):
-    """Of a study that draws by chance."""
+    """The options of a study that draws by chance."""
 
     seed: int = 0
-    """Of all that is drawn."""
+    """The seed of all that is drawn."""

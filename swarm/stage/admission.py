@@ -18,7 +18,7 @@ from swarm.stage.slots import SlotCount, Slots
 from swarm.training.microbatch import Microbatch
 
 SHORTAGE_RETRY_SECONDS = 0.2
-"""After which a microbatch is offered again to a peer that has no memory for more than it has."""
+"""How long a microbatch waits before it is offered again to a peer that has no memory for more than it has."""
 
 
 class Slot(NamedTuple):
@@ -35,7 +35,7 @@ class Slot(NamedTuple):
 
 
 class Admission:
-    """One peer's decisions."""
+    """What one peer decides about microbatches that are offered to it."""
 
     def __init__(self, context: StageContext, setting: Setting, present_round: PresentRound, records: Records) -> None:
         self._context = context

@@ -188,7 +188,7 @@ class StageBackend:
     # -- what became of an accumulated gradient ------------------------------------------------------------------
 
     def settle(self, accumulated: Accumulated) -> None:
-        """It was acknowledged: it stays, and steps need not wait for it."""
+        """The microbatch was acknowledged: it stays, and steps need not wait for it."""
         if not accumulated.settled:
             accumulated.settled = True
             accumulated.bucket.settled(accumulated.source)

@@ -67,7 +67,7 @@ class Boundary:
 
 
 def boundary_of(config: RunConfig) -> Boundary:
-    """As the run's configuration has it."""
+    """The boundary as the run's configuration has it."""
     return Boundary(encoding=config.wire.dtype, width=config.model.hidden_width)
 
 

@@ -35,11 +35,11 @@ class Version:
     casts: Tensors = field(default_factory=dict)
 
     def taken(self) -> None:
-        """One more microbatch may need it."""
+        """One more microbatch may need this version."""
         self.users += 1
 
     def left(self) -> None:
-        """One of them needs it no longer."""
+        """One microbatch needs this version no longer."""
         self.users -= 1
 
 
@@ -202,7 +202,7 @@ class Buckets:
 
     @property
     def ready(self) -> list[GradientBucket]:
-        """Those that are full and hold nothing tentative, oldest first."""
+        """The buckets that are full and hold nothing tentative, oldest first."""
         return [bucket for bucket in self._buckets if self._is_full(bucket) and not bucket.num_tentative]
 
     def remove(self, bucket: GradientBucket) -> None:
@@ -220,7 +220,8 @@ class Buckets:
 
     @property
     def num_samples_ahead(self) -> int:
-        """Those in full buckets and in the one that the next gradient goes into. May be asked from another thread.
+        """The samples in full buckets and in the one that the next gradient goes into. May be asked from another
+        thread.
 
         What waits for a step waits for these. Later buckets that are not full are left out: no step can empty them
         before more gradients have come, the first of which go into an older bucket.

@@ -193,7 +193,8 @@ class Computation(Watched):
             await asyncio.wait([self._task])
 
     def give_up(self) -> Accumulated | None:
-        """On the compute thread, once stopped: what of it is in the sum, and now the caller's to take out."""
+        """Give up, once stopped. Runs on the compute thread. Gives what the sum has of this microbatch, which the
+        caller now has to take out."""
         if self._forward is not None:
             self._backend.release(self._forward)
         accumulated, self._accumulated, self._forward = self._accumulated, None, None

@@ -51,7 +51,7 @@ class _Step:
 
 
 class Decoder:
-    """One stage's."""
+    """The decoder of one stage."""
 
     def __init__(self, backend: StageBackend, runtime: Runtime) -> None:
         self._config = backend.config

@@ -31,7 +31,7 @@ from swarm.training import samples
 PROGRESS_SECONDS = 1.0
 """Time between two signs of life to the caller."""
 LONGEST_HOLD_SECONDS = 1800.0
-"""For so long a caller may have a round held."""
+"""How long a caller may have a round held."""
 
 _Message = pb.EvaluateReply | pb.HoldReply
 

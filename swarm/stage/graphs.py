@@ -20,7 +20,7 @@ class GraphBudget:
 
     limit_bytes: int
     graph_bytes: int = 0
-    """Of one microbatch, measured at the first forward."""
+    """The bytes of one microbatch's graph, measured at the first forward."""
     num_kept: int = 0
     num_recomputed: int = 0
     """Forwards that were computed again, because there was no room for their graphs."""
@@ -30,7 +30,7 @@ class GraphBudget:
         return (self.num_kept + 1) * self.graph_bytes <= self.limit_bytes
 
     def keep(self, *, recomputed: bool = False) -> None:
-        """One more graph is kept, be there room or not."""
+        """Count one more graph that is kept, be there room or not."""
         self.num_kept += 1
         self.num_recomputed += recomputed
 

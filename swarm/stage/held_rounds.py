@@ -18,7 +18,7 @@ from swarm.stage.buckets import Tensors
 MAX_ROUNDS = 3
 """Rounds held at once. Each is another copy of the stage's weights, unless it is the present one or the one before."""
 LINGER_SECONDS = 60.0
-"""For how long a round is held after its last session."""
+"""How long a round is held after its last session."""
 ROUND_SECONDS = 5.0
 """Longest wait for a round that the stage before has begun and this one has not."""
 
@@ -50,7 +50,7 @@ class HeldRound:
 
 
 class HeldRounds:
-    """One peer's."""
+    """The held rounds of one peer."""
 
     def __init__(self, anchor: Callable[[int], Mapping[str, torch.Tensor] | None], present: Callable[[], int]) -> None:
         """

@@ -27,7 +27,8 @@ Context = Any
 
 
 def max_kept_bytes(specs: Mapping[str, TensorSpec], max_in_flight: int) -> int:
-    """Of one caller's microbatches: so much that slots alone hold back the microbatches of an honest one.
+    """The most bytes that are kept of one caller's microbatches: so many that slots alone hold back the microbatches of
+    an honest one.
 
     A request is kept until it is acknowledged, and its slot is free once it is answered. So to those that have a slot
     here come those that were answered: as many as may still have one on their way back through the stages before.

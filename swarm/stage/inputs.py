@@ -23,7 +23,7 @@ WireInputs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class StageInputs:
-    """One stage's."""
+    """The inputs of one stage."""
 
     config: RunConfig
     stage: int

@@ -63,13 +63,13 @@ class Ledger(Generic[_Computation]):
         self.highest_microbatch = max(self.highest_microbatch, microbatch)
 
     def accumulated(self, microbatch: int) -> None:
-        """Its gradient is in a bucket now."""
+        """The microbatch's gradient is in a bucket now."""
         entry = self._entries[microbatch]
         assert entry.state is EntryState.RUNNING
         entry.state = EntryState.TENTATIVE
 
     def commit(self, microbatch: int, round_number: int, *, keep_computation: bool) -> None:
-        """It was acknowledged; `keep_computation` while it may still have to be taken out of the round."""
+        """The microbatch was acknowledged; `keep_computation` while it may still have to be taken out of the round."""
         entry = self._entries[microbatch]
         assert entry.state is EntryState.TENTATIVE
         entry.state, entry.round = EntryState.COMMITTED, round_number
@@ -77,7 +77,7 @@ class Ledger(Generic[_Computation]):
             entry.computation = None
 
     def forget(self, microbatch: int) -> None:
-        """It was rolled back, or never accumulated: the id may come again."""
+        """The microbatch was rolled back, or never accumulated: the id may come again."""
         self._entries.pop(microbatch, None)
 
     def committed(self, round_number: int) -> frozenset[int]:

@@ -60,7 +60,7 @@ class StageMember:
         self._digest: asyncio.Future[str] | None = None
         """Of the state at the beginning of the round; None while nobody has asked for that of the initial one."""
         self._readings: set[asyncio.Future[Any]] = set()
-        """Of the state, on other threads: no round is committed before they are done."""
+        """The readings of the state on other threads: no round is committed before they are done."""
         self._may_commit = asyncio.Lock()
         """Held by a commit, and while a reading begins."""
 
@@ -113,7 +113,7 @@ class StageMember:
         return contribution
 
     def _close(self, committed: frozenset[int]) -> FrozenContribution:
-        """On the compute thread, so that on record it comes right after what is in it."""
+        """Close the round on the compute thread, so that on record it comes right after what is in it."""
         closing = self._weights.close()
         self._events.write(
             Close(

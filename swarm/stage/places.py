@@ -13,7 +13,7 @@ from swarm.errors import Overloaded
 from swarm.rpc.callers import Caller, subtract
 
 RETRY_SECONDS = 1.0
-"""After how long a caller that was refused may try again."""
+"""How long a caller that was refused waits before it tries again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class SessionLimits:
     max_sessions: int = 64
     """Sessions at once, those included for which it only stands by; 0 takes none."""
     max_bytes: int = 1 << 30
-    """For their keys and values, and for what they were sent."""
+    """The bytes for the texts' keys and values, and for what they were sent."""
     max_seconds: float = 600.0
     """A longer session has to begin again, at this peer or another one."""
 
 
 class Places:
-    """Those that are taken."""
+    """The places that are taken."""
 
     def __init__(self, limits: SessionLimits) -> None:
         self._limits = limits

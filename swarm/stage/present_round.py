@@ -11,11 +11,11 @@ from swarm.errors import NotReady
 from swarm.stage.weights import StageWeights
 
 _LOOK_SECONDS = 0.25
-"""Between two looks at whether this peer, which a microbatch of the next round waits at, has fallen behind."""
+"""Time between two looks at whether this peer, which a microbatch of the next round waits at, has fallen behind."""
 
 
 class PresentRound:
-    """One peer's round.
+    """The round that one peer is at.
 
     Attributes:
         is_behind: whether this peer's group is at a later round, whose state is on its way.

@@ -24,11 +24,11 @@ class Counters:
         self._counts: Counter[Counted] = Counter()
 
     def add(self, counted: Counted, number: int = 1) -> None:
-        """It has happened so many times more."""
+        """Count an event so many times more."""
         self._counts[counted] += number
 
     def by_name(self) -> Mapping[str, int]:
-        """All of them; those that never happened may be left out."""
+        """All counters by name; those of what never happened may be left out."""
         return {str(counted): number for counted, number in self._counts.items()}
 
     def __getitem__(self, counted: Counted) -> int:
@@ -83,7 +83,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Records:
-    """All of it."""
+    """All records of one stage."""
 
     ledger: Ledger[Computation] = field(default_factory=Ledger)
     counters: Counters = field(default_factory=Counters)

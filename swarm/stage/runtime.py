@@ -44,7 +44,7 @@ class Runtime:
         self._running = False
         self._ended_at = now()
         self.longest_seconds = 0.0
-        """That a task has taken so far."""
+        """The longest time that a task has taken so far."""
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class Runtime:
             return len(self._queue) + self._running
 
     def next_age(self) -> int:
-        """Of new work: it comes after what was there before, of the same kind."""
+        """The age of new work: it comes after what was there before, of the same kind."""
         return next(self._ages)
 
     async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:

@@ -153,7 +153,7 @@ class StageServicer(StageServiceServicer):
     async def _compute(
         self, context: Context, incoming: Incoming, opening: pb.Open, microbatch: Microbatch
     ) -> Computation:
-        """From the admission to Done; the slot is free again when the answer is sent."""
+        """Compute from the admission to Done; the slot is free again when the answer is sent."""
         slot = self._admission.admit(microbatch, incoming.caller, has_others=opening.has_others)
         try:
             # What comes at once has to be read.
@@ -184,7 +184,8 @@ class StageServicer(StageServiceServicer):
             self._admission.leave(slot)
 
     def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
-        """To be called while this stage is what is waited for: a caller would take silence for death."""
+        """Send signs of life. To be called while this stage is what is waited for: a caller would take silence for
+        death."""
         now = asyncio.get_running_loop().time
         said_at = now()
 

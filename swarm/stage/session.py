@@ -18,7 +18,7 @@ from swarm.stage.decoder import Computed, Decoder
 from swarm.stage.incoming import Context
 
 BEAT_SECONDS = 3.0
-"""Between two signs of life to the caller, which would take silence for death."""
+"""Time between two signs of life to the caller, which would take silence for death."""
 
 Positions = tuple[Sequence[Piece], bool]
 """The next ones, and whether the token after them is wanted."""
@@ -64,7 +64,7 @@ class Session:
         self._continuation = continuation
         self._on_token = on_token
         self._num_positions = 0
-        """That have come in."""
+        """The number of positions that have come in."""
         self._prompt_is_whole = False
         self._own: asyncio.Queue[Positions] = asyncio.Queue(maxsize=1)
         """At stage 0: the token that has passed by, as the next position."""

@@ -128,4 +128,4 @@ class Setting(ABC):
 
     @abstractmethod
     def squared_norm(self, result: RoundResult) -> float:
-        """Of a round's average, as it is reported."""
+        """The squared norm of a round's average, as it is reported."""

@@ -20,7 +20,7 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 
 LARGEST_NUM_SLOTS = 64
-"""Of what is learnt. Each holds the tensors that came in and, as long as there is memory, a graph."""
+"""The most slots that are learnt. Each holds the tensors that came in and, as long as there is memory, a graph."""
 FEW = 2
 """So many tasks at the compute thread, the running one included, do not keep it busy for long."""
 PILE = 4
@@ -31,7 +31,7 @@ slow, and so are busy machines."""
 SHORTEST_RETRY_SECONDS = 0.02
 LONGEST_RETRY_SECONDS = 1.0
 CLEARLY_MORE = 2
-"""By so many slots. One more or less is how it falls out among equals."""
+"""By how many slots a number is clearly larger. One more or less is how it falls out among equals."""
 
 
 class SlotCount:
@@ -69,12 +69,12 @@ class SlotCount:
         return self._queue_length() >= FEW
 
     def refused(self, *, idle: bool) -> None:
-        """All are taken and a caller wanted one; `idle`: the peer has nothing to do, though it has all these."""
+        """All slots are taken and a caller wanted one; `idle`: the peer has nothing to do, though it has all these."""
         if idle and int(self._learnt) <= self._most():
             self._learnt = min(float(self._largest), self._learnt + 1.0)
 
     def freed(self) -> None:
-        """One was given back."""
+        """One slot was given back."""
         if self._piles_up():
             # By about one in the time in which each of them is used once.
             self._learnt = max(float(self.least), self._learnt - 1.0 / self._learnt)

@@ -199,7 +199,8 @@ class Stage:
 
     @asynccontextmanager
     async def changing_state(self) -> AsyncIterator[None]:
-        """Another state is installed inside: before, everything unfinished is undone, and everything else forgotten."""
+        """Inside the block another state is installed: before, everything unfinished is undone, and everything else
+        forgotten."""
         self._is_changing_state = True
         try:
             await self.endings.discard_all(self.ledger.uncommitted())

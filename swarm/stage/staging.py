@@ -22,7 +22,7 @@ import torch
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 PIECE_ELEMENTS = 4 << 20
-"""Of a large tensor that is read beside the compute thread; so much memory is pinned for it."""
+"""The pieces in which a large tensor is read beside the compute thread; so much memory is pinned for it."""
 
 
 class Arrival(Protocol):
@@ -86,7 +86,7 @@ class Stopwatch:
         self._seconds = 0.0
 
     def stop(self) -> None:
-        """On the compute thread, at the end of the task."""
+        """Stop the watch on the compute thread, at the end of the task."""
         self._seconds = time.perf_counter() - self._started_at
 
     async def seconds(self) -> float:
@@ -95,7 +95,7 @@ class Stopwatch:
 
 
 class Staging:
-    """Of the CPU, which computes with what it receives and sends what it computes: nothing is copied."""
+    """The staging of the CPU, which computes with what it receives and sends what it computes: nothing is copied."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor, on the device. It may be changed afterwards, but on the CPU."""
@@ -115,7 +115,8 @@ class Staging:
 
 
 class CopyingStaging(Staging):
-    """Of a device that torch has no queues for copies and no pinned memory of (MPS): each copy is waited for."""
+    """The staging of a device for which torch has no queues for copies and no pinned memory (MPS): each copy is waited
+    for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -147,10 +148,10 @@ class CudaStopwatch(Stopwatch):
 
 
 class CudaReader(HostReader):
-    """Of a GPU: in a queue of its own, through pinned memory for one piece."""
+    """Reads from a GPU, in a queue of its own, through pinned memory for one piece."""
 
     def __init__(self, device: torch.device) -> None:
-        """On the compute thread."""
+        """To be made on the compute thread."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -170,7 +171,7 @@ class CudaReader(HostReader):
 
 
 class CudaStaging(Staging):
-    """Of a GPU. To be used by the compute thread alone."""
+    """The staging of a GPU. To be used by the compute thread alone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -66,7 +66,7 @@ def check(
 
 
 def _bounds(name: str, round_number: int) -> tuple[float, float]:
-    """Between which two the numbers of a state's tensor lie; NaN lies between none."""
+    """The bounds between which the numbers of a state's tensor lie; NaN lies between none."""
     # A parameter's name has no slash, and may be that of a key.
     match name.split("/"):
         case ["outer", _, "step"]:

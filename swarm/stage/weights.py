@@ -68,7 +68,7 @@ class FrozenContribution:
 
     @property
     def round_samples(self) -> int:
-        """Of these, the ones of this round."""
+        """How many of these are of this round."""
         return self.round_amount.samples
 
 
@@ -100,7 +100,7 @@ class StageWeights(ABC):
         self._memory = Recycler()
         self.masters = trained_parameters(module)
         self._staging = staging_of(next(iter(self.masters.values())).device)
-        """For what goes to the device and comes from there at a round's end."""
+        """The staging for what goes to the device and comes from there at a round's end."""
         self._ends_rounds = ends_rounds
         self.buckets = Buckets(lambda: self._memory.like(self.masters), batch_samples)
         self._versions = Versions(self.masters, self._memory)
@@ -263,11 +263,11 @@ class StageWeights(ABC):
 
     @abstractmethod
     def _stepped(self) -> optim.Parameters:
-        """From where the step at a round's end is taken."""
+        """The weights from which the step at a round's end is taken."""
 
     @property
     def _anchor(self) -> Tensors:
-        """Of this round."""
+        """The anchor of this round."""
         anchor = self._anchors.find(self.round.number)
         assert anchor is not None, "a round begins with its anchor"
         return anchor

@@ -17,7 +17,7 @@ NUM_ITERATIONS = 5
 EPSILON = 1e-7
 """Those of torch.optim.Muon, which took them from K. Jordan's (https://kellerjordan.github.io/posts/muon/)."""
 EXACT_BITS = 53
-"""A float64 holds every integer of so many bits."""
+"""A float64 holds every integer of so many bits exactly."""
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -56,13 +56,13 @@ class Muon(AdamW):
             matrix.mul_(1.0 - rate * self._config.weight_decay).sub_(step)
 
     def _direction(self, gradient: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """Update the momentum; gives what is to be made orthogonal."""
+        """Update a momentum. Gives the matrix that is to be made orthogonal."""
         momentum = self._config.momentum
         buffer.add_(torch.sub(gradient, buffer).mul_(1.0 - momentum))
         return torch.sub(buffer, gradient).mul_(momentum).add_(gradient) if self._config.nesterov else buffer
 
     def _adjustment(self, shape: torch.Size) -> float:
-        """By what the rate of a matrix of this shape is multiplied."""
+        """The factor for the learning rate of a matrix of this shape."""
         rows, columns = shape
         if self._config.adjust_lr_fn == "original":
             return math.sqrt(max(1.0, rows / columns))
@@ -89,7 +89,7 @@ def orthogonal(matrix: torch.Tensor, *, same_bits: bool) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     for _ in range(NUM_ITERATIONS):
         gram = product(values, values.T)
-        # Each of these is an operation of its own: torch.addmm would round once where these round twice, or not.
+        # These are separate operations: torch.addmm may round once where they round twice.
         polynomial = product(gram, gram).mul_(c).add_(gram.mul_(b))
         values = product(polynomial, values).add_(values.mul_(a))
     result = values.T if wide is not matrix else values

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Advance:
-    """One member's way from round to round."""
+    """One member on its way from round to round."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ KEPT = 1024
 MOST_DOUBTS = 256
 """Holders elsewhere that are remembered."""
 SHOWN_SECONDS = 60.0
-"""For how long after its last answer a holder that is not followed is shown."""
+"""How long a holder that is not followed is shown after its last answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class Branches:
         self._context = context
         self._clock = context.clock
         self._more_samples_win = context.config.averaging.quorum == "available"
-        """Of two branches with as many holders the one with more samples wins; else only one that is rounds ahead."""
+        """Whether, of two branches with as many holders, the one with more samples wins; else only one that is rounds
+        ahead does."""
         self._patience_seconds = context.timing.fresh_seconds
         """So long a holder that stands elsewhere, and is not followed, is waited for: it may be the first to commit a
         round."""
@@ -66,19 +67,19 @@ class Branches:
     # -- this peer's moves ---------------------------------------------------------------------------------------------
 
     def committed(self, after: Standing) -> None:
-        """It committed a round, as one of its members."""
+        """This peer has committed a round, as one of its members."""
         self._pace.committed(after)
         self._has_voice = True
         self._move(after)
 
     def replayed(self, after: Standing) -> None:
-        """It applied a round that others committed."""
+        """This peer has applied a round that others committed."""
         self._pace.moved(after)
         self._has_voice = False
         self._move(after)
 
     def installed(self, own: Standing, past: Sequence[str]) -> None:
-        """It became a state that others hold; `past` is what they tell of the rounds before."""
+        """This peer has taken over a state that others hold; `past` is what they tell of the rounds before."""
         self._past = dict.fromkeys(past[-PAST:])
         self.replayed(own)
 

@@ -36,7 +36,7 @@ SAY_SECONDS = 10.0
 
 
 class CatchUp:
-    """One peer's way forward."""
+    """Brings one peer to where it should be in the run."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class CatchUp:
         """The peers that sent the last snapshot and have not failed since: they keep the results."""
         self._max_bytes = 0
         self._snapshot_bytes = 0
-        """Of the last snapshot that was installed."""
+        """The size of the last snapshot that was installed."""
         self._said_at = -math.inf
         self._told_rate = math.nan
-        """Of this peer's line, when the log said last that it is too slow."""
+        """The rate of this peer's line when the log said last that it is too slow."""
         self.num_downloads = 0
 
     async def look(self, because_of: PeerId) -> None:

@@ -34,7 +34,7 @@ NUM_PINS = 2
 SEGMENT_BYTES = 4 << 20
 RESULTS_BYTES = 2 << 30
 LOOK_SECONDS = 1.0
-"""Between two looks at what nobody asks for any more."""
+"""Time between two looks for what nobody asks for any more."""
 YIELD_SECONDS = 5.0
 """A piece waits at most so long for an exchange under way here, which needs the line first. The peer that downloads
 waits three times as long for the next piece before it gives the donor up."""

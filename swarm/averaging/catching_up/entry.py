@@ -18,7 +18,8 @@ TOLERATED_SECONDS = 5.0
 LEAST_REST_SECONDS = 20.0
 """Least time from one download to the next one that measures the line again."""
 REST_FACTOR = 3.0
-"""That time in downloads: a peer that waits loads the others' lines for at most a quarter of the time."""
+"""The least rest after a download, as a multiple of the time that it took: so a peer that waits uses the others' lines
+for at most a quarter of the time."""
 FLOAT_BYTES = 4
 
 
@@ -46,7 +47,7 @@ class Entry:
         self._since = math.nan
         """When the group was seen to enter that round; not a number for the first one, which had begun before."""
         self._shortest_seconds = math.inf
-        """Of the group's rounds that were seen from beginning to end."""
+        """The shortest of the group's rounds that were seen from beginning to end."""
 
     def begin(self) -> None:
         """The peer has fallen behind, or is new: nothing is known about its line."""

@@ -38,7 +38,7 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """Between them."""
+        """The seconds between the two."""
         return self.newest.at - self.first.at
 
     @property

@@ -32,7 +32,8 @@ class PartialSnapshot:
         self.content = TensorBytes(self.tensors.values())
         self.sources: list[PeerRecord] = []
         self.num_offers = 0
-        """Of the peers that were asked together with the sources, how many offered this snapshot or another one."""
+        """How many of the peers that were asked together with the sources have offered a snapshot, this one or
+        another."""
         self._only = only
         numbers = self._numbers()
         self.num_segments = len(numbers)
@@ -40,7 +41,8 @@ class PartialSnapshot:
 
     @property
     def num_missing_bytes(self) -> int:
-        """Of the segments that are not here; about, since the last one may be shorter."""
+        """The bytes of the segments that are missing. It may be a little too large, since the last segment may be
+        shorter."""
         return min(self.content.num_bytes, self.segments.num_missing * self.header.segment_bytes)
 
     def span(self, index: int) -> tuple[int, int]:

@@ -39,7 +39,8 @@ class Committed:
 
 
 async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], int]) -> pb.ResultHeader:
-    """To the wire, but for the tensors' bytes, of which `sha256` is the digest. Waits until the state's is known.
+    """The wire form, without the tensors' bytes, of which `sha256` is the digest. Waits until the state's digest is
+    known.
 
     Args:
         donor_round: the round that this peer is in, once it does not wait any more.
@@ -56,7 +57,7 @@ async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], in
 
 
 def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, torch.Tensor]) -> Committed:
-    """From the wire. It cost this peer nothing.
+    """Read the wire form. It cost this peer nothing.
 
     Raises:
         MalformedMessage: it does not follow from `before`, or was clipped by a norm that cannot be.

@@ -33,7 +33,7 @@ class RunPace:
         self.moved(after)
 
     def moved(self, own: Standing) -> None:
-        """It stands elsewhere now, by whatever way."""
+        """The member stands elsewhere now, however it came there."""
         self._own, self._since = own, self._now()
 
     def allows(self, theirs: Standing) -> bool:

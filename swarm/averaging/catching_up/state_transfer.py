@@ -93,7 +93,7 @@ class StateTransfer:
         self._distrusted: set[str] = set()
 
     def distrust(self, donor: PeerRecord) -> None:
-        """It sent what cannot be right: it is asked again only when no other peer is left."""
+        """The peer has sent what cannot be right: it is asked again only when no other peer is left."""
         self._distrusted.add(donor.peer_id)
 
     def forget(self) -> None:

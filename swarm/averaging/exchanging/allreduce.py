@@ -128,7 +128,7 @@ async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]
 
 
 def late(peer_id: str, seconds: float, own_id: str) -> MemberFailed:
-    """That a member has sent nothing for too long."""
+    """The error which says that a member has sent nothing for too long."""
     return MemberFailed(peer_id, f"its contribution did not come within {seconds:.1f} s", noticed_by=own_id)
 
 

@@ -71,7 +71,7 @@ class Attempt:
             raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
 
     def silence_seconds(self) -> float:
-        """For how long nothing may come from a member, however slow its line and its processor are.
+        """How long nothing may come from a member, however slow its line and its processor are.
 
         Messages of its parts go to all owners in turn; before the first one it has a whole vector to encode.
         """

@@ -159,7 +159,8 @@ class Exchanges:
         self.feedback.pop(fragment, None)
 
     def reset(self) -> None:
-        """Another state was installed: what this member owed was about weights that it no longer has."""
+        """Forget what this member owed: another state was installed, and the debt was about weights that it no longer
+        has."""
         self._last = None
         self.feedback.clear()
 

@@ -17,14 +17,14 @@ from swarm.types import PeerRecord
 
 @dataclass(frozen=True, kw_only=True)
 class OtherMembers:
-    """Those that one exchange is with."""
+    """The members with which one exchange is made."""
 
     context: Context
     records: Mapping[str, PeerRecord]
     opening: pb.ExchangeOpen
     timeout_seconds: float
     silence_seconds: float
-    """For how long nothing may come from a member that waits for no other one."""
+    """How long nothing may come from a member that waits for no other one."""
 
     async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
         peer = self.records[peer_id]

@@ -61,7 +61,7 @@ class Closing:
         return self._outcome.done()
 
     def end(self, outcome: Closed | Exception) -> None:
-        """It is frozen, or that failed."""
+        """End the reading, once the contribution is frozen or could not be."""
         self._outcome.set_result(outcome)
 
     async def wait(self, seconds: float | None = None) -> bool:
@@ -174,7 +174,7 @@ class OwnRound:
         # Else it goes on, for the next attempt; if there is none by its end, the round is opened then.
 
     async def step_back(self, reason: str, *, only: Ballot | None = None) -> None:
-        """In doubt about the leader: go on training, but keep what is prepared for the next leader to find.
+        """Go on training, in doubt about the leader, but keep what is prepared for the next leader to find.
 
         Takes the lock itself.
 

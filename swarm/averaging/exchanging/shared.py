@@ -44,7 +44,7 @@ class SharedBlocks:
         self._stages = sorted({number for shared in held for number in shared.stages})
         self._codec = _codec(config)
         self._averages: dict[tuple[int, int, str], Buffer] = {}
-        """By round, stage and digest, encoded."""
+        """The averages of shared blocks, encoded, by round, stage and digest."""
 
     def is_due(self, round_number: int) -> bool:
         """Whether this round averages the shared blocks: every one does, or, with fragments, the first of each turn."""
@@ -59,7 +59,7 @@ class SharedBlocks:
         return self.is_due(round_number) and self._stage == self._stages[0]
 
     def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
-        """Of an average, without the shared blocks."""
+        """The squared norm of an average without the shared blocks."""
         return sum(squared_norm(tensor) for name, tensor in tensors.items() if name not in self._shapes)
 
     async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -72,7 +72,7 @@ class SharedBlocks:
         return self._codec.encode(torch.cat([tensors[name].flatten() for name in self._shapes]))
 
     def answer(self, request: pb.SharedRequest) -> Buffer:
-        """Another holder asks. Raises NotReady for what is not here, or not any more."""
+        """The average that another holder asks for. Raises NotReady for what is not here, or not any more."""
         encoded = self._averages.get((request.round, self._stage, request.digest))
         if encoded is None:
             raise NotReady(f"the average of round {request.round} is not here")
@@ -97,7 +97,7 @@ class SharedBlocks:
         return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
 
     async def squared_norm_of_sum(self, round_number: int, holders: Iterable[pb.Partner]) -> float:
-        """As `sum`; gives the squared norm."""
+        """The squared norm of what `sum` would give."""
         summed = (await self.sum(round_number, holders)).values()
         return await asyncio.to_thread(lambda: sum(map(squared_norm, summed)))
 

@@ -21,7 +21,7 @@ PLAUSIBLE_BANDWIDTHS = 1.0, 1e12
 BANDWIDTH_RANGE = 8.0
 """A line counts for at most so many times the median, and at least for the inverse: members may tell anything."""
 ROUNDING = 1e-6
-"""Of the sum of all weights."""
+"""By how much the sum of all weights may be off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """All members, in an order that is the same everywhere: they are summed in it, and their parts follow it."""
+    """The shares of all members, in an order that is the same everywhere: they are summed in it, and their parts follow
+    it."""
 
     members: tuple[Share, ...]
 
@@ -148,7 +149,8 @@ def divide(
 
 
 def _weights(offers: Sequence[Offer], clip_to_median: float) -> list[float]:
-    """Of each member, its part of all targets: so the weighted sum of means is the mean over them."""
+    """The weight of each member: its part of all targets, so that the weighted sum of means is the mean over all of
+    them."""
     assert any(offer.num_samples for offer in offers), "a round without samples is never averaged"
     # Without any target all gradients are 0; what steps did without them is averaged by samples.
     has_targets = any(offer.num_targets for offer in offers)

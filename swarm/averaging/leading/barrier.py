@@ -24,11 +24,11 @@ from swarm.types import PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 RELAYED = 3
-"""After so many relayed answers that did not help, peers that could not be reached are tried again."""
+"""After so many relayed answers that did not help, the peers that could not be reached are tried again."""
 
 
 class Barrier:
-    """One stage's side of it, for those that ask and those that are asked."""
+    """The barrier as one stage sees it, both where it asks and where it is asked."""
 
     def __init__(self, context: Context, place: Place, shared: SharedBlocks, watch: RoundWatch, call: Caller) -> None:
         self._context = context

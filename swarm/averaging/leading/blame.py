@@ -21,7 +21,7 @@ MOST_THROUGH_ONE = 8
 """The largest group in which one member may sum everything, where lines between the others are missing: it carries all
 that they send."""
 SLOW = DeadlineExceeded, Overloaded
-"""Of these errors, the first ones only double the deadlines."""
+"""The first errors of these kinds only double the deadlines."""
 MOST_DOUBLINGS = 3
 
 
@@ -55,7 +55,7 @@ class Blame:
     # -- how much longer the next attempt waits ----------------------------------------------------------------------
 
     def deadline(self, floor: float, measured: float) -> float:
-        """For what took so long before, in seconds."""
+        """The deadline for a step that has taken so many seconds before."""
         return (floor + 3 * measured) * float(2 ** min(MOST_DOUBLINGS, self.num_timeouts))
 
     def is_first_timeout(self, timed_out: bool) -> bool:
@@ -70,7 +70,7 @@ class Blame:
     # -- which members are left out of it ----------------------------------------------------------------------------
 
     def failure(self, reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:
-        """That nothing is decided, and which members will be left out of the next attempt.
+        """The error which says that nothing is decided, and which members will be left out of the next attempt.
 
         A member that answered with an error of its own would answer so again; from the second time-out in a row on the
         same goes for one that is slow. Both are alive and go on reporting: the stage would wait for them for good.
@@ -150,7 +150,7 @@ def _refusing(replies: Mapping[PeerId, Any], ballot: Ballot) -> set[PeerId]:
 def without_the_useless(
     begun: Mapping[PeerId, pb.BeginReply], num_elements: int, sequence_length: int
 ) -> AttemptFailed | None:
-    """That members closed with what is of no use, and are left out; None if there are none.
+    """The error which says that members closed with contributions of no use, and are left out; None if there are none.
 
     Args:
         num_elements: that a contribution has.

@@ -12,7 +12,7 @@ from swarm.types import PeerId
 
 
 def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
-    """By member, the microbatches that it is to give up, since another counts them as well.
+    """The microbatches that each member is to give up, since another one counts them as well.
 
     Each microbatch that leaves a member's sum costs a forward and a backward, or each one that stays, whichever are
     fewer. So a member whose sum can be emptied, or nearly, gives up all that it can, if the longest work of a member

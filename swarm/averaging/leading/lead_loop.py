@@ -25,7 +25,7 @@ _REST_PER_LOOK = 4.0
 
 
 class LeadLoop:
-    """One peer's attempts."""
+    """The attempts that one peer leads."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class Leader:
         self._timing = context.timing
         self._codec = contribution_codec(context.config.averaging)
         self._vector_bytes = 0
-        """Of a contribution in float32, as far as one was exchanged."""
+        """The size of a contribution in float32, once one was exchanged."""
         self.times = LeaderTimes()
 
     async def attempt(self, members: Members, standing: Standing, number: int) -> None:

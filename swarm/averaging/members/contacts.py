@@ -80,7 +80,7 @@ class Contacts:
         return known
 
     def serving(self) -> dict[PeerId, PeerRecord]:
-        """Those that serve: as they announce, or as they were heard of lately and do not announce that they leave."""
+        """The peers that serve: those that announce it, or were heard of lately and do not announce that they leave."""
         serving = {peer_id: self._heard_of[peer_id][0] for peer_id in self.recent()}
         for record in self._directory():
             if record.state is PeerState.SERVING:
@@ -91,7 +91,7 @@ class Contacts:
         return serving
 
     def recent(self) -> Set[PeerId]:
-        """Those that gave a sign of life lately."""
+        """The peers that gave a sign of life lately."""
         oldest = self._clock.monotonic() - self._timing.fresh_seconds
         return {peer_id for peer_id, (_, heard_at) in self._heard_of.items() if heard_at >= oldest}
 

@@ -18,7 +18,7 @@ from swarm.types import PeerId
 
 
 class ReportAnswers:
-    """One peer's answers to reports."""
+    """What one peer answers to reports."""
 
     def __init__(
         self,

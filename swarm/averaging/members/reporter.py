@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """One peer's reports, and what follows from them."""
+    """The reports of one peer, and what follows from them."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ MOST_ASKED = 32
 
 
 class Roster:
-    """One stage's peers.
+    """The peers of one stage.
 
     Attributes:
         contacts: how they are reached.
@@ -261,7 +261,7 @@ class Roster:
         return self._silent(own, 1.5 * self._timing.heartbeat_seconds)
 
     def _silent(self, own: Standing, seconds: float) -> list[PeerId]:
-        """Those of them, not suspected, that have not reported as members for so long."""
+        """The members of those, not suspected, that have not reported for so long."""
         oldest = self._clock.monotonic() - seconds
         members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
         # A leaver is left alone while it may report by itself: a call would have it believe that all is well.

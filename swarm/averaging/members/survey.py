@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Survey:
-    """One peer's questions."""
+    """One peer's questions to others about where they stand."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ MOST_FAILURES = 5
 """Attempts that may fail because of the same member. Then the others go on without it, whatever it holds, until it has
 taken part in a round: where they ran out of time, the last of them had eight times the patience of the first."""
 PROBE_SHARE = 0.05
-"""Of the time for which a peer has not answered: so long it is left alone."""
+"""A suspected peer is left alone for this share of the time for which it has not answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Suspicions:
         self._suspected.pop(peer_id, None)
 
     def suspect_none(self) -> None:
-        """All have to be asked again."""
+        """Forget all suspicions: all peers have to be asked again."""
         self._suspected.clear()
 
     def due(self) -> list[PeerId]:

@@ -16,7 +16,8 @@ class Answer(Observation):
     """What a sender learns from a reply."""
 
     call_seconds: float
-    """From the request to the reply, without what happened further downstream: waiting, computing and the link."""
+    """The time from the request to the reply, without what happened further downstream: waiting, computing and the
+    link."""
 
 
 class Chooser(Protocol):

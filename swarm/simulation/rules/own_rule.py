@@ -16,15 +16,15 @@ from swarm.simulation.fluid import FluidSwarm
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 LISTED_SECONDS = (15.0, 20.0)
-"""For how long the dead are listed: announcements live for 20 seconds and are renewed every 5."""
+"""How long the dead are listed: announcements live for 20 seconds and are renewed every 5."""
 FIGURES_SECONDS = 600.0
 """How often the announced figures are off in another way."""
 SAMPLES_PER_SECOND = 10.0
-"""Of every peer; only ratios count."""
+"""The throughput of every peer; only ratios count."""
 
 
 class OwnRule:
-    """One swarm's peers."""
+    """Our rule, with the peers of one swarm."""
 
     def __init__(
         self,
@@ -115,12 +115,12 @@ class OwnRule:
     # -- coming and going --------------------------------------------------------------------------------------------
 
     def began(self, peer: int) -> None:
-        """It announces itself, and will look."""
+        """The peer announces itself, and will look."""
         self._judgements[peer] = Judgement(own_id=_id(peer), costs=self._costs)
         self._arrived(peer, move_seconds=None)
 
     def came(self, peer: int) -> None:
-        """It looks, claims, looks again and joins."""
+        """The peer looks, claims, looks again and joins."""
         self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs)
         stage = judgement.first_choice(self._read(), list(self._claims.values()), ())
         assert stage is not None, "every stage can be entered"

@@ -31,9 +31,9 @@ class Training:
 
     num_layers: int
     num_parameters: float
-    """In equal layers."""
+    """The number of parameters, in equal layers."""
     step_seconds: float
-    """Of one inner step with nothing to wait for."""
+    """The time of one inner step with nothing to wait for."""
 
 
 TRAININGS: Mapping[str, Training] = {

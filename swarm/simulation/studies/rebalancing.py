@@ -26,7 +26,7 @@ from swarm.simulation.timeline import Timeline
 PAPER = {"none": 82.7, "swarm_300": 95.8, "swarm_60": 97.6}
 """Per cent of the optimum that the paper reports, in a trace of its own."""
 FIT_POINTS = 1.0
-"""As near as that the traces have to come to it, without a rule and every 300 seconds."""
+"""How near the traces have to come to it, without a rule and every 300 seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,11 @@ class Options(ChanceOptions):
     hours: float = 32.0
     """Length of a trace."""
     num_peers: int = 400
-    """At its start."""
+    """The number of peers at the start."""
     num_stages: int = 6
-    """Of the pipeline."""
+    """The number of the pipeline's stages."""
     download_seconds: float = 60.0
-    """From giving up one stage to serving another one."""
+    """The time from giving up one stage to serving another one."""
     round_seconds: float = 60.0
     """A peer of this project serves on until its round's end before it moves."""
 

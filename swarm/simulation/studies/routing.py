@@ -34,7 +34,8 @@ CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
     "random": ByChance,
 }
 CHOSEN_BY_TRAINERS = {"swarm"}
-"""These choose the whole way; of the others every peer has one of its own, SWARM's queue for comparison as well."""
+"""The rules by which trainers choose the whole way. With the others every peer chooses for itself, and for comparison
+SWARM's queue does so as well."""
 VIEWS_PER_STAGE = 250
 """Where a stage has more peers than this, several of them share what they have seen: memory has room for no more."""
 NUM_SAMPLES = 4
@@ -45,7 +46,7 @@ SPREAD = 0.5
 LINK_SECONDS = (0.02, 0.2)
 """Round trip to a peer; drawn evenly."""
 ITERATION_SECONDS = 10.0
-"""In which a failure is as likely as the rate says."""
+"""The length of an iteration, in which a failure is as likely as the rate says."""
 DOWN_SECONDS = 20.0
 """Mean time for which a machine that died is away."""
 DIRECTORY_SECONDS = 5.0
@@ -53,7 +54,8 @@ DIRECTORY_SECONDS = 5.0
 ONE_SEED_FROM = 10_000
 """Peers: of so many a single run is an average, and takes more than a minute."""
 WARM_UP_SECONDS = 60.0
-"""At the start no sender knows any peer's speed, and slow peers are given too much."""
+"""How long figures are left out at the start, where no sender knows any peer's speed, and slow peers are given too
+much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class Options(ChanceOptions):
     failure_percent: tuple[float, ...] = (0.2, 0.4, 1.0)
     """Of the peers, that die in an iteration."""
     num_stages: int = 4
-    """Of the pipeline, at most half as many as there are peers."""
+    """The number of the pipeline's stages, at most half as many as there are peers."""
     num_trainers: int = 8
     """Each with a view of its own of the swarm."""
     num_seeds: int = 3

@@ -26,14 +26,14 @@ GPU_UTILISATION: Mapping[str, tuple[float, ...]] = {
     "GPT-3": (82.1, 79.3, 70.3, 60.2, 48.5),
     "Ours": (89.5, 87.2, 79.5, 71.5, 59.2),
 }
-"""Its columns, as they were printed: per cent of a V100's time, by layers. "Ours" is the paper's own model."""
+"""The table's columns, as they were printed: per cent of a V100's time, by layers. "Ours" is the paper's own model."""
 LINK_MEGABITS_PER_SECOND = 500.0
-"""Of that table."""
+"""The rate of the lines in that table."""
 BYTES_PER_MEGABIT = 125_000
 ELEMENT_BYTES = {"base": 2, "xxlarge": 2, "GPT-3": 2, "Ours": 1}
 """Bytes of an activation behind the columns: 16 bits, but for the paper's own model, which it ran with 8."""
 KNOWN_WIDTHS = {"base": 768, "GPT-3": 12288}
-"""Of the layers that are known by name."""
+"""The widths of the layers that are known by name."""
 WIRE_DTYPES = ("fp32", "bf16", "int8")
 
 
@@ -42,13 +42,13 @@ class Options(StudyOptions):
     """Options of the study `utilisation`."""
 
     num_stages: int = 4
-    """Of our rows."""
+    """The number of stages in our rows."""
     peers_per_stage: int = 1
-    """Of our rows: peers that share one trainer's line."""
+    """The number of peers that share one trainer's line, in our rows."""
     peer_megabits_per_second: float = LINK_MEGABITS_PER_SECOND
-    """Of our rows: a peer's line, either way."""
+    """The rate of a peer's line, either way, in our rows."""
     trainer_megabits_per_second: float = LINK_MEGABITS_PER_SECOND
-    """Of our rows: the trainer's line, either way."""
+    """The rate of the trainer's line, either way, in our rows."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_stages", 2), ("peers_per_stage", 1)):
@@ -66,11 +66,11 @@ class Layers:
     compute_seconds: float
     """Forward and backward of a microbatch."""
     transfer_seconds: float
-    """Its activations to the next stage and their gradient back, over the table's line."""
+    """The time for its activations to the next stage and their gradient back, over the table's line."""
 
     @property
     def tensor_bytes(self) -> float:
-        """Of one of the two tensors."""
+        """The bytes of one of the two tensors."""
         return self.transfer_seconds / 2 * LINK_MEGABITS_PER_SECOND * BYTES_PER_MEGABIT
 
 
@@ -183,18 +183,18 @@ class Pipeline:
     """
 
     num_stages: int
-    """At least 2."""
+    """The number of stages, at least 2."""
     peers_per_stage: int
     compute_seconds: float
     """Forward and backward of one microbatch at one peer."""
     tensor_bytes: float
-    """Of a microbatch's activations between two stages; its gradient is as long."""
+    """The bytes of a microbatch's activations between two stages; its gradient is as long."""
     round_trip_seconds: float
-    """Between any two machines."""
+    """The round-trip time between any two machines."""
     peer_bytes_per_second: float
-    """Of a peer's line, either way."""
+    """The rate of a peer's line, either way."""
     trainer_bytes_per_second: float
-    """Of the trainer's line, either way."""
+    """The rate of the trainer's line, either way."""
 
     def direct(self) -> Outcome:
         """Tensors go from peer to peer, as ours do; what is in flight is bounded by this project's slots and window."""
@@ -226,7 +226,7 @@ class Pipeline:
 
     @property
     def _peer_seconds(self) -> float:
-        """In which a peer's line carries one tensor."""
+        """The time in which a peer's line carries one tensor."""
         return self.tensor_bytes / self.peer_bytes_per_second
 
     def _busiest(self, line_seconds: float) -> float:

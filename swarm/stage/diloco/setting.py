@@ -21,7 +21,7 @@ from swarm.training.round_member import RoundResult
 
 
 class DilocoSetting(Setting):
-    """As many microbatches as make the next inner steps, whichever round they are of."""
+    """The answers with DiLoCo: as many microbatches as make the next inner steps, whichever round they are of."""
 
     def __init__(
         self, context: StageContext, weights: DilocoWeights, present_round: PresentRound, records: Records
@@ -49,7 +49,7 @@ class DilocoSetting(Setting):
         return 0
 
     def room(self) -> int | None:
-        """Those with which the next steps are taken, and a batch to follow.
+        """How many more microbatches are taken: those of the next steps, and a batch to follow.
 
         More would wait here, while another peer might have nothing to do.
         """
@@ -115,5 +115,5 @@ class DilocoSetting(Setting):
         self._ledger.prune(self._round.number - 1)
 
     def squared_norm(self, result: RoundResult) -> float:
-        """Of this stage's average alone."""
+        """The squared norm of this stage's average alone."""
         return result.squared_norm

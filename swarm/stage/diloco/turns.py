@@ -23,7 +23,7 @@ FIRST_LATE_SECONDS = 60.0
 """A turn is late after so long while no turn has ended yet, so that nothing is known of what is usual. Those that wait
 meanwhile say that they wait here, and after `HopLimits.stall_seconds` callers would take this peer for stalled."""
 LOOK_SECONDS = 0.25
-"""Between two looks of those that wait at whether a turn has become late."""
+"""Time between two looks of those that wait at whether a turn has become late."""
 
 
 class Turns:

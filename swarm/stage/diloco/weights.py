@@ -50,7 +50,7 @@ class DilocoWeights(StageWeights):
         self._closing: _Closing | None
         """The newest of this round, also after it was reopened: its result may be decided all the same."""
         self._failure: Exception | None = None
-        """Of an inner step."""
+        """The failure of an inner step."""
         super().__init__(
             config,
             module,

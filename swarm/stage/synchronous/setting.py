@@ -21,7 +21,8 @@ from swarm.training.microbatch import Microbatch
 from swarm.training.round_member import RoundResult
 
 REPLAY_GAP_SECONDS = 1.0
-"""After which a replay that counts at a peer is offered to it again: it may have been told to give it up meanwhile."""
+"""How long a replay that counts at a peer waits before it is offered to it again: the peer may have been told to give
+it up meanwhile."""
 
 
 class SynchronousSetting(Setting):
@@ -44,8 +45,8 @@ class SynchronousSetting(Setting):
     # -- which microbatches are admitted -----------------------------------------------------------------------------
 
     def check(self, microbatch: Microbatch) -> None:
-        """One of the last round is taken as well, with the weights of that round: a stage that lost all its peers and
-        came back from a checkpoint has that round to do again. Here it counts no more.
+        """Raise if a microbatch is not admitted. One of the last round is, with the weights of that round: a stage that
+        lost all its peers and came back from a checkpoint has that round to do again. Here it counts no more.
         """
         round_of = microbatch.index // self._microbatches_per_round
         if round_of != microbatch.round:

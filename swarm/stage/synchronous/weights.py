@@ -35,7 +35,7 @@ class SynchronousWeights(StageWeights):
         )
 
     def version_for(self, round_number: int) -> Version:
-        """Those of its round.
+        """The weights of the microbatch's round.
 
         Raises:
             NotReady: its round is neither this one nor the one before.
