@@ -14,7 +14,7 @@ MOST_PEERS = 1024
 
 @dataclass
 class Contribution:
-    """One peer's.
+    """What one peer has given.
 
     Attributes:
         stage: where it was seen last.

@@ -44,7 +44,7 @@ def _all_series() -> dict[str, Series]:
 
 @dataclass
 class History:
-    """Of one run.
+    """What is remembered of one run.
 
     Attributes:
         series: figures over time, by how far they go back.

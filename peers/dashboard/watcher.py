@@ -81,7 +81,7 @@ class Watcher:
             await self._clock.sleep(max(wait, self._interval_seconds / 2))
 
     async def look(self) -> None:
-        """Look once."""
+        """Look once, and add what is seen to the history."""
         try:
             view = await self._place.view()
         except SwarmError as error:

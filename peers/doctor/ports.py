@@ -54,7 +54,7 @@ class Ports:
         return found
 
     def free(self) -> tuple[int, int]:
-        """Both ports; one that was left open is a free one now. Raises ValueError if one cannot be had."""
+        """Both ports, a free one where the port was left open. Raises ValueError if one cannot be had."""
         return self._free(self.port), self._free(self.dht_port)
 
     def _free(self, port: int) -> int:

@@ -55,7 +55,8 @@ class ExportModelOptions:
     """Make a folder that transformers loads of what a run has learnt."""
 
     invite: InviteOption = None
-    """To a running swarm, swarm://..., as every swarm-peer prints it: the weights come from the peers of all stages."""
+    """The invite to a running swarm, swarm://..., as every swarm-peer prints it: the weights come from the peers of all
+    stages."""
     output: Path
     """Folder to make."""
     checkpoint: Path | None = None
@@ -72,9 +73,10 @@ class ExportModelOptions:
     """The model that a run's adapters (LoRA) belong to, to merge them: what the first peer's --model named, be it a run
     folder, a model's folder of Hugging Face, or its name on the hub. A running swarm has it."""
     adapter: bool = False
-    """Of a run that trains adapters, write these alone, as peft loads them."""
+    """For a run that trains adapters: write these alone, as peft loads them."""
     merged: bool = False
-    """Of a run that trains adapters, write the whole model with what they add: the same as without --adapter."""
+    """For a run that trains adapters: write the whole model with what they add. That is what happens without
+    --adapter."""
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     """Type of the weights; keep leaves them as they are: fp32 in a checkpoint and in a swarm, and where adapters are
     merged."""
@@ -86,7 +88,7 @@ class ExportModelOptions:
     """A peer's token, or @FILE, if the running swarm is locked. It may also come with the invite (INVITE#TOKEN), with
     an address (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     insecure: bool = False
-    """For a running swarm without TLS."""
+    """Look at a running swarm without TLS."""
 
     def __post_init__(self) -> None:
         cli.require_one({

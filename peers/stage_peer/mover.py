@@ -160,7 +160,7 @@ class Mover:
         logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
 
     async def _stay(self, server: StageServer, stage: int) -> Move | None:
-        """Until the peer has left its stage: for another one, or for good.
+        """Stay at the stage until the peer has left it: for another one, or for good.
 
         Raises:
             Fatal: it has left since it cannot go on.

@@ -23,7 +23,7 @@ ACCUSED_SECONDS = 60.0
 MOST_ACCUSERS = 3
 """How many of the peers are named that leave this one alone."""
 QUIET_SECONDS = 30.0
-"""Without a microbatch, after which it is said that none comes."""
+"""After so long without a microbatch, the log says that none comes."""
 
 
 @dataclass(frozen=True, kw_only=True)

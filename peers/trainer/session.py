@@ -131,7 +131,7 @@ class Session:
 
 
 async def _continued(engine: SwarmEngine, prompt: list[int], sampling: Sampling, num_tokens: int) -> list[int]:
-    """So many tokens after a prompt. Where a sequence ends, another one begins with its latter half."""
+    """The prompt with so many tokens after it. Where a sequence ends, another one begins with its latter half."""
     tokens = list(prompt)
     while (num_left := len(prompt) + num_tokens - len(tokens)) > 0:
         context = tokens[-_half(engine) :]

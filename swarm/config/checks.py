@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 from swarm.types import LARGEST_COUNT
 
 STRICT = ConfigDict(extra="forbid")
-"""Of every section: an unknown key is refused."""
+"""Refuses unknown keys, in every section."""
 
 
 def require(condition: bool, message: str) -> None:

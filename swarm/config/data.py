@@ -15,7 +15,7 @@ from swarm.config.checks import (
 
 Format = Literal["text", "chat", "completion"]
 MOST_DATASETS = 64
-"""Of one run. Each has figures of its own in every evaluation."""
+"""The most datasets of one run. Each has figures of its own in every evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """By what an adapter's output is multiplied."""
+        """The factor by which an adapter's output is multiplied."""
         return self.alpha / self.rank
 
     def check_model(self, model: ModelConfig) -> None:

@@ -14,9 +14,9 @@ from swarm.config.checks import (
 )
 
 MOST_LAYERS = 100_000
-"""Of a model: more would take minutes to count, and no machine could hold them."""
+"""The most layers of a model: more would take minutes to count, and no machine could hold them."""
 MOST_END_TOKENS = 64
-"""Of one model."""
+"""The most end tokens of one model."""
 BLOCK_TYPES = ("tp", "spd", "parallel")
 
 

@@ -35,7 +35,7 @@ class RoundsConfig:
 
     @property
     def num_inner_batches(self) -> float:
-        """In a round, over all peers of a stage."""
+        """The number of inner batches in a round, over all peers of a stage."""
         return self.round_samples / self.inner_batch_samples
 
     @property

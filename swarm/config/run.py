@@ -25,7 +25,8 @@ from swarm.config.wire import WireConfig
 from swarm.errors import ConfigMismatch
 
 MOST_MICROBATCHES = 1 << 18
-"""Of a synchronous round: peers name all that they have in one list, and take none that is longer (rpc/bounds)."""
+"""The most microbatches of a synchronous round: peers name all that they have in one list, and take none that is longer
+(rpc/bounds)."""
 
 
 @dataclass(frozen=True, kw_only=True)

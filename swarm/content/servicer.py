@@ -29,9 +29,9 @@ Shelf = Callable[[str], bytes | None]
 OSError where it cannot be read."""
 
 MOST_CALLS = 16
-"""That are served at one time; each holds a segment of a tensor in memory, or a file of a tokenizer."""
+"""The most calls that are served at one time; each holds a segment of a tensor in memory, or a file of a tokenizer."""
 MOST_CALLS_OF_ONE = 4
-"""Of them, those of one caller."""
+"""The most of these calls that one caller may have."""
 RETRY_SECONDS = 0.5
 YIELD_SECONDS = 5.0
 """A piece waits at most so long for an exchange under way here, which needs the line first."""
@@ -52,7 +52,7 @@ class Shelves:
 
 
 class ContentServicer(ContentServiceServicer):
-    """One stage peer's."""
+    """The servicer of one stage peer."""
 
     def __init__(
         self, run_id: str, shelves: Shelves, *, is_exchanging: Callable[[], bool], clock: Clock, turns: Turns

@@ -53,7 +53,7 @@ class WeightsCache:
         self._kept = _open(folder, digest)
         self._lock = asyncio.Lock()
         self._said_bytes = 0
-        """Of which the log says that they are being fetched; 0 once they are here."""
+        """How many bytes the log says are being fetched; 0 once they are here."""
 
     def here(self, shapes: Mapping[str, Size]) -> Weights | None:
         """Where these parameters can be read on this machine; None if they cannot."""
@@ -116,7 +116,7 @@ class WeightsCache:
         return kept
 
     async def _have_index(self, source: Source) -> None:
-        """From a peer; where none has it, from the whole of the user's model."""
+        """Fetch the index from a peer; where none has it, make it from the whole of the user's model."""
         try:
             self._kept = await self._fetch_index()
         except PeerUnavailable:

@@ -1,4 +1,4 @@
-"""With which tokens a text ends, or an assistant's turn in a conversation."""
+"""The tokens with which a text ends, or an assistant's turn in a conversation."""
 
 import reprlib
 from collections.abc import Sequence

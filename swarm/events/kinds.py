@@ -148,7 +148,7 @@ class Prepare(Event):
     attempt: int
     leader: str
     digest: str
-    """Over the members and the averaged bytes."""
+    """The digest over the members and the averaged bytes."""
     samples: int
     members: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""With which parameters tokens are chosen. The choice itself is in generation/choice; this file needs no torch."""
+"""The parameters with which tokens are chosen. The choice itself is in generation/choice; this file needs no torch."""
 
 import math
 from dataclasses import dataclass

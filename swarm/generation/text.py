@@ -9,7 +9,7 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 """Stands for bytes of a character whose other bytes are still to come."""
 
 _CONTEXT_TOKENS = 8
-"""Of a prompt, on which may depend how the first token after it is written."""
+"""How many tokens at a prompt's end may decide how the first token after it is written."""
 
 
 class TextStream:

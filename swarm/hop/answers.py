@@ -59,7 +59,8 @@ class HopReply:
 
 @contextmanager
 def well_formed() -> Iterator[None]:
-    """Around looking at a reply. What is wrong with it is its sender's fault: another peer may answer well."""
+    """A block that looks at a reply. What is wrong with the reply is its sender's fault: another peer may answer
+    well."""
     try:
         yield
     except MalformedMessage as error:

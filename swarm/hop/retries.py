@@ -49,7 +49,7 @@ MOST_SENT_ON = 4
 """Peers that may leave a microbatch to others, since something waits there already; the next one takes it, if it has a
 slot. Each is a round trip; after four of them most of what there is to gain is gained (docs/simulation.md)."""
 ENOUGH_PEERS = 4
-"""So many that have a round's weights no more, and no further one is asked."""
+"""Once so many peers have said that they no longer have a round's weights, no further one is asked."""
 PEERS_TO_SEND_ON = 4
 """A microbatch may be left to others once for every so many peers of the stage: of a few peers, every sender hears
 often enough to know better."""

@@ -15,7 +15,7 @@ from swarm.machine.clock import Clock
 logger = logging.getLogger(__name__)
 
 FIRST_SECONDS = 4.0
-"""After so long a wait is a line of the log."""
+"""After so long a wait is a line of the log, unless something else is asked for."""
 LONGEST_GAP_SECONDS = 60.0
 """The longest time between two lines of one wait: the time grows with the wait."""
 LOOK_SECONDS = 0.5
@@ -35,7 +35,14 @@ class _Wait:
 class Waits:
     """The waits of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_seconds: float = FIRST_SECONDS, level: int = logging.INFO) -> None:
+        """
+        Args:
+            first_seconds: how long a wait lasts before it is a line of the log.
+            level: of these lines.
+        """
+        self._first_seconds = first_seconds
+        self._level = level
         self._waits: list[_Wait] = []
         """The newest last: a wait within another is what that one comes down to."""
         self._present: list[str] = []
@@ -64,13 +71,13 @@ class Waits:
                 wait.since = None
                 continue
             if wait.since is None:
-                wait.since, wait.due_at = now, now + FIRST_SECONDS
+                wait.since, wait.due_at = now, now + self._first_seconds
             seconds = now - wait.since
             if seconds >= 1.0:
                 self._present.append(f"{text} ({seconds:.0f} s)")
             if now >= wait.due_at:
                 wait.due_at = now + min(LONGEST_GAP_SECONDS, 2.0 * seconds)
-                logger.info("waiting for %s, %.0f s so far", text, seconds)
+                logger.log(self._level, "waiting for %s, %.0f s so far", text, seconds)
 
     async def run(self, clock: Clock) -> Never:
         """Look again and again, until cancelled."""

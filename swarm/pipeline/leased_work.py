@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 RENEW_SECONDS = 0.5
 """Leases are renewed at least this often: a new leader learns so what is held, before it grants anything."""
 HOLD_SECONDS = LEASE_SECONDS - 1.0
-"""Without a renewal, nothing is acknowledged any more after this long: another trainer may soon run it."""
+"""Nothing is acknowledged any more after so long without a renewal: another trainer may soon run it."""
 GRANT_WAIT_SECONDS = 0.25
 """How long a stage may look for more to grant before it answers that there is none."""
 GAP_SECONDS = 0.02

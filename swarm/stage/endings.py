@@ -83,7 +83,7 @@ class Endings:
             self._context.tasks.create_task(self._expire(computation, computation.orphan()))
 
     def end(self) -> None:
-        """Nothing is admitted any more: no retry will come, and none is waited for."""
+        """Admit nothing any more: no retry will come, and none is waited for."""
         self._has_ended = True
         for waiting in self._waiting:
             waiting.cancel()

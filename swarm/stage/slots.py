@@ -24,7 +24,7 @@ LARGEST_NUM_SLOTS = 64
 FEW = 2
 """So many tasks at the compute thread, the running one included, do not keep it busy for long."""
 PILE = 4
-"""So many are more than it takes."""
+"""So many tasks are more than it takes."""
 PATIENCE_SECONDS = 0.5
 """How long a slot is kept, beyond twice the seconds after which the refused caller was told to come again: lines are
 slow, and so are busy machines."""
@@ -48,7 +48,7 @@ class SlotCount:
     ) -> None:
         self._learnt = float(least)
         self.least = least
-        """So many there always are, as far as there is room."""
+        """There are always so many slots, as far as there is room."""
         self._largest = max(least, largest)
         self._queue_length = queue_length
         self._room = room

@@ -52,7 +52,7 @@ class TaskQueue:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Without generation, which says nothing of how long a microbatch waits."""
+        """The number of tasks but those of generation, which say nothing of how long a microbatch waits."""
         return len(self._heap)
 
     def push(self, work: Callable[[], Any], *, priority: Priority, age: int) -> Task:

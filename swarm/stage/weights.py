@@ -113,7 +113,7 @@ class StageWeights(ABC):
 
     @property
     def version(self) -> Version:
-        """The newest."""
+        """The newest version."""
         return self._versions.newest
 
     @abstractmethod

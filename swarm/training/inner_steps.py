@@ -53,7 +53,7 @@ class InnerSteps:
 
     @classmethod
     def read(cls, message: Any) -> Self:
-        """From a message that has these fields."""
+        """Read the figures from a message that has these fields."""
         return cls(**{field.name: getattr(message, field.name) for field in dataclasses.fields(cls)})
 
     @property

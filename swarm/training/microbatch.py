@@ -36,7 +36,7 @@ class Microbatch:
         return self.accumulate_only_at in (None, stage)
 
     def known_by(self, route: Mapping[int, PeerId]) -> dict[int, PeerId]:
-        """Of the peers that worked on it before, those that know it: of a replay, none at the stage that lost it."""
+        """The peers that worked on it before and know it. Of a replay, none at the stage that lost it does."""
         return {stage: peer for stage, peer in route.items() if stage != self.accumulate_only_at}
 
     def answers_gradient(self, stage: int) -> bool:

@@ -24,9 +24,9 @@ Parameters = Mapping[str, torch.Tensor]
 CACHED_ELEMENTS = 1 << 16
 """Each thread steps so many at once, so that an operation finds in the processor's cache what the last one wrote."""
 GPU_ELEMENTS = 1 << 24
-"""So many are stepped at once on a GPU, where time goes with the number of operations."""
+"""How many elements are stepped at once on a GPU, where time goes with the number of operations."""
 COSINE_TERMS = 14
-"""Of the cosine's series. The terms after them add less than 1e-23 up to a quarter turn."""
+"""How many terms of the cosine's series are summed. Those after them add less than 1e-23 up to a quarter turn."""
 
 
 def learning_rate(config: OptimizerConfig, run_samples: int) -> float:

@@ -51,7 +51,7 @@ class Branches:
         """Whether, of two branches with as many holders, the one with more samples wins; else only one that is rounds
         ahead does."""
         self._patience_seconds = context.timing.fresh_seconds
-        """So long a holder that stands elsewhere, and is not followed, is waited for: it may be the first to commit a
+        """How long a holder that stands elsewhere, and is not followed, is waited for: it may be the first to commit a
         round."""
         self._own = own
         self._past: dict[str, Standing | None] = {own.lineage: own}

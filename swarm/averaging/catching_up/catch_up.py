@@ -62,7 +62,7 @@ class CatchUp:
         self._looking: asyncio.Event | None = None
         """While all are asked where they stand, and what follows is done; set at its end."""
         self._rests_until = -math.inf
-        """Until then nobody is asked again because of peers that are known to be elsewhere."""
+        """Until then, peers that are known to be elsewhere are no reason to ask again."""
         self._sources: list[PeerRecord] = []
         """The peers that sent the last snapshot and have not failed since: they keep the results."""
         self._max_bytes = 0

@@ -56,7 +56,7 @@ class _Pin:
     header: pb.SnapshotHeader | None = None
     snapshot_id: bytes = b""
     is_fetched: bool = False
-    """More than the header was asked for."""
+    """Whether more than the header was asked for."""
 
 
 @dataclass(frozen=True, eq=False)

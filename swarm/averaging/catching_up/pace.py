@@ -58,7 +58,7 @@ class Pace:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the peer arrives, if it goes on like that; None if that cannot be told."""
+        """The time until the peer arrives, if it goes on like that; None if that cannot be told."""
         closer = self.num_replayed - self.num_committed
         if self.seconds < LEAST_SECONDS or closer <= 0:
             return None

@@ -8,7 +8,7 @@ from swarm.averaging.messages import Standing
 from swarm.machine.clock import Clock
 
 PACE_FACTOR = 4.0
-"""So many times as fast as in its fastest round the run may have gone on while this peer was away."""
+"""How many times as fast as in its fastest round the run may have gone on while this peer was away."""
 PACE_ROUNDS = 4
 """Rounds of the largest size that it may have been ahead besides."""
 

@@ -17,13 +17,13 @@ from swarm.machine.out_of_memory import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 MOST_BODY_BYTES = 4 << 20
-"""Of a request."""
+"""The largest body of a request."""
 _READ_SECONDS = 30.0
-"""For all of a request's body."""
+"""How long a request's body may take to arrive."""
 _SEND_SECONDS = 30.0
-"""For the client to read on."""
+"""How long the client may read nothing."""
 _DRAINED_BODIES = 4
-"""So many times the largest body is read and thrown away, for a client that hears no answer while it is sending."""
+"""How many times the largest body is read and thrown away, for a client that hears no answer while it is sending."""
 _RETRY_SECONDS = 2
 
 

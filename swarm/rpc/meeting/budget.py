@@ -16,7 +16,7 @@ from swarm.rpc.callers import Caller, subtract
 BURST_SECONDS = 0.25
 """What was not used in so long may be used at once."""
 RETRY_SECONDS = 5.0
-"""After how long one that was refused may ask again."""
+"""How long a caller that was refused waits before it asks again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class MeetingLimits:
     max_connections: int = 128
     """Connections that are carried at one time."""
     max_connections_each: int = 32
-    """Those of one caller."""
+    """The most connections of one caller that are carried at one time."""
     bytes_per_second: float = 25e6
-    """All that is carried."""
+    """The rate of all that is carried."""
     share_each: float = 0.5
     """What one caller may have of it."""
     share_while_exchanging: float = 0.25
@@ -38,7 +38,7 @@ class MeetingLimits:
 
 
 class Budget:
-    """One meeting point's."""
+    """How much one meeting point carries."""
 
     def __init__(self, limits: MeetingLimits, clock: Clock, is_exchanging: Callable[[], bool]) -> None:
         self._limits = limits
@@ -53,7 +53,7 @@ class Budget:
 
     @property
     def num_connections(self) -> int:
-        """Carried now."""
+        """The number of connections that are carried now."""
         return self._connections.total()
 
     @contextmanager

@@ -18,7 +18,7 @@ from swarm.rpc.v1 import meeting_pb2 as pb
 PIECE_BYTES = 256 << 10
 """The largest piece of a connection in one message."""
 BUFFER_BYTES = 1 << 20
-"""Of a StreamReader; with asyncio's own, 64 KiB, carrying takes twice the processor's time."""
+"""The limit of a StreamReader. With asyncio's own, 64 KiB, carrying takes twice the processor's time."""
 
 TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -37,9 +37,9 @@ ANSWER_SECONDS = 5.0
 GAP_SECONDS = 1.0
 """A caller's next question is answered no sooner than this after its last one."""
 MAX_ENDPOINTS = 4
-"""Of each kind, in one question."""
+"""The most endpoints of each kind in one question."""
 MULTISTREAM = b"\x13/multistream/1.0.0\n"
-"""With this both sides of a libp2p connection begin (github.com/multiformats/multistream-select)."""
+"""The bytes with which both sides of a libp2p connection begin (github.com/multiformats/multistream-select)."""
 
 
 async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds: float) -> pb.CheckReply:

@@ -19,7 +19,7 @@ def meeting_point_of(endpoint: str) -> Entry | None:
 
 
 def direct(endpoints: Iterable[str]) -> list[str]:
-    """Those that lead through no meeting point."""
+    """The endpoints that lead through no meeting point."""
     return [endpoint for endpoint in endpoints if not endpoint.startswith(TUNNEL)]
 
 

@@ -45,7 +45,7 @@ IDLE_SECONDS = 900.0
 STALL_SECONDS = 30.0
 """Longest wait until one end takes what the other one has sent."""
 MEET_SECONDS = 4.0
-"""For how long two that dial each other keep their calls open."""
+"""How long two peers that dial each other keep their calls open."""
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class _Answer:
 
 
 class MeetingPoint(MeetingServiceServicer):
-    """One peer's."""
+    """The meeting point at one peer."""
 
     def __init__(
         self, own_id: PeerId, limits: MeetingLimits, clock: Clock, *, insecure: bool, is_exchanging: Callable[[], bool]

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MEETING_SECONDS = 6.0
 """Longest wait until both have asked."""
 PUNCH_SECONDS = 2.0
-"""For how long both dial."""
+"""How long both sides dial."""
 AGREE_SECONDS = 1.0
 """Longest wait until the other end has said that it is the one."""
 _AGAIN_SECONDS = 0.1

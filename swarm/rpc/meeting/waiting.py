@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 NUM_POINTS = 3
 """Meeting points at which a peer waits: two may die at one moment."""
 LOOK_SECONDS = 0.5
-"""Between two looks whether it waits at enough of them."""
+"""Time between two looks at whether it waits at enough of them."""
 AGAIN_SECONDS = 10.0
-"""For how long one that refused, or was lost, is left alone."""
+"""How long a meeting point that refused, or was lost, is left alone."""
 CONNECT_SECONDS = 5.0
 """Longest wait until a meeting point has accepted this peer, and until a caller is connected."""
 MAX_LINES = 256
@@ -46,7 +46,7 @@ _WAIT_OPTIONS = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
 class Waiting:
-    """One peer's."""
+    """One peer that waits at meeting points."""
 
     def __init__(
         self, own: Identity, points: Points, dialler: Dialler, clock: Clock, *, server: tuple[str, int],

@@ -31,13 +31,13 @@ DIRECT_SECONDS = 1.0
 TUNNEL_SECONDS = 2.5
 """The same through a meeting point, which has to be connected to, and to call the peer."""
 DIRECT_AGAIN_SECONDS, TUNNEL_AGAIN_SECONDS = 60.0, 5.0
-"""For how long an endpoint that failed is tried after the others."""
+"""How long an endpoint that failed is tried after the others."""
 BETTER_AGAIN_SECONDS = 600.0
 """Time between two attempts at a better way than the one that works: what a router does seldom changes."""
 
 
 class Ways:
-    """To one peer."""
+    """The ways to one peer."""
 
     def __init__(self, record: PeerRecord, points: Points, dialler: Dialler, clock: Clock) -> None:
         self._peer_id = PeerId(record.peer_id)

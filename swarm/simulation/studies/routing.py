@@ -237,7 +237,7 @@ class Capacity:
         pipeline.timeline.at(since, self._read)
 
     def microbatches(self) -> float:
-        """So many from then on."""
+        """The microbatches that were done from then on."""
         return self._total
 
     def _read(self) -> None:

@@ -40,7 +40,7 @@ class Fragments:
         self.unaveraged[fragment] = but
 
     def forget(self) -> None:
-        """Nothing is left of what was learnt."""
+        """Forget all that was learnt."""
         self.unaveraged = [NOTHING] * len(self._dealt)
 
 

@@ -167,5 +167,5 @@ class SynchronousSetting(Setting):
         self._ledger.prune(self._round.number)
 
     def squared_norm(self, result: RoundResult) -> float:
-        """Over the whole model, by which gradients are clipped."""
+        """The squared norm of the gradient over the whole model, by which gradients are clipped."""
         return result.total_squared_norm

@@ -16,7 +16,7 @@ from swarm import config as configs
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
-from swarm.machine import patience
+from swarm.machine import patience, waits
 from swarm.machine.clock import ManualClock, SystemClock
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
@@ -106,6 +106,7 @@ async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
 ) -> None:
     monkeypatch.setattr(patience, "FIRST_SECONDS", 0.2)
     monkeypatch.setattr(patience, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(waits, "LOOK_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
     own = generate()
@@ -115,7 +116,7 @@ async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
         await asyncio.sleep(0.5)
         async with shown_run(CONFIG, own, NODE, port=port):
             assert await finding == (NODE,)
-    assert f"looking for the run at 127.0.0.1:{port}: 0 s so far, of 25; tried " in caplog.text
+    assert f"waiting for the run at 127.0.0.1:{port} (25 s at most; tried " in caplog.text
     assert "the last time because no peer of the run answers: no swarm-peer answers at" in caplog.text
 
 
