@@ -11,9 +11,7 @@ from swarm.config import RunConfig
 from swarm.types import PeerRecord
 
 
-def how_to_join(
-    config: RunConfig, records: Mapping[int, Sequence[PeerRecord]], *, insecure: bool
-) -> dict[str, str]:  # fmt: skip
+def how_to_join(config: RunConfig, records: Mapping[int, Sequence[PeerRecord]], *, insecure: bool) -> dict[str, str]:
     """The commands by their purpose; none while no peer serves.
 
     Args:

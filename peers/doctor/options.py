@@ -58,9 +58,7 @@ class DoctorOptions:
         """Where it is to listen, and where others are to reach that."""
         outside = tuple(Outside.parse(text, option="--announce") for text in self.announce)
         outside_dht = tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
-        return Ports(
-            host=self.host, port=self.port, dht_port=self.dht_port, outside=outside, outside_dht=outside_dht
-        )  # fmt: skip
+        return Ports(host=self.host, port=self.port, dht_port=self.dht_port, outside=outside, outside_dht=outside_dht)
 
     @property
     def initial_peers(self) -> tuple[str, ...]:

@@ -56,9 +56,7 @@ def _beside(tokenizer: str) -> list[Path]:
 async def _engine(member: Membership) -> AsyncIterator[SwarmEngine]:
     """An engine that knows the peers of stage 0 as they come and go."""
     known, channels, clock = member.known, member.channels, member.clock
-    hop = Hop(
-        run_id=member.config.run_id, stage=0, reply_specs={}, router=known.router, channels=channels, clock=clock
-    )  # fmt: skip
+    hop = Hop(run_id=member.config.run_id, stage=0, reply_specs={}, router=known.router, channels=channels, clock=clock)
     watcher = RoundWatcher(
         run_id=member.config.run_id,
         num_stages=len(member.stages),

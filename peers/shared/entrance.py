@@ -108,9 +108,7 @@ def find_entrance(
             locked and there is no token.
     """
     given = peers or options.initial_peers if options.invite is None else (_invite(options.invite),)
-    addresses, token = find_token(
-        options.token, given, environment, role=role, insecure=options.insecure, clock=clock
-    )  # fmt: skip
+    addresses, token = find_token(options.token, given, environment, role=role, insecure=options.insecure, clock=clock)
     if peers:
         entries = tuple(map(Entry.parse, addresses))
         return Entrance(entries=entries, token=token, insecure=options.insecure)

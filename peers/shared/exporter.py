@@ -115,9 +115,7 @@ def _plain(item: Any) -> Any:
     return dataclasses.asdict(item) if dataclasses.is_dataclass(item) and not isinstance(item, type) else item
 
 
-def _family(
-    name: str, figure: Figure, samples: Mapping[tuple[str, ...], float], labels: Sequence[str]
-) -> Metric:  # fmt: skip
+def _family(name: str, figure: Figure, samples: Mapping[tuple[str, ...], float], labels: Sequence[str]) -> Metric:
     kind = CounterMetricFamily if figure.only_grows else GaugeMetricFamily
     family = kind(name, figure.help, labels=list(labels))
     for words, value in samples.items():

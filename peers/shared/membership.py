@@ -33,9 +33,7 @@ class Membership:
     waits: Waits = field(default_factory=Waits)
 
     @classmethod
-    def enter(
-        cls, config: RunConfig, store: RecordStore, identity: Identity, clock: Clock, *, insecure: bool
-    ) -> Self:  # fmt: skip
+    def enter(cls, config: RunConfig, store: RecordStore, identity: Identity, clock: Clock, *, insecure: bool) -> Self:
         """Be in a run whose records are in `store`. Nobody is known yet, and nothing is announced."""
         return cls(
             config=config,

@@ -60,7 +60,7 @@ class KnownPeers:
 
     async def look_first(
         self, directory: Directory, stages: Sequence[int], clock: Clock, *, returns: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read every stage once, in several attempts: a neighbour that is busy may miss one.
 
         Args:
@@ -149,9 +149,10 @@ async def agree_on_config(
     else:
         address = initial_peers[0]
         published = await patiently(
-            lambda: discover_config(node, clock, address=address, authority=authority, run=run), clock,
+            lambda: discover_config(node, clock, address=address, authority=authority, run=run),
+            clock,
             f"a run at {address}",
-        )  # fmt: skip
+        )
         if own is not None:
             configs.check_same(own, published)
     node.belong_to(keys.of_run(published.run_id, published.stages.num_stages), authority)

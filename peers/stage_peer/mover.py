@@ -239,7 +239,7 @@ class Mover:
 
     async def _first_of(
         self, work: Coroutine[Any, Any, int | bool | None], stop: Coroutine[Any, Any, object]
-    ) -> int | None:  # fmt: skip
+    ) -> int | None:
         """What `work` gives; None if `stop`, after which the peer is to stop, ends before."""
         async with asyncio.TaskGroup() as tasks:
             working, stopping = tasks.create_task(work), tasks.create_task(stop)

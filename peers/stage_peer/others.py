@@ -176,7 +176,7 @@ def named(peers: Collection[PeerRecord]) -> str:
 
 async def answers(
     config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool, *, caller: pb.Incarnation | None = None
-) -> list[pb.DescribeReply]:  # fmt: skip
+) -> list[pb.DescribeReply]:
     """What peers say of themselves, of those that answer and serve the stage that they are announced at.
 
     Args:
@@ -231,7 +231,7 @@ async def _ask_all(config: RunConfig, stage: int, known: KnownPeers, channels: C
 
 async def _ask_other_stages(
     config: RunConfig, stage: int, known: KnownPeers, channels: ChannelPool
-) -> Others | _Awaited:  # fmt: skip
+) -> Others | _Awaited:
     foremost = {
         number: sorted(known.others(number), key=lambda record: -record.round)[:ASKED_PER_STAGE]
         for number in range(config.stages.num_stages)

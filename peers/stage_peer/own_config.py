@@ -17,7 +17,7 @@ from swarm.credentials.token import Token
 
 def own_config(
     options: PeerOptions, token: Token | None, cache: Path, *, model: OwnModel | None = None
-) -> RunConfig | None:  # fmt: skip
+) -> RunConfig | None:
     """The configuration that the command line names, complete with data's digest and owner; None if it names none."""
     if not options.names_a_run:
         return None

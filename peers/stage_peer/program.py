@@ -106,8 +106,9 @@ def main(argv: Sequence[str]) -> int:
     if not (options.joins or returns or options.resume or options.first_stage in (0, "auto")):
         logger.warning(
             "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, say its "
-            "INVITE", options.first_stage,
-        )  # fmt: skip
+            "INVITE",
+            options.first_stage,
+        )
     member = admitted(identity.identity, token)
     outside, outside_dht = outside_of(options.host, options.outside, options.outside_dht, addresses)
     node = enter_dht(options, addresses, outside_dht, member, identity.libp2p_path)

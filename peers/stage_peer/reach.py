@@ -217,9 +217,10 @@ class Reach:
         nodes = [_host_and_port(address) for address in self._dht_addresses][: MAX_ENDPOINTS - 1]
         seen = [f":{self._outer(port)}" for _, port in nodes[:1]]
         request = pb.CheckRequest(
-            peer_id=self._membership.peer_id, endpoints=[*self._candidates, f":{self._outer(self.port)}"],
+            peer_id=self._membership.peer_id,
+            endpoints=[*self._candidates, f":{self._outer(self.port)}"],
             dht_endpoints=[*(endpoint_of(*node) for node in nodes), *seen],
-        )  # fmt: skip
+        )
         asked = self._rng.sample(others, min(NUM_ASKED, len(others)))
         async with self._answering():
             replies = await self._replies(asked, request)

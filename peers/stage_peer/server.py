@@ -69,9 +69,7 @@ SETTLE_SECONDS = 5.0
 class StageServer:
     """One stage peer, as long as it stays at its stage."""
 
-    def __init__(
-        self, membership: Membership, stage: int, tasks: asyncio.TaskGroup, options: ServerOptions
-    ) -> None:  # fmt: skip
+    def __init__(self, membership: Membership, stage: int, tasks: asyncio.TaskGroup, options: ServerOptions) -> None:
         self._config = config = membership.config
         self._known = membership.known
         self._clock = clock = membership.clock
@@ -174,9 +172,10 @@ class StageServer:
                 )  # fmt: skip
                 background = [tasks.create_task(work) for work in works]
                 self._options.own_figures.follow(
-                    lambda: PeerRow.of(self.presence.record(), self._describe()), run=self._config.run_id,
+                    lambda: PeerRow.of(self.presence.record(), self._describe()),
+                    run=self._config.run_id,
                     stage=str(self.stage.number),
-                )  # fmt: skip
+                )
                 with waits.on(self._waits_for_round), waits.on(self._waits_for_stage):
                     yield self.presence.announced
                 for task in (averaging, reporting, *background):
@@ -214,7 +213,7 @@ class StageServer:
     def _add_services(self, server: grpc.aio.Server) -> None:
         stage_servicer = StageServicer(
             self.stage, describe=self._describe, callers=self.callers, rival_of=self._rivals.of
-        )  # fmt: skip
+        )
         lease_servicer = LeaseServicer(
             config=self._config, stage=self.stage.number, clock=self._clock, rng=random.SystemRandom(),
             lead=lambda: group_lead(self.averager), changed=self.averager.changed, events=self._options.events,
@@ -224,7 +223,7 @@ class StageServer:
             store=self._membership.directory.store,
             keys=keys.of_run(self._config.run_id, self._config.stages.num_stages),
             clock=self._clock,
-        )  # fmt: skip
+        )
         content_servicer = ContentServicer(
             self._config.run_id, self._options.shelves, is_exchanging=lambda: self.averager.is_exchanging,
             clock=self._clock, turns=self._turns,
@@ -331,9 +330,10 @@ class StageServer:
 
     def _committed(self) -> None:
         self._news.committed(
-            self.member.reports[-1], samples_per_second=self.stage.samples_per_second,
+            self.member.reports[-1],
+            samples_per_second=self.stage.samples_per_second,
             is_behind=self.averager.is_behind,
-        )  # fmt: skip
+        )
         self.checkpoints.committed()
 
     def _describe(self) -> pb.DescribeReply:

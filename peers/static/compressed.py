@@ -40,7 +40,7 @@ class CompressedAverage:
 
     def __init__(
         self, config: AveragingConfig, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             parameters: by their names, which decide how they are laid out.

@@ -103,12 +103,13 @@ def _strips(record: type, rows: Sequence[object | None], if_none: Text | None = 
         absent = if_none if if_none is not None and number == 0 else Text()
         # As text and not as markup: names come from strangers.
         cells = [
-            absent if row is None
+            absent
+            if row is None
             else Text(
                 column.text(row), style=column.styles.get(getattr(row, name), ""), no_wrap=True, overflow="ellipsis"
             )
             for row in rows
-        ]  # fmt: skip
+        ]
         strips.append(
             Strip(
                 heading=column.heading, cells=cells, rank=column.rank, is_text=column.is_text,

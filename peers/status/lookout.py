@@ -158,7 +158,7 @@ async def _lookouts_at(way: Way) -> AsyncIterator[list[Lookout]]:
             address = str(entrance.entries[0])
             config = await discover_config(
                 store, clock, address=address, authority=identity.authority, run=entrance.run
-            )  # fmt: skip
+            )
             yield [Lookout(config, Directory(store, identity, config.run_id, clock), channels, store.learn)]
         finally:
             await store.close()
@@ -172,14 +172,16 @@ async def _configs(way: Way, node: DhtNode, identity: Identity) -> list[RunConfi
     if not way.all_runs:
         return [await agree_on_config(node, None, entrance.addresses, clock, authority)]
     found = await patiently(
-        lambda: discover_runs(node, clock, address=entrance.where, authority=authority, run=entrance.run), clock,
+        lambda: discover_runs(node, clock, address=entrance.where, authority=authority, run=entrance.run),
+        clock,
         f"the runs at {entrance.where}",
-    )  # fmt: skip
+    )
     if len(found) > MOST_RUNS:
         logger.warning(
-            "%d more runs are announced at %s and not shown: name yours by its invite", len(found) - MOST_RUNS,
+            "%d more runs are announced at %s and not shown: name yours by its invite",
+            len(found) - MOST_RUNS,
             entrance.where,
-        )  # fmt: skip
+        )
     shown = found[:MOST_RUNS]
     node.belong_to([key for one in shown for key in keys.of_run(one.run_id, one.stages.num_stages)], authority)
     return shown

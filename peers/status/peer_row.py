@@ -38,9 +38,7 @@ class PeerRow:
         announced=lambda record: record.name,
         column=Column(heading="peer", rank=1, cell="{row.name}", is_text=True, least_width=12),
     )
-    peer_id: str = figure(
-        "Its id, which belongs to its key.", is_label=True, announced=lambda record: record.peer_id
-    )  # fmt: skip
+    peer_id: str = figure("Its id, which belongs to its key.", is_label=True, announced=lambda record: record.peer_id)
     state: str = figure(
         "joining, serving, moving or leaving (or gone, some seconds ago); unreachable where it announces itself and "
         "does not answer within five seconds.",

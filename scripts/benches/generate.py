@@ -162,9 +162,7 @@ async def _engine(swarm: SwarmProcesses) -> AsyncIterator[SwarmEngine]:
     clock = SystemClock()
     router, channels = Router(clock, random.Random(0)), ChannelPool(identity=generate())
     router.update(0, [peer.record for peer in swarm.peers if peer.record.stage == 0])
-    hop = Hop(
-        run_id=swarm.config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock
-    )  # fmt: skip
+    hop = Hop(run_id=swarm.config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
     try:
         yield SwarmEngine(hop, swarm.config)
     finally:

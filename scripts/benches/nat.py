@@ -72,7 +72,7 @@ class _World:
 
     def __init__(
         self, children: Supervisor, folder: Path, internet: Internet, peer_kind: str, caller_kind: str
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._children = children
         self._folder = folder
         self._internet = internet

@@ -46,7 +46,7 @@ class Fetcher:
 
     def __init__(
         self, line: Line, kind: Kind, donors: Callable[[], Sequence[PeerRecord]], clock: Clock, rng: random.Random
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             donors: gives the peers that may be asked now.

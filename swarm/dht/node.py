@@ -53,9 +53,7 @@ Result = TypeVar("Result")
 class Launch(Protocol):
     """Starts p2pd and hivemind's node, and joins those of these nodes that answer."""
 
-    async def __call__(
-        self, known: Sequence[Node], *, client_mode: bool, must_join: bool = False
-    ) -> "Kademlia": ...  # fmt: skip
+    async def __call__(self, known: Sequence[Node], *, client_mode: bool, must_join: bool = False) -> "Kademlia": ...
 
 
 class DhtNode:

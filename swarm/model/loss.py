@@ -54,9 +54,7 @@ def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Te
 
 def summed_loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The same of logits that are there already."""
-    return F.cross_entropy(
-        logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET, reduction="sum"
-    )  # fmt: skip
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET, reduction="sum")
 
 
 def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

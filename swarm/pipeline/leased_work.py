@@ -288,7 +288,7 @@ class LeasedWork:
             )
             for index in leased.microbatches
             if index not in known
-        ]  # fmt: skip
+        ]
         # What a stage has lost comes before the next round, which waits for it, and before the rest of this one.
         is_first = leased.accumulate_only_at is not None
         self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])

@@ -167,7 +167,7 @@ class LeaseTable:
 
     def _grant_of_round(
         self, view: RoundView, trainer: Trainer, count: int, all_granted: bool, all_committed: bool
-    ) -> Grant:  # fmt: skip
+    ) -> Grant:
         wanted = [m for m in self._round.ids if m not in view.committed and m not in self._round.leases]
         away = view.counted - view.committed - view.lost
         may_come_back = bool(away) or view.misses_member

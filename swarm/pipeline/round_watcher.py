@@ -157,7 +157,7 @@ class RoundWatcher:
     async def _describe(self, stage: int, wait_seconds: float) -> pb.DescribeReply | None:
         request = pb.DescribeRequest(
             run_id=self._run_id, after_round=self._present.get(stage), wait_seconds=wait_seconds
-        )  # fmt: skip
+        )
         serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
         failed = list[LeftAlone]()
         # The one that announced last is the likeliest to be alive.
@@ -174,5 +174,5 @@ class RoundWatcher:
         num_others = len(serving) - len(failed)
         self._obstacles[stage] = dataclasses.replace(
             Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=num_others
-        )  # fmt: skip
+        )
         return None

@@ -54,7 +54,7 @@ class Bans:
 
     def failed(
         self, peer_id: PeerId, now: float, *, announced_at: float, is_gone: bool, is_unreachable: bool, reason: str
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Ban a peer, unless it is: calls that were in flight together fail together, and that is one failure."""
         if self.until(peer_id) > now:
             return False

@@ -136,9 +136,7 @@ class Router:
         if (queue := self._queue_of(peer_id)) is not None:
             queue.busy(peer_id, self._clock.monotonic(), retry_after_seconds, reason)
 
-    def failed(
-        self, peer_id: PeerId, *, is_gone: bool = False, is_unreachable: bool = False, reason: str = ""
-    ) -> None:  # fmt: skip
+    def failed(self, peer_id: PeerId, *, is_gone: bool = False, is_unreachable: bool = False, reason: str = "") -> None:
         """Ban a peer, for 5 s at first and up to 5 min if that goes on.
 
         A later announcement ends the ban too, once its first 5 s have passed, unless the peer could not be reached; a

@@ -203,9 +203,10 @@ class StageServicer(StageServiceServicer):
             await computation.news(PROGRESS_SECONDS)
             self._check_owner(context, computation)
             progress = pb.Progress(
-                stage=computation.waiting_stage, route=pack_route(computation.route),
+                stage=computation.waiting_stage,
+                route=pack_route(computation.route),
                 obstacle=pack_obstacle(computation.obstacle),
-            )  # fmt: skip
+            )
             num_unchanged = num_unchanged + 1 if progress == said else UNCHANGED
             if num_unchanged >= UNCHANGED:
                 said, num_unchanged = progress, 0

@@ -189,7 +189,7 @@ class FakeStage:
         tensors = {"anchor": self.anchor, "step": torch.tensor(float(self.round))}
         return Snapshot(
             round=self.round, run_samples=self.run_samples, lineage=self.lineage, tensors=tensors, digest=self.digest
-        )  # fmt: skip
+        )
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         if self.digest_of(snapshot.tensors) != snapshot.digest:

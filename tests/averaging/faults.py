@@ -343,5 +343,5 @@ class Trial:
                 f"{peer.number}: dead={peer.dead.is_set()} round={peer.stage.round} lineage={peer.stage.lineage[:8]} "
                 f"closed={peer.stage.closed} indices={sorted(peer.stage.indices)} leader={view.leader_id[-4:]} "
                 f"members={[p[-4:] for p in view.progress]} {peer.averager.statistics()}"
-            )  # fmt: skip
+            )
         return "\n".join(lines)

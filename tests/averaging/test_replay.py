@@ -18,8 +18,9 @@ def stage_weights(setting: str, num_fragments: int, seed: int) -> StageWeights:
             setting="synchronous" if synchronous else "diloco", round_samples=16, inner_batch_samples=4
         ),
         optimizer=OptimizerConfig(learning_rate=0.05, clip_norm=1.0),
-        averaging=AveragingConfig(num_fragments=num_fragments), stages=StagesConfig(num_stages=1),
-    )  # fmt: skip
+        averaging=AveragingConfig(num_fragments=num_fragments),
+        stages=StagesConfig(num_stages=1),
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return weights_of(config, nn.Linear(3, 4), lineage="")

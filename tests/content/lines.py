@@ -20,7 +20,7 @@ def record(name: str, endpoint: str = "memory:1", *, stage: int = 0) -> PeerReco
     peer_id = hashlib.sha1(name.encode()).hexdigest()
     return PeerRecord(
         peer_id=peer_id, name=name, stage=stage, endpoint=endpoint, state=PeerState.SERVING, announced_at=0.0
-    )  # fmt: skip
+    )
 
 
 class FakeLine:

@@ -18,9 +18,7 @@ async def _fetch(line: FakeLine, fetcher: Fetcher | None = None, *, clock: Clock
     found: dict[int, bytes] = {}
 
     def keeper(number: int) -> Piece:
-        return Piece(
-            sha256=digest_of(CONTENTS[number]), max_bytes=9, keep=lambda data: found.__setitem__(number, data)
-        )  # fmt: skip
+        return Piece(sha256=digest_of(CONTENTS[number]), max_bytes=9, keep=lambda data: found.__setitem__(number, data))
 
     fetcher = fetcher or Fetcher(line, Kind.WEIGHTS, line.donors, clock or SystemClock(), random.Random(0))
     await fetcher.fetch([keeper(number) for number in range(len(CONTENTS))])

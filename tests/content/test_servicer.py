@@ -29,7 +29,7 @@ LARGE = bytes(range(256)) * ((2 * CHUNK_BYTES + 512) // 256)
 @asynccontextmanager
 async def _serving(
     weights: Shelf, tokenizer: Shelf = nothing, *, is_exchanging: Callable[[], bool] = lambda: False
-) -> AsyncIterator[PeerRecord]:  # fmt: skip
+) -> AsyncIterator[PeerRecord]:
     server = grpc.aio.server(options=SERVER_OPTIONS)
     shelves = Shelves(weights=weights, tokenizer=tokenizer)
     servicer = ContentServicer(
@@ -117,7 +117,7 @@ async def test_training_comes_first(channels: ChannelPool) -> None:
     async with _serving(shelf_of(b"x"), is_exchanging=lambda: is_exchanging) as donor, asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(
             GrpcLine("run", channels, own_id="a").ask(donor, Kind.WEIGHTS, digest_of(b"x"), max_bytes=1)
-        )  # fmt: skip
+        )
         await asyncio.sleep(0.3)
         assert not asking.done()
         is_exchanging = False

@@ -14,9 +14,10 @@ from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until, whole_l
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 ONE_STAGE = (
-    CONFIG.replace("num_stages = 2", "num_stages = 1").replace("momentum = 0.0", "momentum = 0.9")
+    CONFIG.replace("num_stages = 2", "num_stages = 1")
+    .replace("momentum = 0.0", "momentum = 0.9")
     .replace("round_samples = 64", "round_samples = 16")
-)  # fmt: skip
+)
 NUM_ROUNDS = 10
 
 

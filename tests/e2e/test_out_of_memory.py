@@ -13,9 +13,10 @@ from peers.local.supervisor import Supervisor
 from tests.support.swarm import RealSwarm, wait_until
 
 pytestmark = [
-    pytest.mark.e2e, pytest.mark.timeout(180),
+    pytest.mark.e2e,
+    pytest.mark.timeout(180),
     pytest.mark.skipif(sys.platform != "linux", reason="elsewhere RLIMIT_AS limits nothing"),
-]  # fmt: skip
+]
 
 MIB = 1 << 20
 

@@ -81,7 +81,7 @@ async def probed() -> AsyncIterator[_Peer]:
     peer = _Peer(channels)
     probing = asyncio.create_task(
         watch_connections(stage=0, router=peer.router, channels=channels, clock=SystemClock())
-    )  # fmt: skip
+    )
     try:
         yield peer
     finally:
@@ -148,7 +148,7 @@ async def test_a_look_at_many_connections_takes_no_time() -> None:
     records = [
         PeerRecord(peer_id=_ID, stage=0, endpoint=f"192.0.2.1:{port}", state=PeerState.SERVING, announced_at=0.0)
         for port in range(1, 5001)
-    ]  # fmt: skip
+    ]
     looks: list[float] = []
 
     class Everybody(Router):

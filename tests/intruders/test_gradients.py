@@ -27,9 +27,7 @@ async def _refusal(host: Host, tensors: dict[str, torch.Tensor]) -> tuple[grpc.S
     async with host.connected(INTRUDER) as channel:
         stub: Any = StageServiceStub(channel)
         call = stub.Train(timeout=20)
-        await call.write(
-            pb.TrainRequest(open=pb.Open(address=host.address, microbatch=10**6, num_samples=2))
-        )  # fmt: skip
+        await call.write(pb.TrainRequest(open=pb.Open(address=host.address, microbatch=10**6, num_samples=2)))
         try:
             for name, tensor in tensors.items():
                 for chunk in chunks(name, tensor):

@@ -236,9 +236,7 @@ async def test_what_is_kept_for_one_caller_is_bounded() -> None:
     """Evaluations wait for the compute thread with their tensors."""
     async with running() as host, host.connected(INTRUDER) as channel:
         host.server.callers._max_bytes[False] = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
-        opening = pb.EvaluateRequest(
-            open=pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16)
-        )  # fmt: skip
+        opening = pb.EvaluateRequest(open=pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16))
         calls = [_call(channel, EVALUATE) for _ in range(15)]
         for call in calls:
             await call.write(opening)

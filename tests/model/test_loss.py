@@ -174,7 +174,7 @@ def test_logits_are_never_there_for_all_positions() -> None:
         (4096, 4096, 128_000, 384),
         (8, 16, 10_000_000, 8),
     ],
-)  # fmt: skip
+)
 def test_a_small_vocabulary_is_one_chunk(num_positions: int, d_model: int, vocab_size: int, length: int) -> None:
     assert chunk_length(num_positions, d_model, vocab_size) == length
 

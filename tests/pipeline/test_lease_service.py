@@ -127,7 +127,7 @@ async def test_who_alone_refuses_is_passed_over_and_whom_all_refuse_hears_why(re
     ]
     client = Client(
         config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: peers, channels=ChannelPool(), clock=ManualClock()
-    )  # fmt: skip
+    )
 
     async def acquire() -> Leased | None:
         return await client.acquire(0, 1, holding=(), released=(), wait_seconds=0.0)

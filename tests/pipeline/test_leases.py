@@ -25,7 +25,7 @@ from swarm.pipeline.leases import (
     Grant,
     LeaseTable,
     RoundView,
-)  # fmt: skip
+)
 from swarm.pipeline.trainers import (
     BAN_SECONDS,
     DOUBT_SECONDS,

@@ -26,7 +26,7 @@ def _tell(chain: Chain, stage: int, **figures: float) -> None:
     rounds = [pb.RoundReport(round=0, **{"contribution_norm": 1.0, "gradient_norm": 1.0} | figures)]  # type: ignore[arg-type]
     chain.peers[stage].servicer._describe = partial(
         pb.DescribeReply, run_id=chain.config.run_id, stage=stage, round=1, rounds=rounds
-    )  # fmt: skip
+    )
 
 
 async def test_norms_too_large_to_be_squared_are_figures_like_others() -> None:

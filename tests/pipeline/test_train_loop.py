@@ -229,7 +229,7 @@ async def test_a_trainer_that_evaluates_holds_nothing_that_others_would_wait_for
             await eventually(
                 lambda: len(world.wanted) > asked[0] + 1 and len(world.wanted_later) > asked[1] + 2,
                 meanwhile=lambda: pass_time(world),
-            )  # fmt: skip
+            )
             assert not any([*world.wanted[asked[0] :], *world.wanted_later[asked[1] + 2 :]])
         await eventually(lambda: world.num_runs > 4, meanwhile=lambda: pass_time(world))
 

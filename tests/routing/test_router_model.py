@@ -65,9 +65,10 @@ class _Model(RuleBasedStateMachine):
         now = self.clock.monotonic()
         if record is None:
             certain = {
-                number for number in self.serving() - exclude
+                number
+                for number in self.serving() - exclude
                 if self.ban_ends.get(number, 0.0) <= now and self.busy_until.get(number, 0.0) <= now
-            }  # fmt: skip
+            }
             assert not certain
             return
         number = int(record.peer_id, 16)

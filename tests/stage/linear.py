@@ -22,11 +22,12 @@ def config_of(setting: str, **optimizer: float | str) -> RunConfig:
         data=DataConfig(microbatch_size=2),
         rounds=RoundsConfig(
             setting="synchronous" if setting == "synchronous" else "diloco",
-            round_samples=16, inner_batch_samples=INNER_SAMPLES,
+            round_samples=16,
+            inner_batch_samples=INNER_SAMPLES,
         ),
         outer=OuterConfig(learning_rate=0.7, momentum=0.9),
         optimizer=OptimizerConfig(**{"learning_rate": 0.05, "clip_norm": 0.0, **optimizer}),  # type: ignore[arg-type]  # any field
-    )  # fmt: skip
+    )
 
 
 def linear(seed: int = 0) -> nn.Module:

@@ -37,9 +37,7 @@ _CONFIG = RunConfig(
     rounds=RoundsConfig(setting="synchronous", round_samples=16),
 )
 _DROPOUT = dataclasses.replace(_CONFIG, model=dataclasses.replace(_CONFIG.model, dropout=0.2))
-_DILOCO = dataclasses.replace(
-    _CONFIG, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=2)
-)  # fmt: skip
+_DILOCO = dataclasses.replace(_CONFIG, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=2))
 _PLENTY = 1 << 30
 
 
@@ -227,7 +225,7 @@ def _weights(chain: Sequence[StageBackend]) -> torch.Tensor:
 def test_a_bottleneck_is_one_process_s_too(wire: Any, limit_bytes: int) -> None:
     config = dataclasses.replace(
         _DROPOUT, model=dataclasses.replace(_DROPOUT.model, bottleneck_dim=8), wire=WireConfig(dtype=wire)
-    )  # fmt: skip
+    )
     chain = _chain(config, limit_bytes)
     losses = [_run(chain, microbatch)[0] for microbatch in range(3)]
     expected_losses, expected = (_reference if wire == "fp32" else rounding_reference)(config, range(3))
@@ -480,7 +478,7 @@ def test_evaluation_refuses_what_training_refuses() -> None:
         backend.evaluate(
             {TOKENS: _tokens(0), HIDDEN: torch.full((2, 16, 32), float("inf"))},
             backend.weights.version.parameters,
-        )  # fmt: skip
+        )
 
 
 # -- memory and shapes -------------------------------------------------------------------------------------------------
@@ -516,7 +514,7 @@ def test_with_gradient_checkpointing_a_graph_is_the_layers_inputs() -> None:
 def _bf16(config: RunConfig, *, tied: bool = False, checkpointing: bool = False) -> RunConfig:
     model = dataclasses.replace(
         config.model, autocast="bf16", tied_embeddings=tied, gradient_checkpointing=checkpointing
-    )  # fmt: skip
+    )
     return dataclasses.replace(config, model=model)
 
 
@@ -526,7 +524,7 @@ def test_the_casts_that_graphs_share_give_the_bits_of_casts_of_their_own(stages:
     """That is, of what torch.autocast does with the float32 weights."""
     config = dataclasses.replace(
         _bf16(_DROPOUT, tied=True, checkpointing=checkpointing), stages=StagesConfig(num_stages=stages)
-    )  # fmt: skip
+    )
     sums = []
     for shared in (True, False):
         with contextlib.nullcontext() if shared else _without_shared_casts():

@@ -34,7 +34,7 @@ def _computation(backend: object, runtime: Runtime) -> Computation:
     )
     return Computation(
         order, backend=cast(StageBackend, backend), runtime=runtime, hop=None, turn=contextlib.nullcontext()
-    )  # fmt: skip
+    )
 
 
 async def test_one_that_is_given_up_before_it_began_says_so() -> None:

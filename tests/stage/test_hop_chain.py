@@ -48,7 +48,7 @@ from tests.support.chain import (
     running_chain,
     samples_of,
     tokens,
-)  # fmt: skip
+)
 from tests.support.partial import partial_config
 from tests.support.proxy import Direction, Proxy
 from tests.support.rounding import RoundingModel, rounding_reference
@@ -389,8 +389,9 @@ async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig)
             {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
         ],
-        lr=0.01, betas=(0.9, 0.95),
-    )  # fmt: skip
+        lr=0.01,
+        betas=(0.9, 0.95),
+    )
     async with running_chain(config, num_peers=(1, 2, 1)) as chain:
         for number in range(3):
             microbatches = range(8 * number, 8 * number + 8)
@@ -738,7 +739,7 @@ async def test_evaluation_is_the_references_on_the_anchor() -> None:
     """Inner steps that were taken since do not count, and dropout is off."""
     config = dataclasses.replace(
         DILOCO, model=_DROPOUT.model, rounds=RoundsConfig(round_samples=16, inner_batch_samples=2)
-    )  # fmt: skip
+    )
     model = build_transformer(config, device="cpu")
     batch = tokens(config, 99)
     async with running_chain(config) as chain:
@@ -804,7 +805,7 @@ async def test_an_evaluation_that_waits_keeps_no_rounds_weights() -> None:
             passing = [
                 asyncio.create_task(last.runtime.control(lambda: _apply(last, last.weights.close().tensors)))
                 for _ in range(2)
-            ]  # fmt: skip
+            ]
             await eventually(lambda: last.runtime.queue_length == 4)
         await asyncio.gather(*passing)
         with pytest.raises(RoundGone, match="round 0 is not kept"):

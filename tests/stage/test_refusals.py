@@ -21,7 +21,7 @@ from swarm.errors import (
     SwarmError,
     WrongRun,
     WrongStage,
-)  # fmt: skip
+)
 from swarm.hop.retries import HopLimits
 from swarm.rpc.failures import translate
 from swarm.rpc.options import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
@@ -54,9 +54,10 @@ async def chain() -> AsyncIterator[Chain]:
 
 def _open(**changes: Any) -> pb.TrainRequest:
     address = pb.Address(
-        run_id=changes.pop("run_id", SYNCHRONOUS.run_id), stage=changes.pop("stage", 1),
+        run_id=changes.pop("run_id", SYNCHRONOUS.run_id),
+        stage=changes.pop("stage", 1),
         protocol_version=changes.pop("protocol_version", PROTOCOL_VERSION),
-    )  # fmt: skip
+    )
     return pb.TrainRequest(open=pb.Open(**{"address": address, "microbatch": 0, "num_samples": 2, **changes}))
 
 
@@ -97,7 +98,7 @@ async def _send(peer: Peer, method: str, requests: Iterable[Any]) -> list[Any]:
         ([_open(), *_tensors(tokens=_TOKENS, hidden=_NAN)], MalformedMessage, "holds NaN"),
         ([_open(), *_tensors(tokens=_WRONG_TOKENS, hidden=_HIDDEN)], MalformedMessage, "outside the vocabulary"),
     ],
-)  # fmt: skip
+)
 async def test_what_makes_no_sense_is_refused(
     chain: Chain, requests: list[pb.TrainRequest], error: type[SwarmError], message: str
 ) -> None:
@@ -243,9 +244,10 @@ async def test_in_diloco_any_round_may_be_named() -> None:
 
 def _evaluate(tensors: Iterable[pb.EvaluateRequest] = (), **changes: Any) -> list[pb.EvaluateRequest]:
     address = pb.Address(
-        run_id=changes.pop("run_id", SYNCHRONOUS.run_id), stage=changes.pop("stage", 1),
+        run_id=changes.pop("run_id", SYNCHRONOUS.run_id),
+        stage=changes.pop("stage", 1),
         protocol_version=PROTOCOL_VERSION,
-    )  # fmt: skip
+    )
     settings = {"num_samples": 2, "sequence_length": 16, "later": [pb.HeldRound()], **changes}
     opening = pb.EvaluateOpen(address=address, **settings)
     return [pb.EvaluateRequest(open=opening), *tensors]

@@ -76,9 +76,10 @@ SYNCHRONOUS = RunConfig(
     optimizer=OptimizerConfig(learning_rate=0.01, weight_decay=0.1, clip_norm=1.0),
 )
 DILOCO = dataclasses.replace(
-    SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=16),
+    SYNCHRONOUS,
+    rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=16),
     outer=OuterConfig(learning_rate=0.7, momentum=0.9),
-)  # fmt: skip
+)
 LORA = dataclasses.replace(SYNCHRONOUS, lora=LoraConfig(rank=4, dropout=0.2))
 INT8 = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype="int8"))
 

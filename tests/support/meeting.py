@@ -45,9 +45,7 @@ async def meeting_point(
     own = own or generate()
     guard = Guard(authority=authority, callers=Callers(CLOCK), clock=CLOCK, stage=lambda: 0)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
-    point = MeetingPoint(
-        own.peer_id, limits or MeetingLimits(), CLOCK, insecure=False, is_exchanging=lambda: False
-    )  # fmt: skip
+    point = MeetingPoint(own.peer_id, limits or MeetingLimits(), CLOCK, insecure=False, is_exchanging=lambda: False)
     add_MeetingServiceServicer_to_server(point, server)
     port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
     await server.start()
@@ -95,7 +93,7 @@ async def hidden_peer(points: Sequence[Entry], own: Identity | None = None) -> A
     dialler = Dialler()
     waiting = Waiting(
         own, Points(own, insecure=False), dialler, CLOCK, server=("127.0.0.1", port), candidates=lambda: points
-    )  # fmt: skip
+    )
     task = asyncio.create_task(waiting.run())
     try:
         await eventually(lambda: len(waiting.endpoints) == min(3, len(points)) or task.done())

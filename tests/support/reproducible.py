@@ -37,12 +37,13 @@ from tests.compression.all_codecs import CODECS
 NUM_ELEMENTS = 3 * 4096 + 77
 """Of an encoded vector: the last tile and the last block are not whole, nor is what a processor takes at once."""
 CONFIG = RunConfig(
-    model=ModelConfig(d_model=72, num_heads=2, num_layers=2), stages=StagesConfig(num_stages=1),
+    model=ModelConfig(d_model=72, num_heads=2, num_layers=2),
+    stages=StagesConfig(num_stages=1),
     data=DataConfig(microbatch_size=2),
     optimizer=OptimizerConfig(
         learning_rate=0.03, clip_norm=1.0, weight_decay=0.1, schedule="cosine", warmup_samples=20, total_samples=400
     ),
-)  # fmt: skip
+)
 ANOTHER_PROCESSOR = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 """An environment in which torch, and MKL, which it uses, compute as if the processor had fewer instructions."""
 MAGNITUDES = torch.tensor([math.ldexp(1.0, -exponent) for exponent in (0, 0, 0, 1, 5, 10, 20, 60, 70, 130, 140)])

@@ -49,7 +49,7 @@ async def shown_run(
     add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=shown_clock), server)
     dialling_back = MeetingPoint(
         PeerId(own.peer_id), MeetingLimits(), clock, insecure=False, is_exchanging=lambda: False
-    )  # fmt: skip
+    )
     add_MeetingServiceServicer_to_server(dialling_back, server)
     endpoint = f"127.0.0.1:{bind_server(server, '127.0.0.1', port, tls.server_credentials(own))}"
     await server.start()

@@ -169,9 +169,7 @@ class RealSwarm:
         self.peers.remove(peer)
         self.children.kill9(peer.child)
 
-    def start_trainer(
-        self, name: str, *, steps: int, environment: Mapping[str, str] | None = None
-    ) -> Child:  # fmt: skip
+    def start_trainer(self, name: str, *, steps: int, environment: Mapping[str, str] | None = None) -> Child:
         """Start a trainer; its figures go to `folder/name`."""
         options = TrainerOptions(
             initial_peers=(self.address,),

@@ -62,7 +62,7 @@ async def serve(host: str, entry: str = "") -> None:
     await server.start()
     waiting = Waiting(
         own, Points(own, insecure=False), dialler, CLOCK, server=("127.0.0.1", port), candidates=lambda: points
-    )  # fmt: skip
+    )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(waiting.run())
         while points and not waiting.endpoints:

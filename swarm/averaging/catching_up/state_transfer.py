@@ -78,7 +78,7 @@ class StateTransfer:
 
     def __init__(
         self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float, waits: Waits
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             silence_seconds: the longest wait for a donor's next piece.

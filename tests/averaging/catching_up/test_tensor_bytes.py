@@ -17,9 +17,8 @@ SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=
 def test_bytes_written_in_any_order_give_the_same_tensors(shapes: list[list[int]], data: st.DataObject) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
     tensors = {
-        f"t{i}": torch.randint(-99, 99, shape).to(data.draw(st.sampled_from(dtypes)))
-        for i, shape in enumerate(shapes)
-    }  # fmt: skip
+        f"t{i}": torch.randint(-99, 99, shape).to(data.draw(st.sampled_from(dtypes))) for i, shape in enumerate(shapes)
+    }
     source = TensorBytes(tensors.values())
     copies = allocate(describe(tensors), source.num_bytes + 64)
     target = TensorBytes(copies.values())

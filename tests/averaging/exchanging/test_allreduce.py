@@ -211,9 +211,7 @@ async def test_owner_names_the_member_that_sends_nothing() -> None:
             await asyncio.sleep(10)
             raise AssertionError
 
-    terms = Terms(
-        own_id="0", shares=shares, codec=FP32, result_codec=FP32, transport=Patient(), timeout_seconds=0.05
-    )  # fmt: skip
+    terms = Terms(own_id="0", shares=shares, codec=FP32, result_codec=FP32, transport=Patient(), timeout_seconds=0.05)
     with pytest.raises(MemberFailed) as failed:
         await butterfly(torch.ones(4), reduction, terms, Recycler())
     assert failed.value.peer_id == "1"

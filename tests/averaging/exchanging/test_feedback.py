@@ -5,9 +5,10 @@ from swarm.averaging.exchanging.feedback import ErrorFeedback, Residual
 
 def residual(contribution: list[float] | None, part: slice, sums: list[float] | None) -> Residual:
     return Residual(
-        contribution_D=None if contribution is None else torch.tensor(contribution), part=part,
+        contribution_D=None if contribution is None else torch.tensor(contribution),
+        part=part,
         sum_P=None if sums is None else torch.tensor(sums),
-    )  # fmt: skip
+    )
 
 
 def test_what_was_dropped_comes_with_the_next_contribution() -> None:

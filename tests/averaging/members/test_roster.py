@@ -36,8 +36,9 @@ class Group:
 
     def report(self, *committed: int, by: PeerRecord | None = None, **other: Any) -> bool:
         fields: dict[str, Any] = {
-            "standing": messages.pack_standing(HERE), "committed_gaps": messages.pack_indices(committed)
-        }  # fmt: skip
+            "standing": messages.pack_standing(HERE),
+            "committed_gaps": messages.pack_indices(committed),
+        }
         return self.roster.hear(pb.ReportRequest(sender=contact_of(by or record(2)), **(fields | other)))
 
     @property

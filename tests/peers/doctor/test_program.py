@@ -114,9 +114,7 @@ def test_lines_and_json_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: 
 async def _in_passing(run: ShownRun) -> list[Finding]:
     options = _options(run.entry)
     config, known = await find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock()).look(SystemClock())
-    plan = Plan(
-        stage="auto", device="cpu", checkpoint=None, keep_checkpoints=3, ports=options.ports
-    )  # fmt: skip
+    plan = Plan(stage="auto", device="cpu", checkpoint=None, keep_checkpoints=3, ports=options.ports)
     identity = generate()
     channels = ChannelPool(identity=identity)
     try:

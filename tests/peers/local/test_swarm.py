@@ -91,9 +91,10 @@ async def test_why_the_trainer_failed_is_told_and_not_when(reason: str, told: st
     trainer = children.start("trainer", [])
     children.ended = [Exit(name="trainer", returncode=1, reason=reason)]
     with (
-        MetricsLog(swarm.output.metrics) as metrics, LiveTable() as table,
+        MetricsLog(swarm.output.metrics) as metrics,
+        LiveTable() as table,
         pytest.raises(PeerUnavailable, match=f"^the trainer failed: {told}"),
-    ):  # fmt: skip
+    ):
         await swarm.watch(trainer, table, metrics)
 
 

@@ -203,12 +203,8 @@ def test_adapters_are_merged_into_any_folder_from_which_their_run_could_begin(
     _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"))
     (tmp_path / "checkpoints").mkdir()
     begun = run_folder.load_config(tmp_path / "run")
-    config = dataclasses.replace(
-        begun, lora=LoraConfig(rank=2, targets=("q_proj",)), stages=StagesConfig(num_stages=1)
-    )  # fmt: skip
-    header = Header(
-        config=config, stage=0, round=1, run_samples=16, lineage="", highest_microbatch=7, state_digest=""
-    )  # fmt: skip
+    config = dataclasses.replace(begun, lora=LoraConfig(rank=2, targets=("q_proj",)), stages=StagesConfig(num_stages=1))
+    header = Header(config=config, stage=0, round=1, run_samples=16, lineage="", highest_microbatch=7, state_digest="")
     adapters = {f"anchor/{name}": torch.randn(shape) for name, shape in trained_shapes(config, 0).items()}
     file.write(tmp_path / "checkpoints", header, adapters, owner="test")
     export = ["export", "--checkpoint", str(tmp_path / "checkpoints"), "--output"]
@@ -218,9 +214,7 @@ def test_adapters_are_merged_into_any_folder_from_which_their_run_could_begin(
     assert all(torch.equal(of_folder[name], tensor) for name, tensor in of_run.items())
     written = list[str]()
     for base in ("in", "run"):
-        generate.main(
-            ["--checkpoint", export[2], "--base", str(tmp_path / base), "--prompt", "a", "--max-tokens", "5"]
-        )  # fmt: skip
+        generate.main(["--checkpoint", export[2], "--base", str(tmp_path / base), "--prompt", "a", "--max-tokens", "5"])
         written.append(capsys.readouterr().out)
     assert written[0] == written[1]
     with pytest.raises(IntegrityError, match="has other weights"):

@@ -88,8 +88,9 @@ async def test_records_in_a_list_are_told_apart_by_their_words() -> None:
     samples = await _scrape(row)
     assert samples["swarm_peer_num_bans"] == {(): 2.0}
     assert samples["swarm_peer_bans_until"] == {
-        (("peer_id", "a"), ("reason", "x")): 5.0, (("peer_id", "b"), ("reason", "")): 6.0,
-    }  # fmt: skip
+        (("peer_id", "a"), ("reason", "x")): 5.0,
+        (("peer_id", "b"), ("reason", "")): 6.0,
+    }
 
 
 async def test_the_figures_are_those_of_the_moment_and_none_once_there_are_none() -> None:

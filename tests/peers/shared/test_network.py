@@ -39,7 +39,7 @@ class _Forgetful:
         self.num_readings += 1
         there = PeerRecord(
             peer_id="ab"[stage] * 40, announced_at=0.0, stage=stage, endpoint="192.0.2.1:1", state=PeerState.SERVING
-        )  # fmt: skip
+        )
         return [there] if self.num_readings > 5 else []
 
 
@@ -73,11 +73,9 @@ def test_whom_a_process_leaves_alone_it_says_in_its_announcement() -> None:
     clock = ManualClock()
     known = KnownPeers(Router(clock, random.Random(0)))
     records = [
-        PeerRecord(
-            peer_id=f"{number:040x}", announced_at=0.0, stage=1, endpoint="192.0.2.1:1", state=PeerState.SERVING
-        )
+        PeerRecord(peer_id=f"{number:040x}", announced_at=0.0, stage=1, endpoint="192.0.2.1:1", state=PeerState.SERVING)
         for number in range(8)
-    ]  # fmt: skip
+    ]
     known.update(1, records)
     assert known.bans(1, clock) == ()
     known.router.busy(PeerId(records[7].peer_id), 100.0, "work waits here already")

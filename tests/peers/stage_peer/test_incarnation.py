@@ -75,7 +75,7 @@ def record(incarnation: Incarnation, endpoint: str, *, who: Any = ME, stage: int
 @asynccontextmanager
 async def rivals_of(
     *records: PeerRecord, own: Incarnation = OWN, who: Any = ME, clock: Any = None, host: Host | None = None
-) -> AsyncIterator[Rivals]:  # fmt: skip
+) -> AsyncIterator[Rivals]:
     member = Membership.enter(CONFIG, MemoryStore(SystemClock()), who, clock or SystemClock(), insecure=False)
     for one in records:
         member.known.records[one.stage] = [*member.known.peers(one.stage), one]
@@ -164,9 +164,7 @@ async def test_of_two_that_live_the_one_that_was_there_first_is_nobody_s_victim(
 
 
 @pytest.mark.parametrize("there", [ELDER, YOUNGER], ids=["an elder one", "a younger one"])
-async def test_one_that_comes_into_sight_later_is_noticed(
-    there: Incarnation, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
+async def test_one_that_comes_into_sight_later_is_noticed(there: Incarnation, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     clock = ManualClock()
     async with another(there) as host, rivals_of(record(there, host.endpoint), clock=clock) as rivals:

@@ -356,7 +356,7 @@ async def test_it_stays_if_the_others_of_its_stage_hold_another_state(
 ) -> None:  # fmt: skip
     async def began_anew(
         config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
-    ) -> list[pb.DescribeReply]:  # fmt: skip
+    ) -> list[pb.DescribeReply]:
         replies = await others.answers(config, records, channels)
         for reply in replies:
             reply.lineage = "anew"

@@ -56,7 +56,7 @@ def around(**changes: Any) -> Around:
     """What a peer sees that has nothing to complain about."""
     usual = Around(
         endpoint="192.0.2.1:5001", num_calls=7, num_others=2, has_trainer=True, empty_stages=(), left_alone_by={}
-    )  # fmt: skip
+    )
     return dataclasses.replace(usual, **changes)
 
 

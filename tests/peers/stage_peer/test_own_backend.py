@@ -20,7 +20,7 @@ _ENDLESS = 1 << 40
 def _backend(config: RunConfig, stage: int) -> StageBackend:
     return own_backend(
         config, stage, device=torch.device("cpu"), staging=Staging(), given=None, graph_bytes=0, events=NoEvents()
-    )  # fmt: skip
+    )
 
 
 def test_the_last_stage_alone_needs_room_for_the_loss() -> None:

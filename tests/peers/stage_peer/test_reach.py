@@ -47,7 +47,7 @@ class Node:
 @asynccontextmanager
 async def _reach(
     limits: MeetingLimits | None = None, *, is_known: bool = True, others: Sequence[str] = ()
-) -> AsyncIterator[tuple[Reach, Node, Entry]]:  # fmt: skip
+) -> AsyncIterator[tuple[Reach, Node, Entry]]:
     """Of a peer that finds one other peer in the run, at further endpoints too, or none."""
     own, other, node = generate(), generate(), Node()
     async with meeting_point(other, limits=limits) as host:

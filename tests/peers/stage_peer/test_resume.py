@@ -54,9 +54,7 @@ def _choose(
     config: RunConfig, others: Others, folder: CheckpointFolder | None, *, stage: int = STAGE,
     round_number: int | None = None, had_checkpoints: bool = False, starts_over: bool = False,
 ) -> Beginning | None:  # fmt: skip
-    options = ResumeOptions(
-        round_number=round_number, had_checkpoints=had_checkpoints, starts_over=starts_over
-    )  # fmt: skip
+    options = ResumeOptions(round_number=round_number, had_checkpoints=had_checkpoints, starts_over=starts_over)
     return choose(config, stage, SHAPES, others, folder, options)
 
 

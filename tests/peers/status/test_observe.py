@@ -109,12 +109,13 @@ async def test_an_answer_that_makes_no_sense_is_none() -> None:
 
 async def test_what_a_peer_tells_of_its_waits_and_lines_is_bounded_text_and_figures() -> None:
     honest = pb.DescribeReply(
-        state="serving", waiting_for="stage 2 (it has no peer) (12 s)",
+        state="serving",
+        waiting_for="stage 2 (it has no peer) (12 s)",
         links=[pb.Link(peer_id=OTHER, round_trip_seconds=0.25, bytes_per_second=1e6)],
-    )  # fmt: skip
+    )
     liar = pb.DescribeReply(
         state="serving", waiting_for="\x1b[2J" * 1000, links=[pb.Link(peer_id="\x1b[2J" * 1000)] * 1000
-    )  # fmt: skip
+    )
     nonsense = pb.DescribeReply(state="serving", links=[pb.Link(round_trip_seconds=math.nan)])
     first, second, third = await _ask([honest, liar, nonsense])
     assert first["waiting_for"] == "stage 2 (it has no peer) (12 s)"
@@ -145,9 +146,7 @@ async def test_whom_a_peer_does_not_follow_is_shown_without_control_characters()
 
 
 async def test_every_figure_is_read_from_its_own_field() -> None:
-    inner = pb.InnerSteps(
-        count=2, samples=34, configured_samples=16, microbatches=4, staleness=6, largest_staleness=3
-    )  # fmt: skip
+    inner = pb.InnerSteps(count=2, samples=34, configured_samples=16, microbatches=4, staleness=6, largest_staleness=3)
     last = pb.RoundReport(
         num_alive=9, num_members=8, averaged_fraction=0.5, bytes_sent=100, bytes_received=20, compression_ratio=4.5,
         exchange_seconds=1.5, wait_seconds=2.5, contribution_norm=3.5, inner_steps=inner, round=20, contributed=True,

@@ -107,9 +107,10 @@ async def test_a_stranger_cannot_have_this_machine_or_its_network_dialled(monkey
     monkeypatch.setattr(checks, "_is_node", dial)
     dial_back = DialBack(SystemClock(), insecure=False)
     request = pb.CheckRequest(
-        peer_id=OWN.peer_id, endpoints=["127.0.0.1:22", "[::1]:22", "0.0.0.0:22", "169.254.169.254:80"],
+        peer_id=OWN.peer_id,
+        endpoints=["127.0.0.1:22", "[::1]:22", "0.0.0.0:22", "169.254.169.254:80"],
         dht_endpoints=["10.0.0.1:22", "198.51.100.7:22"],
-    )  # fmt: skip
+    )
     reply = await dial_back.answer(request, From("ipv4:192.0.2.1:999"))
     assert reply.observed_host == "192.0.2.1"
     assert not reply.endpoints

@@ -19,8 +19,9 @@ def test_synchronous_commits_are_adamw_in_one_process() -> None:
             {"params": [reference["weight"]], "weight_decay": 0.1},
             {"params": [reference["bias"]], "weight_decay": 0.0},
         ],
-        betas=(config.beta1, config.beta2), eps=config.epsilon,
-    )  # fmt: skip
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+    )
     for number in range(3):
         accumulate(weights, 2 * number)
         accumulate(weights, 2 * number + 1)
