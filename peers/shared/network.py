@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 REFRESH_SECONDS = 2.0
 """Time between two looks into the DHT."""
 LOOK_SECONDS = 0.5
-"""The same, while this process waits for what they show."""
+"""Time between two looks while this process waits for what they show."""
 RETURN_SECONDS = 12.0
 """Peers that are back at their old address are found again within this time: see dht/node, RECONNECT_SECONDS."""
 

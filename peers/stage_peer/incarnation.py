@@ -169,7 +169,7 @@ def _signed_bytes(said: pb.Incarnation, nonce: str) -> bytes:
 async def require_alone_at(
     node: DhtNode, addresses: Sequence[str], identity: Identity, *, insecure: bool, clock: Clock
 ) -> None:
-    """The same for a peer that cannot enter the DHT, since the addresses that it was given are its own.
+    """Raise Fatal likewise at a peer that cannot enter the DHT, since the addresses that it was given are its own.
 
     Args:
         node: has entered there under another id.

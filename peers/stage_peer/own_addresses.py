@@ -107,7 +107,7 @@ def outside_of(
 
 
 def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:
-    """The same for this machine, for a peer that joins at these DHT addresses.
+    """The candidates of this machine, for a peer that joins at these DHT addresses.
 
     There are none where `host` is no IP address. The DHT node complains of that, and of initial peers that are no
     addresses, which are passed over here.

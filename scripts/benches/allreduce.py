@@ -40,10 +40,10 @@ from swarm.compression.codec import contribution_codec, result_codec
 from swarm.errors import DeadlineExceeded, IntegrityError
 
 LEAD_SECONDS = 0.3
-"""Between the order to start and the start, so that all processes have read it."""
+"""Time between the order to start and the start, so that all processes have read it."""
 POLL_SECONDS = 0.002
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Of both sides: one thread, as in swarm-peer."""
+"""The environment of both sides: one thread, as in swarm-peer."""
 MAX_ERROR = 0.3
 """An arm with a larger one has not averaged, and its time is worth nothing."""
 SAME = 1e-2
@@ -107,7 +107,7 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """From the start to the last member's end."""
+        """The time from the start to the last member's end."""
         return self.largest("seconds")
 
     def largest(self, name: str) -> float:

@@ -40,7 +40,7 @@ class Options(BenchOptions):
     iterations: int = 1000
     """Batches of 12 samples."""
     shards: int = 2
-    """Of each layer: 2 or 4."""
+    """Shards of each layer: 2 or 4."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"iterations": 1})

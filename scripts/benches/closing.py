@@ -24,7 +24,7 @@ SETTINGS = ("synchronous", "diloco")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread, as in swarm-peer."""
 CASE_SECONDS = 900.0
-"""After which a case is taken never to end."""
+"""After so long a case is taken never to end."""
 
 JUDGED = {"settings.*.commit_beyond_step_cpu_seconds": LESS, "settings.*.loop_held_seconds": LESS}
 
@@ -36,9 +36,9 @@ class Options(OutputOptions):
     d_model: int = 1024
     """Width of the model; a multiple of 128."""
     layers: int = 8
-    """Of the stage, which is the whole model: with the usual width it has 100 million parameters."""
+    """Layers of the stage, which is the whole model: with the usual width it has 100 million parameters."""
     rounds: int = 4
-    """To commit; the first one, in which memory is taken, does not count."""
+    """Rounds to commit; the first one, in which memory is taken, does not count."""
 
     def __post_init__(self) -> None:
         require_multiple("d-model", self.d_model, 128)

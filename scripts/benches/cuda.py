@@ -50,7 +50,7 @@ class Options(OutputOptions):
     wire: Literal["fp32", "bf16", "int8"] = "bf16"
     """How hidden states and gradients travel."""
     microbatches: int = 100
-    """Of 8 samples of 512 tokens, a turn."""
+    """Microbatches of 8 samples of 512 tokens in each turn."""
     repetitions: int = 7
     """Turns of each side."""
 

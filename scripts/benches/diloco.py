@@ -37,7 +37,7 @@ COMPARISONS = {
 """Differences in loss: whose, from whose, and the bound below which the goal is reached."""
 H_CURVE = ("h10", "h50", "h200")
 REPORTED_RISE = 0.1188
-"""Of the perplexity from H = 10 to H = 200, as the diloco-swarm project (2025) reports it: 27.95 to 31.27."""
+"""The rise of the perplexity from H = 10 to H = 200, as the diloco-swarm project (2025) reports it: 27.95 to 31.27."""
 FEWER_BYTES = 30.0
 """SparseLoCo's goal."""
 

@@ -51,7 +51,7 @@ class Options(BenchOptions):
     round_microbatches: int = 144
     """Microbatches of a step. It should last as long as a peer takes to join, half at least."""
     seed: int = 0
-    """Of the choice of victims and moments."""
+    """Seed of the choice of victims and moments."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"stages": 2, "peers_per_stage": 2, "steps": 4, "round_microbatches": 2})

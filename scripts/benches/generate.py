@@ -59,7 +59,7 @@ class Options(BenchOptions):
     d_model: int = 768
     """Width of the model; a multiple of 64."""
     num_layers: int = 12
-    """Its layers, at least three."""
+    """Layers of the model, at least three."""
     vocabulary: int = 8192
     """Tokens that it knows."""
     tokens: int = 128
@@ -240,7 +240,7 @@ while True:
 
 
 def _cpu_seconds_a_token(swarm: SwarmProcesses, count: int = 200) -> float:
-    """Of all peers together, while nothing is trained."""
+    """CPU seconds of all peers together for a token, while nothing is trained."""
     ours = _ours(swarm, torch.zeros((1, 8), dtype=torch.long), count)
     ours()
     pids = [peer.child.pid for peer in swarm.peers]

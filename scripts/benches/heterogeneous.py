@@ -37,13 +37,13 @@ from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, Stage
 from swarm.errors import DeadlineExceeded
 
 SLOWNESS = 3.0
-"""Of the slow one of a stage."""
+"""By how much the slow peer of a stage is slower."""
 ADVANTAGE = 2.0
-"""Of the peers of stage 1: more than a joiner adds to stage 0."""
+"""By how much the peers of stage 1 are faster: more than a joiner adds to stage 0."""
 SAMPLES = 2
-"""Of a microbatch."""
+"""Samples of a microbatch."""
 GOAL = 0.95
-"""Of the capacity."""
+"""The share of the capacity that is to be reached."""
 LEAST_WORK, MOST_WORK = 0.75, 1.3
 """Of a peer, over what its capacity makes its part. A peer that gets less is starved: for a quarter of the time in
 which its mates have work it has none. A third more than its part is work that others were waiting for. Closer bounds
@@ -142,7 +142,7 @@ def share_of_capacity(phases: Sequence[Sequence[Work]]) -> float:
 
 
 def work_over_capacity(phases: Sequence[Sequence[Work]]) -> list[float]:
-    """Of each peer, its work over what its part was: by capacity, in the measurements that it was there.
+    """The work of each peer over what its part was: by capacity, in the measurements that it was there.
 
     Raises:
         DeadlineExceeded: no peer did anything.
@@ -178,7 +178,7 @@ def _config(options: Options, policy: Policy) -> RunConfig:
 
 
 def paces(options: Options) -> list[tuple[int, float]]:
-    """Of the peers at the start: the stage, and seconds of a microbatch."""
+    """The peers at the start: the stage of each, and its seconds for a microbatch."""
     slownesses = ((0, 1.0), (1, 1.0), (0, 1.0), (1, 1.0), (0, SLOWNESS), (1, SLOWNESS))
     advantages = (1.0, ADVANTAGE)
     return [(stage, options.microbatch_seconds * slowness / advantages[stage]) for stage, slowness in slownesses]

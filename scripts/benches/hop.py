@@ -55,7 +55,7 @@ from swarm.training.microbatch import Microbatch
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a hidden state, float32."""
+    """The shape of a hidden state, float32."""
 
     num_samples: int
     num_positions: int

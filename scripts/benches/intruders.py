@@ -49,7 +49,7 @@ JUDGED = {"worst_ratio": MORE}
 REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAVAILABLE"}
 """What a peer answers to an invalid token or to a call that it does not have, and gRPC without a connection."""
 OWN_FAULTS = {"UsageError", "InvalidStateError", "InternalError"}
-"""Of a call that has ended already, and whose end says nothing more."""
+"""Errors of a call that has ended already, whose end says nothing more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ class Options(BenchOptions):
     """Measure what honest traffic keeps beside an intruder."""
 
     seconds: float = 8.0
-    """Of each measurement."""
+    """Length of each measurement."""
     repetitions: int = 3
-    """Of each kind of intruder, and of its harmless counterpart."""
+    """Measurements of each kind of intruder, and of its harmless counterpart."""
 
     def __post_init__(self) -> None:
         cli.require_positive(self, ["seconds"])

@@ -47,11 +47,11 @@ Setting = Literal["synchronous", "diloco", "tiny"]
 SETTINGS: tuple[Setting, ...] = ("synchronous", "diloco", "tiny")
 PEERS_A_STAGE = 2
 ROUND_SAMPLES, BATCH_SAMPLES = 512, 16
-"""Of a DiLoCo round, and of a batch: an inner one, or a synchronous round."""
+"""Samples of a DiLoCo round, and of a batch: an inner one, or a synchronous round."""
 POINTS = 20
-"""Of a curve."""
+"""Points of a curve."""
 SHARE_OF_TOKENS = 0.8
-"""Of plain training's, after which its loss is what every side has to reach."""
+"""After this share of plain training's tokens, its loss is what every side has to reach."""
 
 JUDGED = {"*.seconds_to_loss": LESS, "*.final_loss": LESS}
 
@@ -68,11 +68,11 @@ class Options(BenchOptions):
     seeds: int = 3
     """Seeds of data and initial weights: 0, 1, ..."""
     tokens: int = 1 << 20
-    """To train on, at least."""
+    """Tokens to train on, at least."""
     d_model: int = 128
     """Width of the model, but for tiny; a multiple of 32."""
     num_layers: int = 4
-    """Its layers."""
+    """Layers of the model."""
     sequence_length: int = 64
     """Tokens of its samples."""
     round_trips_ms: tuple[int, ...] = (0,)
@@ -131,7 +131,7 @@ def single_config(config: RunConfig) -> RunConfig:
 
 
 def num_rounds(config: RunConfig, tokens: int) -> int:
-    """So many tokens take."""
+    """The number of rounds that so many tokens take."""
     return -(-tokens // (config.rounds.round_samples * config.data.sequence_length))
 
 
@@ -204,7 +204,7 @@ def _swarm(config: RunConfig, held_out: HeldOut, tokens: int, folder: Path, roun
 
 
 def inner_steps(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """By stage, how inner steps went at the peers that a trainer asked, one a stage and round; DiLoCo."""
+    """How inner steps went, by stage, at the peers that a trainer asked: one for each stage and round. DiLoCo only."""
     intended = config.rounds.round_samples / (PEERS_A_STAGE * config.rounds.inner_batch_samples)
     found = []
     for stage in range(0 if config.rounds.synchronous else config.stages.num_stages):

@@ -78,7 +78,7 @@ class Options(OutputOptions):
     d_model: int = 384
     """Width of the model; a multiple of 128."""
     layers: int = 4
-    """Of the stage."""
+    """Layers of the stage."""
     in_flight: int = 4
     """Microbatches, of 2 samples of 256 tokens, that wait for their gradients."""
     lora_rank: int = 0

@@ -38,16 +38,16 @@ STATIC: Mapping[str, Sequence[str]] = {
 SWARMS = ("swarm_synchronous", "swarm_diloco")
 METHODS = (*STATIC, "ddp_loop", *SWARMS)
 BATCH_SAMPLES, BATCHES_A_ROUND = 16, 16
-"""Of a step, and steps of a round of DiLoCo."""
+"""Samples of a step, and steps of a round of DiLoCo."""
 SMOOTHED = 16
 """Steps over which a loss is a mean."""
 SHARE_OF_STEPS = 0.8
-"""After so many of its steps, `single` has the loss that all are to reach."""
+"""After this share of its steps, `single` has the loss that all are to reach."""
 WARM_UP = 5
 """Steps that do not count for rates."""
 POLL_SECONDS = 0.1
 KILL_SECONDS = 180.0
-"""After which nothing goes on any more."""
+"""A training that makes no progress for so long is taken for stuck."""
 
 JUDGED = {"methods.*.scaling_efficiency": MORE, "dp_over_ddp_loop": MORE}
 

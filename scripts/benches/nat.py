@@ -50,7 +50,7 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """By arrangement. Raises OSError if this machine cannot have network namespaces."""
+    """The figures by arrangement. Raises OSError if this machine cannot have network namespaces."""
     if lack := missing():
         raise OSError(f"no network namespaces: {lack}")
     results: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class _World:
         self._has_ipv4 = "ipv6" not in (peer_kind, caller_kind)
 
     def serves_seconds(self) -> float:
-        """From the start of the peer until it serves."""
+        """The time from the start of the peer until it serves."""
         first, _ = self._serving(self._public, "first", ["--preset", "tiny", "--stages", "1"])
         invite = next(line.split()[2] for line in first.log.read_text().splitlines() if "join:" in line)
         second, seconds = self._serving(self._peer, "second", [invite])
@@ -91,7 +91,7 @@ class _World:
         return seconds
 
     def line(self, options: Options) -> dict[str, Any]:
-        """By which way pieces go there, and how fast, compared with a public peer."""
+        """The way by which pieces go there, and how fast they do, compared with a public peer."""
         for host in (self._public, self._other_public, self._peer, self._caller):
             self._internet.limit(host, options.mbit)
         points = [host.address if self._has_ipv4 else host.address6 for host in (self._public, self._other_public)]

@@ -86,7 +86,7 @@ class Trained:
     losses: Sequence[float]
     """Mean loss of each step."""
     weights: Sequence[Weights]
-    """Of every peer, its stage's; of a reference, the whole model's."""
+    """The weights of each peer's stage; of a reference, those of the whole model."""
     committed: Sequence[int] = ()
     """Microbatches that the members of each stage have committed together."""
 
@@ -130,7 +130,7 @@ def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> d
 
 @dataclass(frozen=True, kw_only=True)
 class _References:
-    """Of the same run: as it should be, and as it must not be."""
+    """Two references of the same run: as it should be, and as it must not be."""
 
     plain: Trained
     dropped: Trained

@@ -57,7 +57,7 @@ class Options(BenchOptions):
     microbatches: int = 12
     """Microbatches in a round, which is one optimizer step, with DiLoCo one inner and one outer step."""
     sampled: int = 4
-    """Of these, as many the other sides compute: a microbatch of theirs takes as long as any other."""
+    """How many of these the other sides compute: a microbatch of theirs takes as long as any other."""
     warm_up: int = 1
     """Rounds of the swarm before the first repetition, whose trainer begins with one more that does not count."""
     steps: int = 1

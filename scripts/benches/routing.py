@@ -39,7 +39,7 @@ class Options(OutputOptions):
     sizes: tuple[int, ...] = (100, 1000, 10000)
     """Peers of a stage; the first and the last are compared."""
     num_choices: int = 20000
-    """In each repetition, at each size."""
+    """Choices in each repetition, at each size."""
     repetitions: int = 7
     """Medians are taken over these."""
     dht_sizes: tuple[int, ...] = (2, 4, 8, 16, 24)
@@ -47,9 +47,9 @@ class Options(OutputOptions):
     dht_stages: int = 1
     """Stages that these peers serve, in turn; each peer reads all of them."""
     dht_seconds: float = 30.0
-    """For which the DHT is observed, at each size."""
+    """How long the DHT is observed, at each size."""
     seed: int = 0
-    """Of the peers' speeds, of the router's chance, and of when each peer begins."""
+    """Seed of the peers' speeds, of the router's chance, and of when each peer begins."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"num_choices": 1, "repetitions": 1, "dht_stages": 1})

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 MOST_STEPS = 1_000_000
 """More than are taken while it is measured."""
 SETTLE_SECONDS = 2.0
-"""After viewers have come, until what they cost is counted."""
+"""Time after viewers have come, until what they cost is counted."""
 
 JUDGED = {"throughput": MORE, "peers_cpu_per_step": LESS}
 
@@ -53,11 +53,11 @@ class Options(BenchOptions):
     """Measure what viewers cost."""
 
     viewers: int = 50
-    """That watch at once, 100 at most."""
+    """Viewers that watch at once, 100 at most."""
     repetitions: int = 6
     """Turns with viewers, and as many without."""
     turn_seconds: float = 20.0
-    """Of each."""
+    """Length of each turn."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"viewers": 1, "repetitions": 1})
@@ -73,7 +73,7 @@ class Turn:
     dashboard_cpu: float
     viewers_cpu: float
     messages_per_second: float
-    """That all viewers together were told."""
+    """The messages per second that all viewers together were told."""
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, Stage
 from swarm.simulation.studies.utilisation import GPU_UTILISATION, ROUND_TRIPS_MS, Layers, read_off
 
 ACTIVATION_BYTES = 2
-"""Of one element on the wire."""
+"""Bytes of one element on the wire."""
 SAMPLES, TOKENS = 4, 32
-"""Of a microbatch: few, since what the wire carries is the width."""
+"""Samples and tokens of a microbatch: few, since what the wire carries is the width."""
 ENOUGH = 100
 """Microbatches to count, at least about: one more or less is then a hundredth."""
 
@@ -82,12 +82,12 @@ class Row:
 
     @property
     def compute_seconds(self) -> float:
-        """Of a microbatch at a stage, forward and backward."""
+        """How long a stage computes for a microbatch, forward and backward."""
         return self.num_merged * self.layers.compute_seconds
 
     @property
     def tensor_bytes(self) -> float:
-        """Of its activations, and of their gradient."""
+        """The bytes of its activations, and of their gradient."""
         return self.num_merged * self.layers.tensor_bytes
 
     def share(self, megabits: float, round_trip_seconds: float) -> float:
@@ -111,7 +111,8 @@ ROWS: dict[RowName, Row] = {
     "gpt3": Row(layers=_layers("GPT-3")),
 }
 SWARM_BEST = Row(layers=_layers("Ours"))
-"""Its own model, with layers that share their parameters and activations of 8 bits: what keeps most in its table."""
+"""The paper's own model, with layers that share their parameters and activations of 8 bits: what keeps most in its
+table."""
 
 
 @dataclass

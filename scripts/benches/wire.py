@@ -35,11 +35,11 @@ class Arm:
     """One way to hand on hidden states."""
 
     dtype: str
-    """Of the wire."""
+    """The type of numbers on the wire."""
     is_narrow: bool = False
     """Whether there is a bottleneck."""
     nudge: float = 0.0
-    """By how much of themselves the initial weights are larger."""
+    """By which part of themselves the initial weights are larger."""
 
 
 ARMS: Mapping[str, Arm] = {

@@ -60,7 +60,7 @@ class CommittedRound:
 
     @property
     def number(self) -> int:
-        """Which round it is."""
+        """The number of the round."""
         return self.event.round
 
     def violation(

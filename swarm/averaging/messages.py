@@ -134,7 +134,7 @@ def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
 
 
 def unpack_indices_of(round_indices: range, gaps: Iterable[int]) -> frozenset[int]:
-    """The same, but only a round's indices: others that are named are left out."""
+    """The indices that belong to a round; others that are named are left out."""
     return frozenset(index for index in itertools.accumulate(gaps, initial=-1) if index in round_indices)
 
 

@@ -220,7 +220,7 @@ class ModelConfig:
 
     @property
     def hidden_width(self) -> int:
-        """Numbers a token that travel from stage to stage."""
+        """How many numbers of each token travel from stage to stage."""
         return self.bottleneck_dim or self.d_model
 
     @property

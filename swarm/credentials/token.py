@@ -58,7 +58,7 @@ class Token:
         return Authority(certificates.to_pem(self.owner))
 
     def admit(self, identity: Identity) -> Identity:
-        """The same key and id, with a certificate that this token issues."""
+        """The identity with a certificate that this token issues; key and id stay."""
         own = certificates.member(certificates.load_key(identity.key_pem), self.certificate, self.key)
         chain_pem = certificates.to_pem(own) + certificates.to_pem(self.certificate)
         return replace(identity, certificate_pem=chain_pem, authority=self.authority)

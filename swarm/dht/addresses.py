@@ -78,7 +78,7 @@ def require_all(given: Iterable[str]) -> None:
 
 
 def of_nodes(given: Iterable[str]) -> list[Node]:
-    """The same addresses, those of one node together, in their order; what is no node's address is left out."""
+    """The addresses, those of one node together, in their order; what is no node's address is left out."""
     nodes: dict[str, list[str]] = {}
     for address in filter(is_node, dict.fromkeys(given)):
         nodes.setdefault(split(address)[1], []).append(address)
@@ -129,7 +129,7 @@ def free_port(host: str, port: int) -> int:
 
 
 def require_free_port(host: str, port: int) -> int:
-    """The same for the DHT: libp2p itself would share a port with another node in silence."""
+    """Raise likewise for a port of the DHT: libp2p itself would share a port with another node in silence."""
     try:
         return free_port(host, port)
     except ValueError as error:

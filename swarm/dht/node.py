@@ -33,7 +33,7 @@ CALL_SECONDS = 10.0
 RECONNECT_SECONDS = 5.0
 """Time between two attempts to reach nodes that are known and do not answer any more."""
 LONELY_SECONDS = 1.0
-"""The same while no other node answers."""
+"""This interval while no other node answers."""
 ALONE_SECONDS = 120.0
 """If no other node answers, a node takes that for an outage for so long, and by then it has tried each of them again.
 After that they have left for good, and what the node stores itself is all that there is."""

@@ -53,7 +53,7 @@ def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Te
 
 
 def summed_loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The same of logits that are there already."""
+    """The summed loss of logits that are there already."""
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET, reduction="sum")
 
 

@@ -50,7 +50,7 @@ class RoundView:
     committed: Set[int]
     """Microbatches that some member has committed, and one hears of it."""
     counted: Set[int]
-    """Those, and the ones that were committed by a member that is silent, not there, or left out."""
+    """The microbatches that are committed, and those that a member has which is silent, not there, or left out."""
     lost: Set[int]
     """Those of them that have certainly died with it."""
     highest_microbatch: int

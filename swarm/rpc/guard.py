@@ -69,7 +69,7 @@ class Unreadable:
     chunks: Sequence[Any] = ()
 
     def WhichOneof(self, _: str) -> str:
-        """Which field is set, as a protobuf message tells it."""
+        """The name of the field that is set, as a protobuf message tells it."""
         return "nothing that can be read"
 
     def HasField(self, _: str) -> bool:

@@ -22,7 +22,7 @@ class Timeline:
         return self._now
 
     def time(self) -> float:
-        """The same: all simulated machines agree on the time."""
+        """The time of `monotonic`: all simulated machines agree on it."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:

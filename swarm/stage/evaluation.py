@@ -48,7 +48,8 @@ class Evaluation:
         self._hop = stage.context.hop
         self._rounds = stage.held_rounds
         self._evaluating = asyncio.Lock()
-        """One evaluation is at the compute thread, so that they take no place there from training."""
+        """Held by the one evaluation that is at the compute thread, so that evaluations take no more of it from
+        training."""
         self._turns: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
         """One of each caller waits for that, so that the many of one keep no other waiting."""
 

@@ -47,7 +47,8 @@ class Setting(ABC):
 
     @abstractmethod
     def queue_of(self, round_number: int) -> int:
-        """Which slots the microbatches of a round take: those of different numbers take none from each other."""
+        """The slots that the microbatches of a round take, as a number: those of different numbers take none from each
+        other."""
 
     @abstractmethod
     def room(self) -> int | None:

@@ -61,7 +61,7 @@ class Stage:
 
     @property
     def number(self) -> int:
-        """Which stage this is."""
+        """The number of the stage."""
         return self.context.stage
 
     @property

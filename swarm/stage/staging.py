@@ -54,7 +54,7 @@ class Download:
         return self._tensor
 
     async def arrived(self) -> torch.Tensor:
-        """The same, without blocking the event loop; when cancelled, the copy is made all the same."""
+        """What `wait` gives, without blocking the event loop; when cancelled, the copy is made all the same."""
         return self.wait() if self._arrival is None else await asyncio.to_thread(self.wait)
 
 

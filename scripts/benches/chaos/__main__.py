@@ -47,12 +47,12 @@ from swarm.config import (
 )
 
 PARTS = 3
-"""Of a storm."""
+"""A storm has so many parts."""
 LINE_BYTES_PER_SECOND = 1e9
 DISK_MIB = 64
 SECONDS_PER_SAMPLE = 0.2
-"""Of a peer's compute. At 0.1 and at 0.15 two slow cores were busy for two thirds of the time before anything had gone
-wrong, and for all of it while peers started."""
+"""How long a peer computes for a sample. At 0.1 and at 0.15 two slow cores were busy for two thirds of the time before
+anything had gone wrong, and for all of it while peers started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,8 @@ class Options(BenchOptions):
     warm_up_seconds: float = 30.0
     """Training before all that."""
     settling_seconds: float = 30.0
-    """After each part of the storm, until all processes are back; and at the end, until there is one more commit."""
+    """Time after each part of the storm in which all processes come back; at the end, until there is one more
+    commit."""
     round_samples: int = 0
     """Samples of a round; 0 for 128 in the synchronous setting, where each round ends with the replays of what was lost
     in it, and 64 with DiLoCo, where a dead peer's work of the round is gone."""

@@ -273,7 +273,7 @@ class Cast:
         return cli.arguments(options)
 
     def _addresses(self, role: Role) -> tuple[str, ...]:
-        """Of the others that have ever served."""
+        """The addresses of the others that have ever served."""
         return tuple(other.address for other in self.peers() if other is not role and other.address)
 
 

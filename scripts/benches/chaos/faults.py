@@ -16,7 +16,7 @@ from scripts.benches.chaos.program import set_clock
 from scripts.benches.shared import proc
 
 DOWN_SECONDS = (1.0, 5.0)
-"""Until what was killed is started again, as systemd or a user in a loop would."""
+"""Time until what was killed is started again, as systemd or a user in a loop would."""
 SLOW_BYTES_PER_SECOND = 20_000.0
 MAX_CLOCK_JUMP_SECONDS = 30.0
 LOST_SECONDS = 1.0
@@ -114,7 +114,7 @@ def _fill_disk(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 def _hinder(
     cast: Cast, sources: list[Role], targets: list[Role], undo: ExitStack, bytes_per_second: float = 0.0
 ) -> None:
-    """Between all of one side and all of the other, in one direction."""
+    """Hinder what all of one side send to all of the other."""
     for source in sources:
         for target in targets:
             if source is not target:

@@ -295,7 +295,7 @@ def _within(at: float, window: Window) -> bool:
 
 
 def _mean(series: Sequence[tuple[float, float]], window: Window) -> float:
-    """Of a step function over time."""
+    """The mean of a step function over time."""
     inside = [point for point in series if _within(point[0], window)]
     steps = [(after[0] - before[0], before[1]) for before, after in pairwise(inside)]
     return sum(seconds * value for seconds, value in steps) / sum(seconds for seconds, _ in steps)

@@ -31,7 +31,7 @@ def set_clock(path: Path, seconds: float) -> None:
 
 
 def read_clock(path: Path) -> float:
-    """By how many seconds these clocks are ahead."""
+    """The seconds by which these clocks are ahead."""
     (seconds,) = struct.unpack(_FORMAT, path.read_bytes())
     return float(seconds)
 

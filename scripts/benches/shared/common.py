@@ -244,7 +244,7 @@ class SwarmProcesses:
         return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
 
     def ready_file(self, name: str) -> Path:
-        """Of a peer: it is there once the peer serves."""
+        """The file that is there once a peer serves."""
         return self.folder / f"{name}.json"
 
     def _event_log(self, name: str) -> Path | None:

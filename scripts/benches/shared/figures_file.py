@@ -19,7 +19,7 @@ from scripts.benches.shared.common import write_json
 ROOT = Path(__file__).parents[3]
 
 Entries = dict[str, dict[str, Any]]
-"""By the bench's name."""
+"""The entries by the bench's name."""
 
 
 def read(path: Path) -> Entries:
@@ -50,7 +50,7 @@ def write(path: Path, entries: Entries) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """Of what figures are that are measured now."""
+    """What figures are of that are measured now: the version, the machine, and torch."""
     return {
         "version": version(),
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -28,7 +28,7 @@ class HeldOut:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the whole model's parameters, by name."""
+        """The shapes of the whole model's parameters, by name."""
         return {name: parameter.shape for name, parameter in self._model.named_parameters()}
 
     @torch.no_grad()

@@ -106,7 +106,7 @@ class Internet:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
     def public_host(self, *, has_ipv6: bool = True) -> Host:
-        """Another host with a public address, of IPv4 and of IPv6."""
+        """Add a host with a public address, of IPv4 and of IPv6."""
         number = _FIRST_PUBLIC + self._num_public
         self._num_public += 1
         name = f"pub{number}"
@@ -122,7 +122,7 @@ class Internet:
         return Host(self._prefix + name, f"{_SHARED}.{number}", f"{_SHARED6}::{number}")
 
     def host(self, kind: str) -> Host:
-        """Another host that is connected in one of the KINDS of ways, with a router of its own."""
+        """Add a host that is connected in one of the KINDS of ways, with a router of its own."""
         if kind == "none":
             return self.public_host()
         number = _FIRST_ROUTER + self._num_routers

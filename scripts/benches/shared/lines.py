@@ -31,7 +31,7 @@ class Lines(Supervisor):
         self.links: dict[str, Link] = {}
         """By child."""
         self.own = throttle.link()
-        """Of this process."""
+        """The link of this process."""
 
     def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
         self.links[name] = link = self.throttle.link()

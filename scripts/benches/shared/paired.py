@@ -22,7 +22,7 @@ class Ratio:
     """One side over another."""
 
     median: float
-    """Of the repetitions' ratios."""
+    """The median of the repetitions' ratios."""
     extremes: tuple[float, float]
     """The least and the largest of them."""
 

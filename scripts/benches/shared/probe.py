@@ -26,7 +26,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 
 POLL_SECONDS = 0.2
 LEAST_SECONDS = 2.0
-"""Of a measurement: some polls."""
+"""The least length of a measurement: some polls."""
 ANSWER_SECONDS = Timing().report_seconds
 
 
@@ -54,12 +54,12 @@ class Watched:
 
     @property
     def num_committed(self) -> int:
-        """From the first answer to the last."""
+        """The microbatches committed from the first answer to the last."""
         return self.committed[-1][1] - self.committed[0][1]
 
     @property
     def microbatches_per_second(self) -> float:
-        """From the first answer to the last, of at least two."""
+        """The rate from the first answer to the last, of at least two."""
         return self.num_committed / (self.committed[-1][0] - self.committed[0][0])
 
     def heard(self, reply: pb.DescribeReply, now: float) -> None:
@@ -166,7 +166,7 @@ def _num_bytes(link: Link | None) -> tuple[int, int]:
 
 
 async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel], check: Callable[[], object]) -> None:
-    """Until one more microbatch was committed."""
+    """Wait until one more microbatch was committed."""
 
     request = pb.DescribeRequest(run_id=run_id)
 

@@ -42,7 +42,7 @@ def children(pid: int) -> dict[int, str]:
 
 
 def status(pid: int | str = "self") -> dict[str, str]:
-    """Of a process, by the names that `status` has, such as "Threads"."""
+    """What `status` of proc(5) says of a process, by its names, such as "Threads"."""
     lines = (PROC / str(pid) / "status").read_text(encoding="utf-8").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
@@ -101,5 +101,5 @@ def _ticks(pid: int) -> list[int]:
 
 
 def _bytes(value: str) -> int:
-    """Of a value like "12 kB"."""
+    """The bytes in a value like "12 kB"."""
     return int(value.split()[0]) << 10

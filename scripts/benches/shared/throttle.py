@@ -33,9 +33,10 @@ from swarm.rpc.endpoint import host_and_port
 
 CHUNK_BYTES = 16 * 1024
 SOCKET_BYTES = 64 * 1024
-"""Of a socket's receive buffer."""
+"""The size of a socket's receive buffer."""
 SEGMENT_BYTES = 1400
-"""As on Ethernet. With loopback's 64 KiB, the first bytes in flight alone would be a megabyte."""
+"""The size of a segment, as on Ethernet. With loopback's 64 KiB, the first bytes in flight alone would be a
+megabyte."""
 BURST_SECONDS = 0.02
 """What an idle line may catch up on: a busy machine wakes no task on time."""
 
@@ -105,17 +106,18 @@ class Throttle:
     """The links of all processes. Bytes pass inside its `with` block."""
 
     bytes_per_second: float
-    """Of each line."""
+    """The rate of each line."""
     round_trip_seconds: float = 0.0
     """What the length of the lines adds to each call and its answer. May change while bytes pass."""
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
     _servers: list[asyncio.Server] = field(default_factory=list)
     _serving: dict[str, Link] = field(default_factory=dict)
     _obstacles: dict[tuple[Link, Link], tuple[float, ...]] = field(default_factory=dict)
-    """By sender and receiver: how many bytes per second each obstacle lets pass."""
+    """How many bytes per second each obstacle lets pass, by sender and receiver."""
     _removed: asyncio.Event = field(default_factory=asyncio.Event)
     _ends: dict[asyncio.StreamWriter, tuple[Link, str]] = field(default_factory=dict)
-    """By each end of a connection: the link of the process that made it, and the endpoint that it leads to."""
+    """The link of the process that made a connection, and the endpoint that it leads to, by each end of the
+    connection."""
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +137,7 @@ class Throttle:
         self._serving[endpoint] = link
 
     def hinder(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:
-        """From now on let no more than this pass from one process to another; what has to wait is not lost."""
+        """Let no more than this pass from one process to another from now on; what has to wait is not lost."""
         self._obstacles[source, target] = (*self._obstacles.get((source, target), ()), bytes_per_second)
 
     def clear(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:

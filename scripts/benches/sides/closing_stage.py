@@ -53,7 +53,7 @@ from swarm.types import PeerRecord, PeerState
 
 MEMBERS = 2
 MICROBATCHES = 2
-"""Of each member, a round."""
+"""Microbatches of each member in a round."""
 POLL_SECONDS = 0.002
 
 
@@ -66,7 +66,7 @@ class Times:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Of what is done inside."""
+        """How long what is done inside the block takes."""
         wall, cpu = time.perf_counter(), time.thread_time()
         yield
         self.wall.append(time.perf_counter() - wall)
@@ -84,7 +84,7 @@ class RoundTimes:
     def __init__(self, weights: StageWeights, steps: Times) -> None:
         self.closings, self.commits, self._steps = Times(), Times(), steps
         self.beyond_steps = Times()
-        """Of commits, without the optimizer's steps within."""
+        """Times of commits, without the optimizer's steps within."""
         self._close, self._commit = weights.close, weights.commit
         weights.close, weights.commit = self.close, self.commit  # type: ignore[method-assign]
 

@@ -28,7 +28,7 @@ EVERY = 2
 MAX_IN_FLIGHT = 4
 """Microbatches under way: few, so that joiners have the cores."""
 HELD_SECONDS = (0.5, 2.0)
-"""For how long what is going to be lost is held back: long enough for the work behind it to be done."""
+"""How long what is going to be lost is held back: long enough for the work behind it to be done."""
 ONE_WAY_SECONDS = 6.0
 """Longer than it takes to notice that a neighbour is unreachable."""
 

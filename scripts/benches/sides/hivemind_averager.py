@@ -22,9 +22,9 @@ from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Order
 
 CODECS: dict[str, CompressionBase] = {"8bit": Uniform8BitQuantization(), "fp16": Float16Compression()}
 MATCHMAKING_SECONDS, REQUEST_SECONDS = 1.0, 0.5
-"""As short as still lets a group of four find each other."""
+"""As short as these may be for a group of four to find each other."""
 STEP_SECONDS = 60.0
-"""After which it gives a step up; the default of its own optimizer."""
+"""After so long it gives a step up; this is the default of its own optimizer."""
 CHUNK_SECONDS = 5.0
 """Silence after which it goes on without a member. Only the killed round needs it; its optimizer's default is 15."""
 

@@ -67,7 +67,7 @@ class NextStage(Hop):
 
 
 class HeldTransport(GrpcTransport):
-    """To the other member, over a line that can be held; the other stages, asked for their barrier, are ready."""
+    """Calls the other member over a line that can be held. The other stages, asked for their barrier, are ready."""
 
     def __init__(self, channels: ChannelPool, stage: int) -> None:
         super().__init__(channels)

@@ -78,7 +78,8 @@ def delayed_bytes(config: RunConfig, stage: int) -> int:
 
 
 def passing_bytes(config: RunConfig, stage: int) -> int:
-    """For moments: one microbatch's gradient of the weights; with DiLoCo, right after a round, a third version too."""
+    """What is there for moments: one microbatch's gradient of the weights; with DiLoCo, right after a round, a third
+    version too."""
     return FLOAT_BYTES * num_parameters(config, stage) + delayed_bytes(config, stage)
 
 

@@ -54,7 +54,7 @@ WAVES = 3
 """Times IN_FLIGHT microbatches, that a member trains in a round."""
 POLL_SECONDS = 0.001
 SETTLE_SECONDS = 1.0
-"""After a round: its calls end a little later than the round does."""
+"""Time after a round: its calls end a little later than the round does."""
 
 
 class Member:
@@ -111,7 +111,7 @@ class Member:
         self.averager = Averager(context, self._member)
         self._stage.admission.open()
         self._microbatches: deque[asyncio.Task[None]] = deque()
-        """Those that wait for their gradients, oldest first."""
+        """The microbatches that wait for their gradients, oldest first."""
         self._indices = itertools.count(number, MEMBERS)
         self._figures: dict[str, int] = {}
 

@@ -21,7 +21,7 @@ from scripts.benches.shared.common import compute_like_peers, write_json
 EXPERT = "identity.0"
 MAX_BATCH_SAMPLES = 64
 NUM_HANDLERS = 4
-"""As many as hivemind recommends for an expert."""
+"""Handlers: as many as hivemind recommends for an expert."""
 
 
 def serve(

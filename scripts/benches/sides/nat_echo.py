@@ -31,7 +31,7 @@ from swarm.types import PeerRecord, PeerState
 
 PIECE = bytes(1 << 20)
 SETTLE_SECONDS = 4.0
-"""Before the line is measured: a better way is found meanwhile, if there is one."""
+"""Time before the line is measured, in which a better way is found, if there is one."""
 CLOCK = SystemClock()
 
 

@@ -82,7 +82,7 @@ class Counters:
 
 
 class Peer:
-    """As much of a stage peer as its DHT node sees."""
+    """What a DHT node sees of a stage peer."""
 
     def __init__(self, node: DhtNode, config: RunConfig, stage: int, rng: random.Random) -> None:
         self.num_readings = 0
@@ -134,7 +134,7 @@ def full_record(
     stage: int = 0,
     dht_address: str = "/ip4/192.0.2.101/tcp/40001/p2p/12D3KooWAbcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRST",
 ) -> PeerRecord:
-    """As full as a serving peer's is."""
+    """A record that is as full as a serving peer's."""
     return PeerRecord(
         peer_id=who.peer_id,
         name="a-machine-of-the-usual-name-12345",
@@ -213,7 +213,7 @@ def _count(peers: Sequence[Peer]) -> Counters:
 
 
 def read_bytes_per_second(num_peers: int, record_bytes: int) -> float:
-    """By arithmetic: each peer's record once in each reading."""
+    """The rate by arithmetic: each peer's record once in each reading."""
     return num_peers * record_bytes / (REFRESH_SECONDS * stretch(num_peers))
 
 

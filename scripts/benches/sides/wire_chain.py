@@ -47,7 +47,7 @@ class WireChain:
         self._data = data
         self.stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
         self.sent_bytes = {TOKENS: 0, HIDDEN: 0, GRADIENT: 0}
-        """Of tensors in training, over all boundaries."""
+        """The bytes of tensors in training, over all boundaries."""
 
     def _stage(self, stage: int) -> StageBackend:
         module = build_stage(self._config, stage, device="cpu", weights=self._given)

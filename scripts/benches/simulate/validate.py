@@ -48,7 +48,7 @@ GOAL_PERCENT = 10.0
 
 SettingName = Literal["unequal", "equal", "slow-peer", "unequal-few", "equal-long-line", "slow-peer-long-line"]
 Work = tuple[tuple[float, ...], ...]
-"""By stage and peer, the share of its stage's microbatches that it committed."""
+"""The share of its stage's microbatches that each peer committed, by stage and peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ class Setting:
     """A swarm to compare."""
 
     paces: tuple[tuple[float, ...], ...]
-    """By stage and peer, seconds of computing for a sample, forward and backward."""
+    """Seconds of computing for a sample, forward and backward, by stage and peer."""
     max_in_flight: int = MOST_IN_FLIGHT
-    """Of the trainer."""
+    """The most microbatches in flight of the trainer."""
     round_trip_seconds: float = 0.0
     """What the length of the lines adds to a call and its answer, between any two processes."""
 
@@ -96,7 +96,7 @@ class Options(BenchOptions):
     repetitions: int = 3
     """Times that each real swarm is measured; medians are compared."""
     seed: int = 0
-    """Of the simulated swarm."""
+    """Seed of the simulated swarm."""
 
     def __post_init__(self) -> None:
         cli.require_positive(self, ("warm_up_seconds", "repetitions"))
@@ -147,7 +147,8 @@ def exit_code(figures: Mapping[str, Any]) -> int:
 
 
 def handing_on_seconds(rates: Sequence[float]) -> float:
-    """Of a microbatch that is alone in the swarm `ALONE`, the way there and back, with all that programs do to it."""
+    """The time that a microbatch takes there and back when it is alone in the swarm `ALONE`, with all that programs do
+    to it."""
     return max(0.0, 1 / statistics.median(rates) - ALONE.paces[0][0] * MICROBATCH_SIZE)
 
 
@@ -237,7 +238,7 @@ def machines(setting: Setting, link_seconds: float) -> list[Machine]:
 
 
 def shares(counts: Sequence[Sequence[int]]) -> Work:
-    """Of each peer, from what each of its stage did."""
+    """The share of each peer, from what each of its stage did."""
     return tuple(tuple(count / max(1, sum(stage)) for count in stage) for stage in counts)
 
 
@@ -292,7 +293,7 @@ def _real(options: Options, name: str, setting: Setting) -> tuple[list[float], W
 
 
 def _children(setting: Setting, log_folder: Path, stack: ExitStack) -> Supervisor:
-    """With lines of their own where they are long."""
+    """The child processes, with lines of their own where these are long."""
     if not setting.round_trip_seconds:
         return Supervisor(log_folder)
     return Lines(log_folder, stack.enter_context(Throttle(FAST, setting.round_trip_seconds)))

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 DIRECT_SECONDS = 1.0
 """Longest wait for a connection to an endpoint; gRPC waits three for all together (rpc/options)."""
 TUNNEL_SECONDS = 2.5
-"""The same through a meeting point, which has to be connected to, and to call the peer."""
+"""The longest wait for a connection through a meeting point, which has to be connected to, and to call the peer."""
 DIRECT_AGAIN_SECONDS, TUNNEL_AGAIN_SECONDS = 60.0, 5.0
 """How long an endpoint that failed is tried after the others."""
 BETTER_AGAIN_SECONDS = 600.0

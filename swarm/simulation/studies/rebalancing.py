@@ -101,7 +101,8 @@ def exit_code(figures: dict[str, Any]) -> int:
 
 
 def _closed(percent: dict[str, float]) -> float:
-    """Ours, of what the paper's every 60 seconds leaves of the optimum."""
+    """The share that our rule closes of the gap which the paper's rule leaves to the optimum, when that runs every 60
+    seconds."""
     left = 100.0 - percent["swarm_60"]
     return (percent["ours"] - percent["swarm_60"]) / left if left else 0.0
 

@@ -21,7 +21,8 @@ OUTER = {"learning_rate": 0.7, "momentum": 0.8}
 """Rates and momentum are the best that a short search found for each."""
 SHORT_ROUNDS_RATE = 5e-3
 SHORT_ROUNDS_OUTER = {"learning_rate": 0.7, "momentum": 0.5}
-"""With H = 10: pseudo-gradients agree more from round to round, and a longer momentum adds up too much of them."""
+"""The outer optimizer with H = 10: pseudo-gradients agree more from round to round, and a longer momentum adds up too
+much of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ class Worker:
 
     @property
     def last_report(self) -> pb.RoundReport:
-        """Of the newest committed round."""
+        """The report of the newest committed round."""
         return self.member.reports[-1]
 
     async def join(self) -> None:
@@ -154,7 +154,7 @@ class DrivenSwarm:
         self.bytes_averaged = 0
         """Sent and received by all workers."""
         self.num_attempts = 0
-        """At committing a round."""
+        """Attempts at committing a round."""
         self.num_lost_samples = 0
         """Trained by workers that were killed, and in no average."""
 

@@ -24,9 +24,9 @@ class Kept:
     rounds_at_200: int
     """Outer steps of the arm with H = 200."""
     dataset: str
-    """As the command line has it."""
+    """The dataset as the command line has it."""
     digest: str
-    """Of the text that was found there."""
+    """The digest of the text that was found there."""
 
     def read(self, arm: str, seed: int) -> Mapping[str, Any] | None:
         """The figures of an arm and seed, if they are kept; says so if another version of the code made them.

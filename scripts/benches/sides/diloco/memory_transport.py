@@ -34,7 +34,7 @@ class MemoryNetwork:
         self._peers[record.peer_id] = record, handlers
 
     def remove(self, record: PeerRecord) -> None:
-        """It is gone, as after kill -9: its callers are told so, and so are those that wait for its answer."""
+        """The peer is gone, as after kill -9: its callers are told so, and so are those that wait for its answer."""
         del self._peers[record.peer_id]
 
     def records(self, stage: int) -> list[PeerRecord]:
