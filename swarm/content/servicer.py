@@ -17,7 +17,7 @@ from swarm.errors import NotReady, Overloaded, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, caller_of, subtract
 from swarm.rpc.failures import abort
-from swarm.rpc.turns import Turns
+from swarm.rpc.turns import Turns, yield_to_exchange
 from swarm.rpc.v1 import content_pb2 as pb
 from swarm.rpc.v1.content_pb2_grpc import ContentServiceServicer
 from swarm.rpc.wire import CHUNK_BYTES
@@ -33,9 +33,6 @@ MOST_CALLS = 16
 MOST_CALLS_OF_ONE = 4
 """The most of these calls that one caller may have."""
 RETRY_SECONDS = 0.5
-YIELD_SECONDS = 5.0
-"""A piece waits at most so long for an exchange under way here, which needs the line first."""
-YIELD_LOOK_SECONDS = 0.1
 
 
 def nothing(sha256: str) -> bytes | None:
@@ -94,7 +91,7 @@ class ContentServicer(ContentServiceServicer):
         try:
             content = memoryview(await self._read(shelf, request))
             for start in range(0, len(content), CHUNK_BYTES):
-                await self._yield_to_exchange()
+                await yield_to_exchange(self._is_exchanging, self._clock)
                 yield pb.ContentPiece(data=bytes(content[start : start + CHUNK_BYTES]))
         except SwarmError as error:
             await abort(context, error)
@@ -112,8 +109,3 @@ class ContentServicer(ContentServiceServicer):
         if content is None:
             raise NotReady("it is not here")
         return content
-
-    async def _yield_to_exchange(self) -> None:
-        until = self._clock.monotonic() + YIELD_SECONDS
-        while self._is_exchanging() and self._clock.monotonic() < until:
-            await self._clock.sleep(YIELD_LOOK_SECONDS)

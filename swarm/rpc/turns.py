@@ -25,6 +25,17 @@ RETRY_SECONDS = 1.0
 KEPT_SECONDS = 5.0
 """How long it keeps its place without asking."""
 MOST_WAITING = 64
+YIELD_SECONDS = 5.0
+"""The longest wait of a piece for an exchange under way here, which needs the line first. The peer that downloads waits
+three times as long for the next piece before it gives the donor up."""
+YIELD_LOOK_SECONDS = 0.1
+
+
+async def yield_to_exchange(is_exchanging: Callable[[], bool], clock: Clock) -> None:
+    """Wait until this peer does not exchange, but no longer than YIELD_SECONDS."""
+    until = clock.monotonic() + YIELD_SECONDS
+    while is_exchanging() and clock.monotonic() < until:
+        await clock.sleep(YIELD_LOOK_SECONDS)
 
 
 class Turns:

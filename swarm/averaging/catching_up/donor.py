@@ -22,7 +22,7 @@ from swarm.averaging.messages import Standing
 from swarm.averaging.place import Place
 from swarm.errors import MalformedMessage, NotReady
 from swarm.machine.clock import Clock
-from swarm.rpc.turns import Turns
+from swarm.rpc.turns import Turns, yield_to_exchange
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundMember, Snapshot
 
@@ -35,10 +35,6 @@ SEGMENT_BYTES = 4 << 20
 RESULTS_BYTES = 2 << 30
 LOOK_SECONDS = 1.0
 """Time between two looks for what nobody asks for any more."""
-YIELD_SECONDS = 5.0
-"""A piece waits at most so long for an exchange under way here, which needs the line first. The peer that downloads
-waits three times as long for the next piece before it gives the donor up."""
-YIELD_LOOK_SECONDS = 0.1
 REACH_SECONDS = 8.0
 """How long an offer waits for the round that it is asked for."""
 REACH_LOOK_SECONDS = 0.02
@@ -177,7 +173,7 @@ class Donor:
         async with self._turns.turn(who) if self._turns is not None else nullcontext():
             for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + SEGMENT_BYTES)):
                 self._renew(pin)
-                await self._yield_to_exchange()
+                await yield_to_exchange(self._is_exchanging, self._clock)
                 yield pb.DownloadReply(data=piece)
 
     async def _results(self, standing: Standing) -> AsyncGenerator[pb.DownloadReply, None]:
@@ -196,7 +192,7 @@ class Donor:
                 for pin in [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]:
                     pin.is_fetched = True
                     self._renew(pin)
-                await self._yield_to_exchange()
+                await yield_to_exchange(self._is_exchanging, self._clock)
                 yield pb.DownloadReply(data=piece)
             standing = kept.committed.after
 
@@ -206,10 +202,8 @@ class Donor:
         while self._place.standing.round < round_number and self._clock.monotonic() < until:
             await self._clock.sleep(REACH_LOOK_SECONDS)
 
-    async def _yield_to_exchange(self) -> None:
-        until = self._clock.monotonic() + YIELD_SECONDS
-        while self._place.group.phase is Phase.EXCHANGING and self._clock.monotonic() < until:
-            await self._clock.sleep(YIELD_LOOK_SECONDS)
+    def _is_exchanging(self) -> bool:
+        return self._place.group.phase is Phase.EXCHANGING
 
     # -- pins ----------------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from swarm.averaging.catching_up.donor import YIELD_LOOK_SECONDS, YIELD_SECONDS, snapshot_id
+from swarm.averaging.catching_up.donor import snapshot_id
 from swarm.averaging.catching_up.tensor_bytes import TensorBytes
 from swarm.averaging.messages import Standing
 from swarm.errors import MalformedMessage, NotReady
+from swarm.rpc.turns import YIELD_LOOK_SECONDS, YIELD_SECONDS
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Snapshot
 from tests.averaging.holder import SIZE, Holder
