@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
@@ -66,6 +67,11 @@ def arguments(options: Any) -> list[str]:
         else:
             words += [option, str(value)]
     return [*places, *words]
+
+
+def spelled_out(text: str) -> str:
+    """What an option or a variable says: the text itself, or for @FILE what the file holds. Raises OSError."""
+    return Path(text[1:]).read_text(encoding="utf-8", errors="replace").strip() if text.startswith("@") else text
 
 
 def _is_positional(annotation: object) -> bool:

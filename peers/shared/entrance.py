@@ -8,8 +8,8 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from peers.shared.cli import spelled_out
 from peers.shared.invite_option import EntranceOptions
 from peers.shared.network import KnownPeers
 from peers.shared.token_option import admitted, find_token
@@ -122,10 +122,8 @@ def find_entrance(
 
 def _invite(text: str) -> str:
     """The invite of an argument: itself, or in the file that it names, alone or as a peer's --ready-file has it."""
-    if not text.startswith("@"):
-        return text
-    content = Path(text[1:]).read_text(encoding="utf-8").strip()
-    if not content.startswith("{"):
+    content = spelled_out(text)
+    if not text.startswith("@") or not content.startswith("{"):
         return content
     try:
         return str(json.loads(content)["invite"])

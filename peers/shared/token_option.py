@@ -7,8 +7,8 @@ import asyncio
 import datetime
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from peers.shared.cli import spelled_out
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity
 from swarm.credentials.token import Token
@@ -24,12 +24,7 @@ FAREWELL_SECONDS = 90.0
 
 def read_token(text: str) -> Token:
     """A token that is written out, or in a file (@FILE). Raises ValueError, or OSError if the file cannot be read."""
-    if text.startswith("@"):
-        try:
-            text = Path(text[1:]).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            text = ""
-    return Token.parse(text)
+    return Token.parse(spelled_out(text))
 
 
 def find_token(

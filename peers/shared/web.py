@@ -8,13 +8,13 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from peers.shared.cli import spelled_out
 from swarm.rpc.endpoint import endpoint_of
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -147,8 +147,7 @@ def find_secret(option_value: str | None, environment: Mapping[str, str], *, opt
     name, secret = (option, option_value) if option_value is not None else (variable, environment.get(variable))
     if secret is None:
         return None
-    if secret.startswith("@"):
-        secret = Path(secret[1:]).read_text(encoding="utf-8", errors="replace").strip()
+    secret = spelled_out(secret)
     if not secret or not all("!" <= character <= "~" for character in secret):
         raise ValueError(f"{name} must be letters, digits and signs of ASCII, without spaces, and not empty")
     return secret

@@ -6,6 +6,7 @@ Used by peer_row.py. All of it is the peer's word: texts are cut and made printa
 from dataclasses import dataclass
 from typing import Any, Self
 
+from peers.shared.process import printable
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.types import LONGEST_WAIT
@@ -49,26 +50,21 @@ class Answer:
     @property
     def refusals(self) -> tuple[str, ...]:
         """What the peer says of others."""
-        return tuple(_printable(line, LONGEST_REFUSAL) for line in self.reply.averaging.refusals[:MOST_REFUSALS])
+        return tuple(printable(line[:LONGEST_REFUSAL]) for line in self.reply.averaging.refusals[:MOST_REFUSALS])
 
     @property
     def waiting_for(self) -> str:
         """What the peer waits for."""
-        return _printable(self.reply.waiting_for, LONGEST_WAIT)
+        return printable(self.reply.waiting_for[:LONGEST_WAIT])
 
     @property
     def links(self) -> tuple[dict[str, Any], ...]:
         """What the peer measures of its lines."""
         return tuple(
             {
-                "peer_id": _printable(link.peer_id, LONGEST_ID),
+                "peer_id": printable(link.peer_id[:LONGEST_ID]),
                 "round_trip_seconds": link.round_trip_seconds,
                 "bytes_per_second": link.bytes_per_second,
             }
             for link in self.reply.links[:MOST_LINKS]
         )
-
-
-def _printable(line: str, most: int) -> str:
-    """A line that no terminal takes for more than text, cut."""
-    return "".join(character if character.isprintable() else "?" for character in line[:most])
