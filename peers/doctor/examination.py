@@ -89,7 +89,7 @@ async def in_passing(plan: Plan, run: Run, device: Device, clock: Clock) -> list
 
 
 async def _on_line(plan: Plan, run: Run, clock: Clock) -> list[Finding]:
-    found = await line.distances(run.peers, run.channels, clock)
+    found = await line.distances(run.peers, run.channels, clock, seconds=line.DISTANCE_SECONDS)
     # Not at the same time, since what goes there and back to measure a rate would be in the way.
     rates = await line.rates([peer for peer in run.peers if peer.endpoint in found], run.channels, clock)
     return [

@@ -35,9 +35,7 @@ Distances = Mapping[str, Distance | str]
 """The distance to each peer, by its endpoint; or why it is not known."""
 
 
-async def distances(
-    peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock, *, seconds: float = DISTANCE_SECONDS
-) -> Distances:
+async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock, *, seconds: float) -> Distances:
     """The distances to some peers, asked at the same time, with so much time to answer. Cancellation ends the calls."""
 
     async def ask(peer: PeerRecord) -> Distance | str:

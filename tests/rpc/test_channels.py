@@ -195,7 +195,7 @@ async def test_messages_may_be_large(serve: Serve, insecure_pool: ChannelPool) -
 
 FROZEN = """
 import asyncio, sys, grpc
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 
 async def sleep(request, context):
     await asyncio.sleep(60)

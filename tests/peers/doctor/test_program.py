@@ -5,12 +5,11 @@ import json
 import logging
 import re
 import socket
-import time
 from typing import Any
 
 import pytest
 
-from peers.doctor import line
+from peers.doctor import line, ports
 from peers.doctor import program as doctor
 from peers.doctor.examination import Plan, Run, in_passing
 from peers.doctor.finding import Finding, State
@@ -25,11 +24,21 @@ from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
+from swarm.rpc.meeting import check
 from swarm.types import PeerId
 from tests.support.shown_run import ShownRun, shown_run
 
 CONFIG = configs.load_preset("tiny")
 NODE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWQfGkQq4wGkyNqHUBd7HScWJGfNYsPzRUnGwkKDUdJhqZ"
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found does not depend on how busy the machine is that runs these tests."""
+    monkeypatch.setattr(line, "DISTANCE_SECONDS", 60.0)
+    monkeypatch.setattr(line, "RATE_SECONDS", 60.0)
+    monkeypatch.setattr(ports, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(check, "DIAL_SECONDS", 30.0)
 
 
 class Ahead(SystemClock):
@@ -51,9 +60,7 @@ async def _examine(options: DoctorOptions) -> dict[str, Finding]:
 
 async def test_a_machine_that_can_serve_is_told_so_with_figures() -> None:
     async with shown_run(CONFIG, generate(), NODE, software_version=__version__) as run:
-        began_at = time.monotonic()
         found = await _examine(_options(run.entry))
-        assert time.monotonic() - began_at < 20.0
     assert list(found) == [
         "device", "files", "memory", "disk", "version", "gRPC port", "DHT port", "peers", "clock", "round trip",
         "bandwidth",
