@@ -3,11 +3,11 @@
 A trainer writes them into metrics.jsonl, by the step, which is a round of the whole swarm.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarm.machine import json_file
 from swarm.metrics.log import OF_SOURCE
 
 METRICS = "metrics.jsonl"
@@ -36,13 +36,13 @@ def read_losses(path: Path) -> list[MeasuredLoss]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         for line in lines:
-            row = json.loads(line)
+            row = json_file.parse(line)
             for key, loss in row.items():
                 if isinstance(loss, float) and (name := _name(key)):
                     found.append(MeasuredLoss(name=name, round=int(row["step"]), loss=loss))
     except OSError as error:
         raise ValueError(f"--metrics {file}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, OverflowError, KeyError, AttributeError, TypeError):
         raise ValueError(f"--metrics {file} is no metrics.jsonl of a swarm-trainer") from None
     if not found:
         raise ValueError(f"--metrics {file} has no losses")

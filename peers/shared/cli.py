@@ -95,6 +95,7 @@ def require_name(name: str) -> None:
         raise ValueError(f"--name must have at most {LONGEST_NAME} characters, not {len(name)}")
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise ValueError(f"--name must have no control characters: not {name!r}")
+    _require_utf8("name", name)
 
 
 def require_one(given: Mapping[str, bool]) -> None:
@@ -130,11 +131,7 @@ def require_text(options: object, names: Iterable[str]) -> None:
     for name in names:
         value = getattr(options, name)
         for text in value if isinstance(value, tuple) else (value or "",):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                where = f"the byte 0x{ord(text[error.start]) & 0xFF:02x} after {counted(error.start, 'character')}"
-                raise ValueError(f"--{name.replace('_', '-')} must be UTF-8 text, and has {where}") from None
+            _require_utf8(name, text)
 
 
 def require_ports(options: object, names: Iterable[str]) -> None:
@@ -151,6 +148,15 @@ def require_distinct(options: object, names: Iterable[str]) -> None:
         values = getattr(options, name)
         if not values or len(set(values)) < len(values):
             raise ValueError(f"--{name.replace('_', '-')} must name at least one, and none twice")
+
+
+def _require_utf8(name: str, text: str) -> None:
+    """Python has stand-ins for the bytes of a command line that are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = f"the byte 0x{ord(text[error.start]) & 0xFF:02x} after {counted(error.start, 'character')}"
+        raise ValueError(f"--{name.replace('_', '-')} must be UTF-8 text, and has {where}") from None
 
 
 def _one_line(box: str, options: type[object]) -> str:

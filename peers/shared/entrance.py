@@ -4,7 +4,6 @@ Used by every program that joins a run. An invite names peers by their gRPC endp
 addresses the DHT can be entered; so an address that has changed since does no harm while one of them is there.
 """
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_config
 from swarm.dht.lookup import PeerStore
 from swarm.errors import PeerUnavailable
+from swarm.machine import json_file
 from swarm.machine.clock import Clock
 from swarm.machine.patience import patiently
 from swarm.routing.router import Router
@@ -126,6 +126,6 @@ def _invite(text: str) -> str:
     if not text.startswith("@") or not content.startswith("{"):
         return content
     try:
-        return str(json.loads(content)["invite"])
+        return str(json_file.parse(content)["invite"])
     except (ValueError, KeyError):
         raise ValueError(f"{text[1:]} holds no invite: name a file that a peer wrote for --ready-file") from None

@@ -4,7 +4,6 @@ Used by audit/audit. A last line that a kill or a full disk cut short is passed 
 behind it; anything else that is no event is an error with the line's number. Keeps nothing in memory.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from swarm.events.kinds import FORMAT, NAMES, Event, Gap, Start
+from swarm.machine import json_file
 
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(event) for name, event in NAMES.items()}
 
@@ -66,7 +66,7 @@ def read(path: Path) -> Iterator[Line]:
 
 def _parse(text: bytes, number: int) -> Line:
     try:
-        values: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = json_file.parse(text)
         name, monotonic = values.pop("event"), values.pop("monotonic")
         values.pop("time")
         event = _ADAPTERS[name].validate_python(values)

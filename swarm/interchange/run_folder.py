@@ -74,6 +74,11 @@ def _require_run(config: RunConfig, source: Source) -> None:
             f"{source.folder} has no {TOKENIZER}, and without one a run reads bytes, for which the model's vocabulary "
             f"of {config.model.vocab_size} is too small ({ByteTokenizer.vocab_size}): put the model's {TOKENIZER} there"
         )
+    for path in (config.data.tokenizer, *config.data.datasets):
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{path!r} is no UTF-8 text, and {CONFIG} has to name it: rename it") from None
     for dataset in config.data.datasets:
         sources.require_there(dataset)
 

@@ -517,6 +517,8 @@ def test_a_broken_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "peer-0a.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     for broken in (
+        "[" * 100_000 + "\n",
+        "1" * 5000 + "\n",
         "[1, 2]\n",
         "{\n",
         lines[4].replace("event", "tneve"),

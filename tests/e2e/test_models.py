@@ -228,6 +228,13 @@ def test_likewise_where_a_peer_is_killed(swarm: RealSwarm) -> None:
 
 
 @pytest.mark.slow
+def test_conversations_are_learnt_where_a_peer_is_killed(swarm: RealSwarm) -> None:
+    _import_to_chat(swarm.folder, 3)
+    _train(swarm, 3, 2, 20, kills=True)
+    _export(swarm, 3, 20)
+
+
+@pytest.mark.slow
 def test_a_stage_without_its_model_is_named(swarm: RealSwarm) -> None:
     _import(swarm.folder, 2)
     swarm.model = swarm.folder / "run"

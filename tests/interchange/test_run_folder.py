@@ -24,6 +24,16 @@ def _import(tmp_path: Path, name: str = "llama-2", options: ImportOptions | None
     return import_model(Source(tmp_path / "model"), tmp_path / "run", options or ImportOptions())
 
 
+def test_what_the_configuration_cannot_name_is_refused(tmp_path: Path) -> None:
+    """Names of files may be any bytes, and TOML is UTF-8."""
+    save("llama-2", tmp_path / "model")
+    write_tokenizer(tmp_path / "model" / "tokenizer.json", ["one"])
+    for output, dataset in (("run", "a\udcff.txt"), ("run\udcff", "stdlib")):
+        with pytest.raises(ValueError, match=r"udcff.* is no UTF-8 text, and run\.toml has to name it"):
+            import_model(Source(tmp_path / "model"), tmp_path / output, ImportOptions(dataset=(dataset,)))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_the_configuration_is_read_back(tmp_path: Path) -> None:
     config = _import(tmp_path, options=ImportOptions(num_stages=3, dataset=("stdlib",), run="mine"))
     assert configs.load(tmp_path / "run" / "run.toml") == config

@@ -139,7 +139,8 @@ def test_the_card_has_the_losses_that_were_measured_by_then(tmp_path: Path, caps
     assert "| Loss, held-out, books, at round 1 | 3.1250 nats a token |" in card
     assert "2.0000" not in card
     where[-1] = str(tmp_path / "none")
-    for content, fault in (("{}", "has no losses"), ("{", "is no metrics.jsonl"), ("[]", "is no metrics.jsonl")):
+    none = ("{", "[]", "[" * 100_000, '{"train/loss": 1.5, "step": Infinity}')
+    for content, fault in (("{}", "has no losses"), *((content, "is no metrics.jsonl") for content in none)):
         (tmp_path / "metrics.jsonl").write_text(content)
         with pytest.raises(ValueError, match=fault):
             model.main(["export", *where, "--metrics", str(tmp_path / "metrics.jsonl")])

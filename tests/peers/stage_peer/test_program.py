@@ -31,6 +31,7 @@ from tests.support.swarm import write_text
         ({"name": "x" * 65}, "--name must have at most 64 characters, not 65"),
         ({"name": "x\x1b[2J"}, r"--name must have no control characters: not 'x\\x1b\[2J'"),
         ({"name": "x\n"}, "--name must have no control characters"),
+        ({"name": "x\udcff"}, "--name must be UTF-8 text, and has the byte 0xff after 1 character"),
     ],
 )
 def test_wrong_options(options: dict[str, object], complaint: str) -> None:
