@@ -26,8 +26,8 @@ def _logging_as_it_was() -> Iterator[None]:
         root.removeHandler(handler)
     root.setLevel(level)
     for name, logger in _loggers().items():
-        if logger.level != levels.get(name, logger.level):
-            logger.setLevel(levels[name])
+        if logger.level != (former := levels.get(name, logging.NOTSET)):
+            logger.setLevel(former)
     threading.excepthook, sys.unraisablehook = hooks
 
 

@@ -27,7 +27,10 @@ _NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
 """The name of an argument, behind the box's border if it has one: its option, or what it takes where it has none."""
 _NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
 _NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
+_NO_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.?", re.IGNORECASE)
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
+MOST_THREADS = 1024
+"""Of --threads. More than any machine has cores."""
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
 
 
@@ -118,6 +121,13 @@ def require_at_least(options: object, least: Mapping[str, int]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
 
 
+def require_threads(options: object) -> None:
+    """Raise ValueError for --threads that PyTorch could not start, which then ends with a long traceback."""
+    threads = getattr(options, "threads")  # noqa: B009 - of any program
+    if threads is not None and not 0 <= threads <= MOST_THREADS:
+        raise ValueError(f"--threads must be between 0 and {MOST_THREADS}, not {threads}")
+
+
 def require_positive(options: object, names: Iterable[str]) -> None:
     """Raise ValueError for a number that is not above zero and finite, by the option's name."""
     for name in names:
@@ -135,11 +145,17 @@ def require_text(options: object, names: Iterable[str]) -> None:
 
 
 def require_ports(options: object, names: Iterable[str]) -> None:
-    """Raise ValueError for a number that is no TCP port, by the option's name; one that was left out (None) will do."""
+    """Raise ValueError for a number that is no TCP port, or that two of the options have, by their names.
+
+    One that was left out (None) will do, and 0 is any free port.
+    """
+    taken = dict[int, str]()
     for name in names:
-        value = getattr(options, name)
+        value, option = getattr(options, name), f"--{name.replace('_', '-')}"
         if value is not None and not 0 <= value <= 65535:
-            raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {value}")
+            raise ValueError(f"{option} must be between 0 and 65535, not {value}")
+        if value and taken.setdefault(value, option) != option:
+            raise ValueError(f"{taken[value]} and {option} cannot both be {value}")
 
 
 def require_distinct(options: object, names: Iterable[str]) -> None:
@@ -174,7 +190,14 @@ def _one_line(box: str, options: type[object]) -> str:
     if found := _NO_NUMBER.match(message):
         option, kind, value = found.groups()
         return f"{option} takes {_KINDS['INT' if 'int' in kind else 'FLOAT']}, not {value!r}"
+    if found := _NO_CHOICE.match(message):
+        value, option, quoted = found.groups()
+        choices = sorted(set(re.findall(r"'([^']*)'", quoted)) - {"None"})
+        return f"{option} takes {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}"
+    if message.startswith("Unrecognized options: ") and not message.split()[2].startswith("-"):
+        return f"takes no such word: {message.partition(': ')[2]}"
     if message.startswith("Missing from"):
         explained = next(part for part in _RULE.split(text) if "Missing from" in part)
         return f"missing {', '.join(_NAME.findall(explained))}"
-    return message[:1].lower() + message[1:]
+    # The name of an option's value, such as INVITE, stays as it is.
+    return message if message[1:2].isupper() else message[:1].lower() + message[1:]

@@ -26,8 +26,11 @@ def read(path: Path = FILE) -> None:
         ValueError: one line, without the value, where it cannot be read.
     """
     try:
+        if path.exists() and not path.is_file():
+            # A folder, as some keep their virtual environment in, or a pipe, which would be waited for.
+            return
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         return
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

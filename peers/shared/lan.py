@@ -34,8 +34,8 @@ LOOK_SECONDS, SAY_SECONDS = 5.0, 2.0
 """How long a run is looked for, and after how long a line says so."""
 SETTLE_SECONDS = 1.0
 """Longest wait for others after the first one was found: answers come within some tenths of a second."""
-MOST_FOUND = 64
-"""Announcements that are looked at; the rest is passed over."""
+MOST_FOUND, MOST_ASKED = 64, 1024
+"""Announcements that are taken, and that are looked at; the rest is passed over."""
 MOST_ENTRIES = 8
 """Peers' addresses that are taken of one run."""
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\.[0-9a-f]{16}")
@@ -91,14 +91,14 @@ async def find() -> dict[str, Invite]:
             info = AsyncServiceInfo(SERVICE, name)
             if await info.async_request(network.zeroconf, int(LOOK_SECONDS * 1000)):
                 claim = claimed(info.properties)
-                if claim is not None:
+                if claim is not None and len(told) < MOST_FOUND:
                     told[name] = claim
                     first.set()
 
         async with asyncio.TaskGroup() as tasks:
 
             def note(zeroconf: Any, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-                if state_change is ServiceStateChange.Added and name not in asking and len(asking) < MOST_FOUND:
+                if state_change is ServiceStateChange.Added and name not in asking and len(asking) < MOST_ASKED:
                     asking[name] = tasks.create_task(ask(name))
 
             browser = AsyncServiceBrowser(network.zeroconf, SERVICE, handlers=[note])

@@ -298,7 +298,9 @@ def _address_limit() -> int | None:
 
 
 def _describe(error: BaseException | None) -> str:
-    if isinstance(error, OSError) and error.strerror:
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
+        text = f"{error.filename}: it should be a folder, and is a file or in a file; name another path"
+    elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error)

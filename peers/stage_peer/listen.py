@@ -47,6 +47,10 @@ class Outside:
         Where a port is named, something in between may send on to another address.
         """
         listening, own = _ip(listens_at), _ip(self.host)
+        if own is not None and (own.is_unspecified or own.is_multicast):
+            raise ValueError(
+                f"{option} {self.host}: this is no machine's address; say the one at which others reach it"
+            )
         if listening is None or own is None or self.port:
             return
         if listening.version != own.version:

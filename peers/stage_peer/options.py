@@ -162,10 +162,10 @@ class PeerOptions:
         if any(outside.port for outside in self.outside) and not self.announce_dht:
             raise ValueError("--announce HOST:PORT is of gRPC alone: say --announce-dht HOST:PORT for the DHT as well")
         cli.require_name(self.name)
+        cli.require_threads(self)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
         for name in (
-            "threads",
             "max_in_flight",
             "graph_memory_mib",
             "max_sessions",

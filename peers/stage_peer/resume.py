@@ -93,7 +93,7 @@ async def begin(
         await member.begin(highest_microbatch=0 if others.has_begun else -1)
         return
     restored = beginning.restored
-    tensors = (await member.snapshot()).tensors if restored is None else _known(config, shapes, restored.tensors)
+    tensors = (await member.snapshot()).tensors if restored is None else known(config, shapes, restored.tensors)
     snapshot = Snapshot(
         round=beginning.round,
         run_samples=beginning.run_samples,
@@ -186,7 +186,7 @@ def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run
         logger.warning("  %s begins with no memory of the parameters that it steps in another way", run.optimizer.name)
 
 
-def _known(
+def known(
     config: RunConfig, shapes: Mapping[str, torch.Size], tensors: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """A checkpoint's state without what another optimizer remembered."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from peers.stage_peer.resume import known, say_changes
 from peers.static.options import StaticOptions
 from peers.static.spread import Spread
 from peers.static.workers import Workers
@@ -63,6 +64,7 @@ class Checkpoints:
         self._is_on = options.checkpoint is not None
         self._writer: CheckpointWriter | None = None
         self._written = -1
+        self._is_newest_kept = True
         if options.checkpoint is not None and workers.place("dp") == workers.place("tp") == 0:
             self._writer = CheckpointWriter(
                 options.checkpoint, every=self._every, keep=options.keep_checkpoints, owner=f"static-{self._stage}"
@@ -89,7 +91,8 @@ class Checkpoints:
             reasons = (file.difference(folder.path / str(name), self._config) for name in file.names(folder.path))
             reason = next((f": they are of another run ({reason})" for reason in reasons if reason), "")
             raise Fatal(f"{folder.path} has no sound checkpoint of this model{reason}")
-        anchor, remembered = state.parts(restored.tensors)
+        say_changes(restored.config, self._config, round_number=restored.round, run_samples=restored.run_samples)
+        anchor, remembered = state.parts(known(self._config, self._model.shapes, restored.tensors))
         parameters = self._model.local_parameters
         with torch.no_grad():
             for name, part in parameters.items():
@@ -98,6 +101,11 @@ class Checkpoints:
         optim.load_state_tensors(optimizer, parameters, parts)
         logger.info("goes on at step %d, from %s", restored.round, ", ".join(map(str, restored.files)))
         return Progress(step=restored.round, run_samples=restored.run_samples, lineage=restored.lineage)
+
+    def require_written(self) -> None:
+        """Raise Fatal if this worker could not write the newest state, as the log then says."""
+        if not self._is_newest_kept:
+            raise Fatal(f"the last state of this run is in no checkpoint: step {self._written} could not be written")
 
     def is_due(self, step: int) -> bool:
         """Whether the state with which a step begins is to be written."""
@@ -132,5 +140,5 @@ class Checkpoints:
             highest_microbatch=progress.step * self._config.microbatches_per_round - 1,
             state_digest=digest,
         )
-        asyncio.run(self._writer.write(header, whole))
+        self._is_newest_kept = asyncio.run(self._writer.write(header, whole))
         return dataclasses.replace(progress, lineage=lineage)

@@ -54,7 +54,7 @@ def train(
         stops: whether this worker was told to stop. Then all do, after the step that they are in.
 
     Raises:
-        Fatal: the gradient is not finite, or the checkpoints do not fit.
+        Fatal: the gradient is not finite, the checkpoints do not fit, or the last one could not be written.
     """
     config, shape, parameters = run.config, run.workers.shape, run.model.local_parameters
     optimizer, scale = gradient_optimizer(config.optimizer, same_bits=False), LossScale(run.dtype)
@@ -106,6 +106,7 @@ def train(
     evaluation = None if is_stopped else evaluate(run, held_out)
     if run.report is not None:
         run.report.end(progress.step, loss, evaluation, stopped=is_stopped)
+    run.checkpoints.require_written()
     return is_stopped
 
 

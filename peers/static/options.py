@@ -81,8 +81,9 @@ class StaticOptions:
     def __post_init__(self) -> None:
         if sum(source is not None for source in (self.config or self.model, self.preset)) != 1:
             raise ValueError("which run? give one of --config FILE, --preset NAME and --model DIR")
-        least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "threads": 0, "checkpoint_every": 1, "keep_checkpoints": 1}
+        least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
         cli.require_at_least(self, {**least, "evaluate_every": 0, "evaluation_samples": 1})
+        cli.require_threads(self)
         if self.epochs is not None:
             cli.require_positive(self, ["epochs"])
             if self.steps is not None:

@@ -30,6 +30,7 @@ from peers.static.options import StaticOptions
 from peers.static.report import Report
 from peers.static.spread import Spread
 from peers.static.workers import Workers
+from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import SwarmError
@@ -69,10 +70,21 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
     config, given = run_config.trained(options, shape)
     if options.compile:
         require_compiler(device)
-    with stopping(environment) as stops, workers.joined(shape, device, environment) as joined:
-        is_stopped = work(config, given, options, joined, stops)
+    require_beginning(options)
+    with stopping(environment) as stop, workers.joined(shape, device, environment) as joined:
+        is_stopped = work(config, given, options, joined, stop.is_set)
     # torchrun takes any other code for a failure, and starts the workers again.
-    return process.EXIT_INTERRUPTED if is_stopped and "WORLD_SIZE" not in environment else 0
+    return stop.exit_code if is_stopped and "WORLD_SIZE" not in environment else 0
+
+
+def require_beginning(options: StaticOptions) -> None:
+    """Raise ValueError if --resume names nothing to go on from, and --checkpoint has nothing either."""
+    if options.resume is None or (options.checkpoint is not None and file.names(options.checkpoint)):
+        return
+    if not options.resume.is_dir():
+        raise ValueError(f"--resume {options.resume}: there is no such folder")
+    if not file.names(options.resume):
+        raise ValueError(f"--resume {options.resume}: there is no checkpoint in this folder")
 
 
 def work(
@@ -106,19 +118,31 @@ def work(
     )
 
 
+class Stop(threading.Event):
+    """Set when training is to end after its present step; says with which code."""
+
+    exit_code = process.EXIT_INTERRUPTED
+
+
 @contextlib.contextmanager
-def stopping(environment: Mapping[str, str]) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, for as long as the block runs. A second one ends a worker that is alone at once."""
-    pressed = threading.Event()
+def stopping(environment: Mapping[str, str]) -> Iterator[Stop]:
+    """Notes Ctrl-C and SIGTERM, for as long as the block runs. A second Ctrl-C ends a worker that is alone at once.
 
-    def press(number: int, frame: object) -> None:
+    With SIGTERM torchrun also ends workers that wait for one that has died: among several it ends them at once.
+    """
+    is_alone = "WORLD_SIZE" not in environment
+    stop = Stop()
+
+    def note(number: int, frame: object) -> None:
         # torchrun passes on what the terminal has sent to all: with several workers each hears it twice.
-        if pressed.is_set() and "WORLD_SIZE" not in environment:
+        if stop.is_set() and is_alone and number == signal.SIGINT:
             raise KeyboardInterrupt
-        pressed.set()
+        stop.exit_code = 128 + number
+        stop.set()
 
-    before = signal.signal(signal.SIGINT, press)
+    before = {number: signal.signal(number, note) for number in [signal.SIGINT, *([signal.SIGTERM] * is_alone)]}
     try:
-        yield pressed.is_set
+        yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

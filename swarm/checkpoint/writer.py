@@ -122,13 +122,20 @@ class CheckpointWriter:
             file.set_aside(path)
 
     def _tidy(self, config: RunConfig, written: FileName) -> None:
-        """Delete all but the newest few, and of those that a leaving peer wrote in between, all but the newest one."""
+        """Delete all but the newest few, and of those that a leaving peer wrote in between, all but the newest one.
+
+        Of those that were here before, as many may stay: perhaps `every` was another number then.
+        """
         self.went_back(config, written.round, stage=written.stage)
         cut = (written.stage, written.num_stages)
         kept = [n for n in file.names(self.folder) if (n.stage, n.num_stages) == cut and n.round <= written.round]
         regular = [name for name in kept if name.round % self._every == 0]
         between = [name for name in kept if name.round % self._every]
-        for name in [*regular[: -self._keep], *between[:-1]]:
+        former = [name for name in between if name in self._former]
+        own = [name for name in between if name not in self._former]
+        first_kept = regular[-self._keep].round if len(regular) >= self._keep else 0
+        passed = [name for name in former if name.round < first_kept]
+        for name in {*regular[: -self._keep], *own[:-1], *former[: -self._keep], *passed}:
             (self.folder / str(name)).unlink(missing_ok=True)
 
 

@@ -133,7 +133,7 @@ def require_free_port(host: str, port: int) -> int:
     try:
         return free_port(host, port)
     except ValueError as error:
-        raise ValueError(f"the DHT cannot listen on {host} port {port}: {error}; choose another port") from None
+        raise ValueError(f"the DHT cannot listen on {host} port {port}: {error}; choose another host or port") from None
 
 
 def _family(host: str) -> str:

@@ -81,6 +81,19 @@ async def test_those_written_on_leaving_do_not_displace_the_regular_ones(tmp_pat
     assert _rounds(tmp_path) == [2, 4, 7]
 
 
+async def test_those_from_when_another_number_of_rounds_lay_between_them_stay_until_as_many_are_newer(
+    tmp_path: Path,
+) -> None:
+    for number in (2, 4, 6, 8):
+        assert await _write(_writer(tmp_path, keep=4), number)
+    writer = _writer(tmp_path, every=10, keep=3)
+    assert await _write(writer, 9)
+    assert _rounds(tmp_path) == [4, 6, 8, 9]
+    for number in (10, 20, 30):
+        assert await _write(writer, number)
+    assert _rounds(tmp_path) == [9, 10, 20, 30]
+
+
 async def test_what_is_due(tmp_path: Path) -> None:
     writer = _writer(tmp_path, every=3)
     assert [number for number in range(1, 8) if writer.is_due(number)] == [3, 6]

@@ -88,6 +88,7 @@ def test_any_damage_is_noticed() -> None:
     for place in range(len(SCHEME) + 1, len(whole)):
         other = rng.choice([digit for digit in digits if digit != whole[place]])
         damaged.append(whole[:place] + other + whole[place + 1 :])
+    damaged += [f"{whole}{2_000_000 * 'x'}"]  # which takes for ever to decode
     damaged += [f"{whole}x", whole.lower(), f"{whole}.", whole[: len(SCHEME)] + "x" + whole[len(SCHEME) + 1 :]]
     for text in damaged:
         with pytest.raises(ValueError, match=r"^the invite is cut off or mistyped: copy the whole word again"):

@@ -89,7 +89,7 @@ def test_an_option_may_be_given_several_times_and_takes_no_more_than_one_each_ti
         ("--stage -1", "--stage must not be negative, not -1"),
         (
             "--stage 1 --log-level loud",
-            "invalid choice 'loud' for argument '--log-level'. Expected one of ('debug', 'info').",
+            "--log-level takes debug or info, not 'loud'",
         ),
     ],
 )

@@ -44,6 +44,8 @@ def test_the_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_no_file_is_no_fault(tmp_path: Path) -> None:
     env_file.read(tmp_path / ".env")
     env_file.read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    env_file.read(tmp_path / "pipe")
     assert "HF_TOKEN" not in os.environ
 
 

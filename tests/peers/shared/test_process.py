@@ -42,6 +42,11 @@ def _raise(error: BaseException) -> int:
         (ValueError("--steps must be\nat least 1"), 2, "swarm-x: error: --steps must be at least 1"),
         (ConfigMismatch("run is 'a' here"), 1, "swarm-x: error: run is 'a' here"),
         (OSError(28, "No space left on device", "/x/log"), 1, "swarm-x: error: /x/log: No space left on device"),
+        (
+            OSError(17, "File exists", "/x"),
+            1,
+            "swarm-x: error: /x: it should be a folder, and is a file or in a file; name another path",
+        ),
         (KeyboardInterrupt(), 130, "swarm-x: interrupted"),
         (process.Terminated(), 143, "swarm-x: terminated"),
         (PeerUnavailable("a\x1b[2J\x9bm\tpeer"), 1, "swarm-x: error: a [2J m peer"),

@@ -1,12 +1,13 @@
 """swarm-static alone: faults, stops, and what it leaves."""
 
 import dataclasses
+import errno
 import os
 import re
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from peers.static.workers import Shape
 from scripts.benches.shared.common import with_corpus, write_config
 from scripts.benches.sides.reference import Reference
 from swarm import config as configs
+from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.interchange import weights
@@ -38,6 +40,9 @@ CONFIG = RunConfig(
     rounds=RoundsConfig(setting="synchronous", round_samples=4),
     optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.1),
 )
+
+
+OptimizerName = Literal["adamw", "muon"]
 
 
 @pytest.fixture
@@ -85,6 +90,9 @@ def trained(config_file: Path, *arguments: str | Path | int) -> int:
         (9, ["--preset", "tiny", "--pp", "9"], "--pp 9 needs as many layers"),
         (2, ["--preset", "tiny", "--dtype", "fp16", "--compress", "int8"], "--compress is not for --dtype fp16"),
         (1, ["--preset", "none"], "unknown preset"),
+        (1, ["--preset", "tiny", "--resume", "/nowhere"], "--resume /nowhere: there is no such folder"),
+        (1, ["--preset", "tiny", "--resume", "/dev"], "--resume /dev: there is no checkpoint in this folder"),
+        (1, ["--preset", "tiny", "swarm://1abc"], "takes no such word: swarm://1abc"),
     ],
 )
 def test_a_fault_is_one_line(
@@ -189,6 +197,30 @@ def test_begins_with_a_model_and_goes_on_from_a_checkpoint_of_it(
     assert "another/weights has other weights" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
+def test_another_optimizer_goes_on_from_the_weights_and_says_so(
+    before: OptimizerName, now: OptimizerName, config_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = config_file.parent / "checkpoints"
+    for name, steps in ((before, 2), (now, 4)):
+        optimizer = dataclasses.replace(CONFIG.optimizer, name=name)
+        write_config(dataclasses.replace(CONFIG, optimizer=optimizer), config_file)
+        assert trained(config_file, "--steps", steps, "--checkpoint", folder) == 0
+    assert f"optimizer.name: '{before}' before, '{now}' now" in caplog.text
+    assert max(row["step"] for row in log.read(config_file.parent / "metrics.jsonl")) == 4
+
+
+def test_a_last_checkpoint_that_is_not_written_is_a_failure(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object, **named: object) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(file, "write", full)
+    assert trained(config_file, "--steps", 2, "--checkpoint", config_file.parent / "checkpoints") == 1
+    assert "step 2 could not be written" in capsys.readouterr().err
+
+
 def test_refuses_checkpoints_of_another_model(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = config_file.parent / "checkpoints"
     assert trained(config_file, "--steps", 1, "--checkpoint", folder) == 0
@@ -217,16 +249,19 @@ def test_diloco_is_trained_by_inner_batches(config_file: Path) -> None:
     assert tokens == [2 * 16, 4 * 16]
 
 
-def test_ctrl_c_ends_it_after_the_step_with_a_checkpoint(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_after_the_step_with_a_checkpoint(
+    number: signal.Signals, code: int, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, metrics = config_file.parent / "checkpoints", config_file.parent / "metrics.jsonl"
 
     def press_after_a_step() -> None:
         wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text(), 60.0, "a step")
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     pressing = threading.Thread(target=press_after_a_step)
     pressing.start()
-    assert trained(config_file, "--steps", 1_000_000, "--checkpoint", folder) == process.EXIT_INTERRUPTED
+    assert trained(config_file, "--steps", 1_000_000, "--checkpoint", folder) == code
     pressing.join()
     found = re.search(r"stopped at step (\d+)", capsys.readouterr().out)
     assert found is not None
