@@ -35,7 +35,9 @@ def news(before: SwarmView | None, now: SwarmView) -> list[Line]:
 
 def _of_stages(before: SwarmView, now: SwarmView) -> Iterator[Line]:
     was_empty, is_empty = set(before.empty_stages), set(now.empty_stages)
-    yield from (Line("bad", f"stage {stage} has no peer") for stage in sorted(is_empty - was_empty))
+    for stage in sorted(is_empty - was_empty):
+        last = now.last_peers.get(stage)
+        yield Line("bad", f"stage {stage} has no peer{f': {last.name} was its last one' if last else ''}")
     silent = sorted(now.silent_stages.keys() - before.silent_stages.keys())
     yield from (Line("bad", f"no peer of stage {stage} answers") for stage in silent)
     yield from (Line("good", f"stage {stage} has a peer again") for stage in sorted(was_empty - is_empty))

@@ -42,6 +42,7 @@ def present(view: SwarmView, history: History) -> dict[str, Any]:
     return {
         "stages": [row.stage for row in view.stages],
         "empty_stages": view.empty_stages,
+        "last_peers": {str(stage): dataclasses.asdict(last) for stage, last in view.last_peers.items()},
         "columns": {"peer": list(columns), "trainer": list(trainer_columns)},
         # A peer that moves is listed at two stages.
         "peers": {f"{stage}/{peer.peer_id}": {"stage": stage} | _row(peer, columns) for stage, peer in rows},

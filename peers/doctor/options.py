@@ -18,6 +18,8 @@ class DoctorOptions:
 
     invite: InviteOption = None
     """To the run, swarm://..., as every swarm-peer prints it; without one only what concerns no run is looked at."""
+    lan: bool = False
+    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     token: str | None = None
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), or in SWARM_TOKEN."""
     stage: int | Literal["auto"] = "auto"
@@ -46,6 +48,8 @@ class DoctorOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
+        if self.invite is not None and self.lan:
+            raise ValueError("INVITE and --lan are ways to the same: leave one out")
         cli.require_at_least(self, {"keep_checkpoints": 1})
         for name in ("port", "dht_port"):
             if not 0 <= getattr(self, name) <= 65535:

@@ -1,6 +1,7 @@
 """swarm-doctor: says in 20 seconds whether this machine can serve a stage of a run, and what to change if not.
 
     swarm-doctor INVITE [--stage N] [--device NAME] [--port P --dht-port P] [--json]
+    swarm-doctor --lan                                        for the run of this network
     swarm-doctor                                              what concerns no run
 
 One line for each thing: fine, wrong with what to change, or not checked with the reason. The exit code is 1 if anything
@@ -18,6 +19,7 @@ from peers.doctor.finding import Finding, is_well, wrong
 from peers.doctor.options import DoctorOptions
 from peers.shared import cli, process
 from peers.shared.entrance import Entrance, find_entrance
+from peers.shared.lan import with_invite
 from peers.shared.token_option import admitted
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
@@ -34,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(DoctorOptions, prog=PROG, argv=argv)
     process.setup_logging("doctor", options.log_level)
+    options = with_invite(options)
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=SystemClock())
     if not options.json:
         print(f"{PROG}: looking, for 20 s at most", file=sys.stderr, flush=True)

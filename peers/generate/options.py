@@ -29,6 +29,8 @@ class GenerateOptions:
     serve_token: str | None = None
     """What requests must bring as a bearer token; @FILE reads it from a file. Also as SWARM_SERVE_TOKEN in the
     environment."""
+    lan: bool = False
+    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of a swarm's peers, instead of an invite."""
     token: str | None = None
@@ -70,6 +72,7 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         cli.require_one({
             "INVITE": self.invite is not None,
+            "--lan": self.lan,
             "--initial-peers ADDRESS": bool(self.initial_peers),
             "--checkpoint DIR": self.checkpoint is not None,
             "--model DIR_OR_NAME": self.model is not None,

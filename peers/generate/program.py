@@ -1,6 +1,6 @@
 """swarm-generate: text from what a run has learnt.
 
-    swarm-generate INVITE --prompt "It was"
+    swarm-generate INVITE --prompt "It was"                     --lan in its place finds the run of this network
     swarm-generate --checkpoint checkpoints/ --prompt "def "
     swarm-generate --model run/ --prompt "Once upon a time" --temperature 0.8 --max-tokens 200
     swarm-generate --model run/ --chat
@@ -23,6 +23,7 @@ from peers.generate.options import PROG, GenerateOptions
 from peers.generate.swarm_model import open_swarm
 from peers.shared import cli, process
 from peers.shared.invite_option import joins
+from peers.shared.lan import with_invite
 from swarm.interchange.source import located
 from swarm.machine import extras
 from swarm.machine.clock import run_loop
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     # What a server lacks is to be told before anything is loaded.
     server = _server(options) if options.serve is not None else None
     with process.interruptible():
+        options = with_invite(options)
         options = dataclasses.replace(options, model=_folder(options.model), base=_folder(options.base))
         return run_loop(_run(options, server))
 

@@ -4,6 +4,7 @@ Used by program.py, which ends every child afterwards.
 """
 
 import asyncio
+import dataclasses
 import re
 import time
 
@@ -17,7 +18,7 @@ from peers.shared import cli
 from peers.status.live_table import LiveTable
 from peers.status.observe import observe
 from peers.status.peer_row import PeerRow
-from peers.status.view import StageRow, SwarmView
+from peers.status.view import SwarmView
 from peers.trainer.options import TrainerOptions
 from swarm.credentials.identity import Identity
 from swarm.errors import PeerUnavailable
@@ -151,7 +152,7 @@ class LocalSwarm:
                 stages[peer.stage].append(peer.record)
         # Which run that is, the first peer decides, with the digest of the text: it is known here by its name alone.
         view = await observe("", stages, (), self._channels, self._events)
-        rows = tuple(StageRow(stage=row.stage, peers=row.peers + self._starting(row.stage)) for row in view.stages)
+        rows = tuple(dataclasses.replace(row, peers=row.peers + self._starting(row.stage)) for row in view.stages)
         return SwarmView(run=self._run_name, stages=rows, trainers=self.output.trainer_rows(), events=view.events)
 
     def _starting(self, stage: int) -> tuple[PeerRow, ...]:

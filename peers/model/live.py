@@ -17,6 +17,7 @@ from pathlib import Path
 from peers.model.options import ExportModelOptions
 from peers.shared.cache import cache_folder
 from peers.shared.entrance import find_entrance
+from peers.shared.lan import with_invite
 from peers.shared.membership import Membership
 from peers.shared.network import LOOK_SECONDS
 from peers.shared.reader import reading
@@ -266,7 +267,7 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> LiveOrigin:
         SwarmError, OSError: as LiveModel.write_checkpoints and have_tokenizer do.
     """
     clock = SystemClock()
-    entrance = find_entrance(options, os.environ, role=Role.PEER, clock=clock)
+    entrance = find_entrance(with_invite(options), os.environ, role=Role.PEER, clock=clock)
 
     async def fetch() -> LiveOrigin:
         async with reading(entrance, clock) as member:

@@ -62,6 +62,8 @@ class ExportModelOptions:
     checkpoint: Path | None = None
     """Folder with checkpoints of all stages, instead of a running swarm. Peers write one every 10 rounds, unless their
     --checkpoint-every says otherwise, and one as they leave."""
+    lan: bool = False
+    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of a running swarm's peers, instead of an invite."""
     model: Path | None = None
@@ -93,14 +95,17 @@ class ExportModelOptions:
     def __post_init__(self) -> None:
         cli.require_one({
             "INVITE": self.invite is not None,
+            "--lan": self.lan,
             "--initial-peers ADDRESS": bool(self.initial_peers),
             "--checkpoint DIR": self.checkpoint is not None,
             "--model DIR": self.model is not None,
         })  # fmt: skip
         if self.round is not None and self.model is not None:
             raise ValueError("--round needs INVITE or --checkpoint DIR: a run folder has no rounds")
-        if (self.token is not None or self.insecure) and not joins(self):
-            raise ValueError("--token and --insecure belong to a running swarm: INVITE, or --initial-peers ADDRESS")
+        if (self.token is not None or self.insecure) and not (joins(self) or self.lan):
+            raise ValueError(
+                "--token and --insecure belong to a running swarm: INVITE, --lan, or --initial-peers ADDRESS"
+            )
         if self.model is not None and (self.base or self.adapter or self.merged):
             raise ValueError(
                 "--base, --adapter and --merged need INVITE or --checkpoint DIR: a run folder has no adapters yet"

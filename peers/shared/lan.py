@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from peers.shared.network import in_turns
 from swarm.errors import PeerUnavailable
@@ -41,6 +41,25 @@ MOST_ENTRIES = 8
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\.[0-9a-f]{16}")
 _INVITE, _NAME = b"invite", b"run"
 """What an announcement has. An entry of a TXT record has 255 bytes at most."""
+
+
+class LanOptions(Protocol):
+    """Options, a dataclass, that take --lan in the place of an invite."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def invite(self) -> str | None: ...
+    @property
+    def lan(self) -> bool: ...
+
+
+Options = TypeVar("Options", bound=LanOptions)
+
+
+def with_invite(options: Options) -> Options:
+    """The options, with the invite of the only run in this network if they say --lan. Raises what found_invite does."""
+    return dataclasses.replace(options, invite=found_invite(), lan=False) if options.lan else options
 
 
 def found_invite() -> str:

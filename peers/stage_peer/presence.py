@@ -211,11 +211,22 @@ class Presence:
             lines=lines,
             waiting_for=self._membership.waits.present[:LONGEST_WAIT],
             links=self._links(),
+            last_peers=self._last_peers(),
             rounds=list(self._member.reports),
             loop_lag_seconds=self.loop_lag.seconds,
             resident_bytes=devices.most_resident_bytes(),
             device_bytes=devices.most_device_bytes(self._options.device),
         )
+
+    def _last_peers(self) -> list[pb.LastPeer]:
+        member, clock = self._membership, self._membership.clock
+        gone = {stage: member.known.router.gone(stage) for stage in member.stages if stage != self._stage.number}
+        offset = clock.time() - clock.monotonic()
+        return [
+            pb.LastPeer(stage=stage, name=last.name, last_at=offset + last.last_at, has_left=last.has_left)
+            for stage, last in gone.items()
+            if last is not None
+        ]
 
     def _links(self) -> list[pb.Link]:
         links = self._membership.known.router.links(self._stage.number + 1)

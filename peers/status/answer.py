@@ -3,6 +3,7 @@
 Used by peer_row.py. All of it is the peer's word: texts are cut and made printable here, and lists are bounded.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,6 +22,33 @@ MOST_LINKS = 16
 """How many of its lines to others are shown."""
 LONGEST_ID = 64
 """Characters of the id that it gives for each."""
+LATEST = 4e9
+"""Seconds since the epoch, beyond which no time is shown."""
+MOST_STAGES = 256
+"""Of whose last peers it tells."""
+LONGEST_NAME = 64
+"""Characters of a name that it gives for another peer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastPeer:
+    """The peer that a stage had last, of one that no peer serves now.
+
+    Attributes:
+        name: what it is called.
+        last_at: when it last announced itself, in seconds since the epoch.
+        has_left: whether it said that it leaves; else it fell silent.
+    """
+
+    name: str
+    last_at: float
+    has_left: bool
+
+    @property
+    def in_words(self) -> str:
+        """What became of it, and when."""
+        did = "left" if self.has_left else "was last heard of"
+        return f"{self.name} {did} at {time_of_day(self.last_at)}"
 
 
 @dataclass(frozen=True)
@@ -68,3 +96,16 @@ class Answer:
             }
             for link in self.reply.links[:MOST_LINKS]
         )
+
+    @property
+    def last_peers(self) -> dict[int, LastPeer]:
+        """By stage that no peer serves, as far as the peer knows, the one that did last."""
+        return {
+            last.stage: LastPeer(name=printable(last.name[:LONGEST_NAME]), last_at=last.last_at, has_left=last.has_left)
+            for last in self.reply.last_peers[:MOST_STAGES]
+        }
+
+
+def time_of_day(at: float) -> str:
+    """Of a time that a peer names, in seconds since the epoch."""
+    return time.strftime("%H:%M:%S", time.localtime(min(max(0.0, at), LATEST)))

@@ -120,10 +120,15 @@ def _strips(record: type, rows: Sequence[object | None], if_none: Text | None = 
 
 
 def _warnings(view: SwarmView) -> list[str]:
+    last = {stage: f" ({peer.in_words})" for stage, peer in view.last_peers.items()}
     return [
-        *(f"stage {stage} has no peer: {remedy(view.join_command, stage, view.round)}" for stage in view.empty_stages),
+        *(
+            f"stage {stage} has no peer{last.get(stage, '')}: {remedy(view.join_command, stage, view.round)}"
+            for stage in view.empty_stages
+        ),
         *(
             f"no peer of stage {stage} answers ({', '.join(names)}): just died, frozen, or out of reach from here"
+            f"{last.get(stage, '')}"
             for stage, names in view.silent_stages.items()
         ),
     ]

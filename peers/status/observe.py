@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from peers.status.answer import Answer, LastPeer
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView, TrainerRow
 from swarm.errors import MalformedMessage, PeerUnavailable, SwarmError
@@ -32,12 +33,13 @@ async def observe(
     Args:
         run_id: of their run; empty where that is not known, and peers of any run are believed.
     """
-    rows = await asyncio.gather(
-        *(_stage_row(run_id, stage, records, channels) for stage, records in sorted(stages.items()))
-    )
+    numbers = sorted(stages)
+    replies = await asyncio.gather(*(_replies(run_id, stages[number], channels) for number in numbers))
+    rows = [_stage_row(number, stages[number], row) for number, row in zip(numbers, replies, strict=True)]
+    told = [Answer.of(reply).last_peers for row in replies for reply in row if reply is not None]
     return SwarmView(
         run=run_id,
-        stages=with_moves(rows, stages, claims),
+        stages=with_last_peers(with_moves(rows, stages, claims), stages, told),
         trainers=tuple(map(TrainerRow.of, trainers)),
         events=tuple(events),
     )
@@ -80,8 +82,40 @@ def with_moves(
     return tuple(StageRow(stage=stage, peers=tuple(peers)) for stage, peers in sorted(shown.items()))
 
 
-async def _stage_row(run_id: str, stage: int, records: Sequence[PeerRecord], channels: ChannelPool) -> StageRow:
-    replies = await asyncio.gather(*(_answer(run_id, record, channels) for record in records))
+def with_last_peers(
+    rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], told: Sequence[Mapping[int, LastPeer]]
+) -> tuple[StageRow, ...]:
+    """Show of each stage that no peer serves which one was heard of last.
+
+    Args:
+        told: by stage, what each peer that answered says of that, for stages of which nobody is announced any more.
+    """
+
+    def last_of(stage: int) -> LastPeer | None:
+        announced = _last_announced(stages.get(stage, ()))
+        return announced or _as_told([each[stage] for each in told if stage in each])
+
+    return tuple(row if row.is_served else dataclasses.replace(row, last_peer=last_of(row.stage)) for row in rows)
+
+
+def _last_announced(records: Sequence[PeerRecord]) -> LastPeer | None:
+    last = max(records, key=lambda record: record.announced_at, default=None)
+    if last is None:
+        return None
+    name, has_left = last.name or last.peer_id[:8], last.state is PeerState.LEAVING
+    return LastPeer(name=name, last_at=last.announced_at, has_left=has_left)
+
+
+def _as_told(told: Sequence[LastPeer]) -> LastPeer | None:
+    """What is in the middle of what peers tell: one that makes something up does not hide what the others know."""
+    return sorted(told, key=lambda last: last.last_at)[(len(told) - 1) // 2] if told else None
+
+
+async def _replies(run_id: str, records: Sequence[PeerRecord], channels: ChannelPool) -> list[pb.DescribeReply | None]:
+    return await asyncio.gather(*(_answer(run_id, record, channels) for record in records))
+
+
+def _stage_row(stage: int, records: Sequence[PeerRecord], replies: Sequence[pb.DescribeReply | None]) -> StageRow:
     rows = [PeerRow.of(record, reply) for record, reply in zip(records, replies, strict=True)]
     return StageRow(stage=stage, peers=tuple(sorted(rows, key=lambda row: (row.name, row.peer_id))))
 

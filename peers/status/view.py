@@ -5,17 +5,14 @@ Gathered by observe.py and drawn by live_table.py. Nothing here talks to anybody
 
 import dataclasses
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from peers.status.answer import LastPeer, time_of_day
 from peers.status.figure import Column, bans_of, figure, read
 from peers.status.peer_row import PeerRow
 from swarm.types import TrainerRecord
-
-LATEST = 4e9
-"""Seconds since the epoch, beyond which no time is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +21,13 @@ class StageRow:
 
     stage: int
     peers: tuple[PeerRow, ...] = ()
+    last_peer: LastPeer | None = None
+    """Where no peer serves the stage, the one that was heard of last; None if nobody knows of one."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a peer is there that stays, or is on its way there."""
+        return any(peer.stays for peer in self.peers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +110,13 @@ class SwarmView:
         return {stage: names for stage, names in silent.items() if names}
 
     @property
+    def last_peers(self) -> dict[int, LastPeer]:
+        """By stage that no peer serves, the one that was heard of last, where that is known."""
+        return {row.stage: row.last_peer for row in self._unserved if row.last_peer is not None}
+
+    @property
     def _unserved(self) -> list[StageRow]:
-        return [row for row in self.stages if not any(peer.stays for peer in row.peers)]
+        return [row for row in self.stages if not row.is_served]
 
     @property
     def refusals(self) -> dict[str, str]:
@@ -131,7 +140,7 @@ class SwarmView:
         for sender in senders:
             for ban in sender.bans:
                 name = names.get(ban["peer_id"]) or ban["peer_id"][:8]
-                until = time.strftime("%H:%M:%S", time.localtime(min(ban["until"], LATEST)))
+                until = time_of_day(ban["until"])
                 key = f"{sender.name} leaves {name} alone: {ban['reason']}"
                 lines[key] = f"{sender.name} leaves {name} alone until {until}: {ban['reason']}"
         return lines

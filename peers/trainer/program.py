@@ -21,7 +21,7 @@ from peers.shared.cache import cache_folder
 from peers.shared.entrance import find_entrance
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.joining import Joining, remedy
-from peers.shared.lan import found_invite
+from peers.shared.lan import with_invite
 from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS, default_name, say_who_may_join
 from peers.shared.own_figures import OwnFigures, exporting
@@ -73,8 +73,7 @@ def main(argv: Sequence[str]) -> int:
     process.setup_logging(options.name or "trainer", options.log_level)
     torch.set_num_threads(1)
     clock = SystemClock()
-    if options.lan:
-        options = dataclasses.replace(options, invite=found_invite(), lan=False)
+    options = with_invite(options)
     events = open_events(options.events, clock)
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ MEASURING = {
     "link": "throughput while a round is exchanged over slow links (slow)",
     "wan": "throughput over long and slow lines, for layers of three sizes (slow)",
     "nat": "peers behind routers: how soon they serve, by which way, and how fast (needs root and nftables)",
+    "joining": "what joiners cost a run whose donor has a slow line (slow; needs root and nftables)",
     "viewers": "what fifty people who look at a dashboard cost the swarm",
     "heterogeneous": "unequal peers that come and go, against their capacities (slow)",
     "cuda": "tokens/s of a GPU stage, against one that copies without pinned memory and streams (needs a GPU)",

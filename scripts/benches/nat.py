@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.commands import command_line
-from peers.local.supervisor import Child, Supervisor, last_line
+from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared.common import OutputOptions, say
+from scripts.benches.shared.hosted import START_SECONDS, Hosted, invite_of, wait_for
 from scripts.benches.shared.internet import KINDS, Host, Internet, missing
 from scripts.benches.shared.judged import LESS, MORE
-from swarm.errors import DeadlineExceeded
 
+PAIRS = ("ipv6+dual-stack", "restricted+restricted", "symmetric+restricted", "symmetric+symmetric")
 SIDE = str(Path(__file__).parent / "sides" / "nat_echo.py")
-START_SECONDS = 60.0
 JUDGED = {"*.serves_seconds": LESS, "*.hop_ratio_to_direct": MORE}
 
 
@@ -34,9 +33,9 @@ JUDGED = {"*.serves_seconds": LESS, "*.hop_ratio_to_direct": MORE}
 class Options(OutputOptions):
     """Measure peers behind routers."""
 
-    arrangements: tuple[str, ...] = (*KINDS, "restricted+restricted", "symmetric+restricted", "symmetric+symmetric")
+    arrangements: tuple[str, ...] = (*KINDS, *PAIRS)
     """How the peer is connected, and behind a plus its caller, if not by a public address: none, full-cone,
-    restricted, symmetric, cgnat, udp-blocked, ipv6."""
+    restricted, symmetric, cgnat, udp-blocked, ipv6, dual-stack."""
     mbit: int = 50
     """Rate of every line, in megabits per second."""
     seconds: float = 8.0
@@ -61,7 +60,7 @@ def run(options: Options) -> dict[str, Any]:
             Supervisor(Path(folder) / "logs", grace_seconds=0.0) as children,
             Internet() as internet,
         ):
-            world = _World(children, Path(folder), internet, peer_kind, caller_kind or "none")
+            world = _World(Hosted(children, Path(folder)), internet, peer_kind, caller_kind or "none")
             results[arrangement] = {"serves_seconds": world.serves_seconds(), **world.line(options)}
         say(f"{arrangement}: {results[arrangement]}")
     return results
@@ -70,11 +69,8 @@ def run(options: Options) -> dict[str, Any]:
 class _World:
     """One arrangement."""
 
-    def __init__(
-        self, children: Supervisor, folder: Path, internet: Internet, peer_kind: str, caller_kind: str
-    ) -> None:
-        self._children = children
-        self._folder = folder
+    def __init__(self, hosted: Hosted, internet: Internet, peer_kind: str, caller_kind: str) -> None:
+        self._hosted = hosted
         self._internet = internet
         self._public, self._other_public = internet.public_host(), internet.public_host()
         self._peer, self._caller = internet.host(peer_kind), internet.host(caller_kind)
@@ -83,11 +79,12 @@ class _World:
 
     def serves_seconds(self) -> float:
         """The time from the start of the peer until it serves."""
-        first, _ = self._serving(self._public, "first", ["--preset", "tiny", "--stages", "1"])
-        invite = next(line.split()[2] for line in first.log.read_text().splitlines() if "join:" in line)
-        second, seconds = self._serving(self._peer, "second", [invite])
+        first = self._hosted.serving_peer(self._public, "first", ["--preset", "tiny", "--stages", 1])
+        began_at = time.monotonic()
+        second = self._hosted.serving_peer(self._peer, "second", [invite_of(first)])
+        seconds = time.monotonic() - began_at
         for child in (second, first):
-            self._children.kill9(child)
+            self._hosted.children.kill9(child)
         return seconds
 
     def line(self, options: Options) -> dict[str, Any]:
@@ -106,18 +103,10 @@ class _World:
             "bytes_per_second": there["bytes_per_second"],
         }
 
-    def _serving(self, host: Host, name: str, options: Sequence[str]) -> tuple[Child, float]:
-        ready = self._folder / f"{name}.json"
-        own = ["--identity", str(self._folder / f"{name}.pem"), "--ready-file", str(ready), "--threads", "1"]
-        began_at = time.monotonic()
-        child = self._children.start(name, host.command(command_line("peer", [*options, *own])))
-        self._await(child, ready.exists)
-        return child, time.monotonic() - began_at
-
     def _first_line(self, host: Host, role: str, arguments: Sequence[str]) -> str:
         name = f"{role}-{host.namespace}"
-        child = self._children.start(name, host.command([sys.executable, SIDE, role, *arguments]))
-        self._await(child, lambda: "\n" in child.log.read_text())
+        child = self._hosted.children.start(name, host.command([sys.executable, SIDE, role, *arguments]))
+        wait_for(child, lambda: "\n" in child.log.read_text())
         return child.log.read_text().splitlines()[0]
 
     def _call(self, record: str, seconds: float) -> dict[str, Any]:
@@ -127,10 +116,3 @@ class _World:
             raise OSError(f"the caller failed: {done.stderr.strip()[-400:]}")
         figures: dict[str, Any] = json.loads(done.stdout)
         return figures
-
-    def _await(self, child: Child, is_there: Any) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while not is_there():
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{child.name} does not serve: {last_line(child.log)}")
-            time.sleep(0.05)

@@ -238,7 +238,7 @@ def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: float(num_forwards)))
     # Of the real one this process would keep what it frees, and other tests look for that.
     monkeypatch.setattr(memory, "compute_like_peers", lambda: prepared.append(num_forwards))
-    assert memory.recompute_ratio(_config()) == Ratio(median=2.0, extremes=(2.0, 2.0))
+    assert memory.recompute_ratio(_config()) == Ratio(median=2.0, extremes=(2.0, 2.0), interval=(2.0, 2.0))
     assert prepared == [0]
 
 

@@ -36,3 +36,14 @@ def test_a_run_is_found_joined_trained_and_watched_without_an_address(children: 
         assert swarm.wait_for_end(status) == 0
         view = json.loads(whole_lines(status.log)[-1])
         assert [peer["name"] for stage in view["stages"] for peer in stage["peers"]] == ["peer-1", "peer-2"]
+        for program, words in {
+            "doctor": ["--lan", "--json"],
+            "generate": ["--lan", "--prompt", "def ", "--max-tokens", "4"],
+            "model": ["export", "--lan", "--output", str(tmp_path / "out")],
+        }.items():
+            child = children.start(program, there.command(command_line(program, words)))
+            # This machine's disk or memory may not be enough for the doctor.
+            assert swarm.wait_for_end(child) == 0 or program == "doctor", child.log.read_text()
+        findings = json.loads(whole_lines(tmp_path / "logs" / "doctor.log")[-1])["findings"]
+        assert {finding["what"]: finding["state"] for finding in findings}["version"] == "fine"
+        assert (tmp_path / "out" / "config.json").exists()

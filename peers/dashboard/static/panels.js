@@ -45,13 +45,20 @@ function silentStages(run) {
   });
 }
 
+/** Which peer a stage without one had last, and until when, if anybody knows. */
+function lastPeer(run, stage) {
+  const last = run.last_peers[stage];
+  if (!last) return "";
+  return ` (${last.name} ${last.has_left ? "left" : "was last heard of"} at ${moment(last.last_at)})`;
+}
+
 /** What is wrong, or waited for, now. */
 export function showNotes(list, run) {
   const names = Object.fromEntries(Object.values(run.peers).map(({ peer_id, name }) => [peer_id, name]));
   const all = [...Object.values(run.peers), ...run.trainers];
   const lines = [
-    ...run.empty_stages.map((stage) => ({ kind: "bad", text: `Stage ${stage} has no peer: training waits for one.` })),
-    ...silentStages(run).map((stage) => ({ kind: "bad", text: `No peer of stage ${stage} answers: training waits for one.` })),
+    ...run.empty_stages.map((stage) => ({ kind: "bad", text: `Stage ${stage} has no peer${lastPeer(run, stage)}: training waits for one.` })),
+    ...silentStages(run).map((stage) => ({ kind: "bad", text: `No peer of stage ${stage} answers${lastPeer(run, stage)}: training waits for one.` })),
     ...all.flatMap(({ name, refusals }) => (refusals ?? []).map((text) => ({ kind: "bad", text: `${name}: ${text}` }))),
     ...all.flatMap(({ name, bans }) => (bans ?? []).map(({ peer_id, reason, until }) => ({
       kind: "bad",

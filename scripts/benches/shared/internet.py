@@ -87,6 +87,8 @@ class Internet:
         self._prefix = f"swarm{os.getpid()}-"
         self._names: list[str] = []
         self._num_public = self._num_routers = 0
+        self._outer_ends: dict[str, tuple[str, str]] = {}
+        """By the namespace of a host, where its line ends: a namespace, and an interface there."""
         self._routers6: list[str] = []
         self._with_ipv6: list[str] = []
 
@@ -151,10 +153,11 @@ class Internet:
         number = host.namespace.rpartition("-h")[2]
         return Host(f"{self._prefix}r{number}", f"{_SHARED}.{number}")
 
-    def limit(self, host: Host, megabits_per_second: int) -> None:
-        """Give a host's line a rate, in the direction away from it."""
+    def limit(self, host: Host, megabits_per_second: float) -> None:
+        """Give a host's line a rate, the same one in each direction."""
         rule = f"rate {megabits_per_second}mbit burst 64kb latency 200ms"
-        _run(f"ip netns exec {host.namespace} tc qdisc replace dev eth0 root tbf {rule}")
+        for namespace, interface in ((host.namespace, "eth0"), self._outer_ends[host.namespace]):
+            _run(f"ip netns exec {namespace} tc qdisc replace dev {interface} root tbf {rule}")
 
     def _router(
         self, name: str, outside: str, bridge: str, wan: str, inside: str, kind: str, default: str = ""
@@ -201,6 +204,7 @@ class Internet:
         _run(f"ip link add {interface} netns {inner_name} type veth peer name v-{inner} netns {outer_name}")
         _run(f"ip -n {outer_name} link set v-{inner} master {bridge} up")
         _run(f"ip -n {inner_name} link set {interface} up")
+        self._outer_ends[inner_name] = (outer_name, f"v-{inner}")
 
     def _in(self, name: str, command: str) -> None:
         _run(f"ip netns exec {self._prefix}{name} {command}")

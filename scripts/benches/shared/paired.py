@@ -4,6 +4,7 @@ What else a machine does comes and goes. Two turns of one repetition see about t
 ratio is the median of the repetitions' own ratios.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Ratio:
     """The median of the repetitions' ratios."""
     extremes: tuple[float, float]
     """The least and the largest of them."""
+    interval: tuple[float, float]
+    """In which the median of ever more repetitions would be, with 95 %."""
 
 
 def in_turns(
@@ -59,7 +62,20 @@ def _rounded(value: float) -> str:
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
     """Compare two sides' turns of the same repetitions."""
     ratios = [one / other for one, other in zip(over, under, strict=True)]
-    return Ratio(median=statistics.median(ratios), extremes=(min(ratios), max(ratios)))
+    return Ratio(
+        median=statistics.median(ratios), extremes=(min(ratios), max(ratios)), interval=median_interval(ratios)
+    )
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """In which the median of what they are drawn from is, with 95 %, whatever its distribution: the sign test's.
+
+    Of fewer than six values it has all.
+    """
+    ordered, num_cut, tail = sorted(values), 0, 0.5 ** len(values)
+    while (tail := tail + math.comb(len(ordered), num_cut + 1) * 0.5 ** len(ordered)) <= 0.025:
+        num_cut += 1
+    return ordered[num_cut], ordered[-1 - num_cut]
 
 
 def medians(turns: Turns) -> dict[str, float]:

@@ -22,7 +22,7 @@ from swarm.averaging.members.roster import Roster
 from swarm.averaging.members.survey import Survey
 from swarm.averaging.messages import Standing
 from swarm.averaging.place import Place
-from swarm.errors import IntegrityError, SwarmError
+from swarm.errors import IntegrityError, Overloaded, SwarmError
 from swarm.machine.words import counted
 from swarm.types import PeerId, PeerRecord
 
@@ -139,6 +139,9 @@ class CatchUp:
                     await self._download(holders, target.round)
                     # The holders may have gone on so far that the past that they tell does not reach back to `target`.
                     is_there = True
+        except Overloaded as error:
+            logger.info("looks again for who can give the state: %s", error)
+            return False
         except SwarmError as error:
             logger.warning("cannot catch up: %s", error)
             # A state that no other peer has must not stay.
@@ -236,12 +239,14 @@ class CatchUp:
         return True
 
     async def _download(self, holders: Sequence[PeerRecord], least_round: int) -> None:
-        began_at = self._clock.monotonic()
+        asked = {holder.peer_id for holder in holders}
         fetched = await self._transfer.snapshot(
-            holders, max_bytes=await self._size_limit(), wanted=lambda theirs: theirs.round >= least_round
+            holders,
+            max_bytes=await self._size_limit(),
+            wanted=lambda theirs: theirs.round >= least_round,
+            has_others=lambda: bool(self._roster.contacts.serving().keys() - asked),
         )
-        now, num_bytes = self._clock.monotonic(), sum(t.nbytes for t in fetched.snapshot.tensors.values())
-        self._entry.downloaded(num_bytes, seconds=now - began_at, now=now)
+        self._entry.downloaded(fetched.bytes_per_second, seconds=fetched.seconds, now=self._clock.monotonic())
         standing = messages.standing_of(fetched.snapshot)
         try:
             await self._advance.install(fetched.snapshot, fetched.outcomes, fetched.past)
@@ -250,7 +255,7 @@ class CatchUp:
                 self._transfer.distrust(source)
             raise
         self._sources = list(fetched.sources)
-        self._snapshot_bytes = num_bytes
+        self._snapshot_bytes = sum(tensor.nbytes for tensor in fetched.snapshot.tensors.values())
         self.num_downloads += 1
         logger.info(
             "installed the snapshot of round %d, from %s", standing.round, counted(len(fetched.sources), "donor")

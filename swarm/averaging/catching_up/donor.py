@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 from collections.abc import AsyncGenerator
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from swarm.averaging import messages
@@ -67,12 +67,15 @@ class Donor:
     def __init__(self, place: Place, member: RoundMember, clock: Clock, turns: Turns | None = None) -> None:
         """
         Args:
-            turns: whose turn it is to fetch segments; None where all may at the same time.
+            turns: whose turn it is to fetch a snapshot's segments; None where all may fetch all at the same time.
         """
         self._place = place
         self._member = member
         self._clock = clock
         self._turns = turns
+        self._result_turns = None if turns is None else Turns(clock, is_training=lambda: False)
+        """For later results: whoever lacks these falls behind while it waits, so no download of a snapshot comes first,
+        and there is no pause."""
         self._lock = asyncio.Lock()
         """Held while a snapshot is made: peers that ask meanwhile get the same one."""
         self._pins: list[_Pin] = []
@@ -89,7 +92,7 @@ class Donor:
 
         Raises:
             NotReady: what it asks for is not kept here, or not any more.
-            Overloaded: others fetch their segments first.
+            Overloaded: others come first.
             MalformedMessage: it asks for nothing that there is.
         """
         match request.WhichOneof("wanted"):
@@ -98,7 +101,7 @@ class Donor:
             case "segment":
                 return self._segment(request.peer_id, request.segment)
             case "results":
-                return self._results(messages.unpack_standing(request.results.standing))
+                return self._results(request.peer_id, messages.unpack_standing(request.results.standing))
         raise MalformedMessage("the request does not say what is wanted")
 
     async def run(self) -> None:
@@ -170,30 +173,33 @@ class Donor:
             raise MalformedMessage(f"the snapshot has no segment {request.index}")
         pin.is_fetched = True
         self._renew(pin)
-        async with self._turns.turn(who) if self._turns is not None else nullcontext():
+        async with _turn(self._turns, who):
             for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + SEGMENT_BYTES)):
                 self._renew(pin)
                 await yield_to_exchange(self._is_exchanging, self._clock)
                 yield pb.DownloadReply(data=piece)
 
-    async def _results(self, standing: Standing) -> AsyncGenerator[pb.DownloadReply, None]:
+    async def _results(self, who: str, standing: Standing) -> AsyncGenerator[pb.DownloadReply, None]:
         self.expire()
         begins_at = standing.round
         while standing != self._place.standing:
             kept = self._log.get(standing.round)
             if kept is None or kept.committed.before != standing:
                 raise NotReady(f"the results from round {standing.round} on are not kept here")
+            for pin in (pins := [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]):
+                self._renew(pin)
             content = kept.content
-            sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
-            yield pb.DownloadReply(
-                result=await results.pack(kept.committed, sha256, lambda: self._place.standing.round)
-            )
-            for piece in content.pieces(0, content.num_bytes):
-                for pin in [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]:
-                    pin.is_fetched = True
-                    self._renew(pin)
-                await yield_to_exchange(self._is_exchanging, self._clock)
-                yield pb.DownloadReply(data=piece)
+            async with _turn(self._result_turns, who):
+                sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
+                yield pb.DownloadReply(
+                    result=await results.pack(kept.committed, sha256, lambda: self._place.standing.round)
+                )
+                for piece in content.pieces(0, content.num_bytes):
+                    for pin in pins:
+                        pin.is_fetched = True
+                        self._renew(pin)
+                    await yield_to_exchange(self._is_exchanging, self._clock)
+                    yield pb.DownloadReply(data=piece)
             standing = kept.committed.after
 
     async def _reach(self, round_number: int) -> None:
@@ -273,6 +279,10 @@ class Donor:
     @property
     def _limit(self) -> int:
         return max(RESULTS_BYTES, RESULTS_FACTOR * self._pins[0].content.num_bytes)
+
+
+def _turn(turns: Turns | None, who: str) -> AbstractAsyncContextManager[None]:
+    return nullcontext() if turns is None else turns.turn(who)
 
 
 def snapshot_id(header: pb.SnapshotHeader) -> bytes:

@@ -54,9 +54,9 @@ class Entry:
         self._bytes_per_second = self._look_at = self._shortest_seconds = math.inf
         self._group_round, self._since = -1, math.nan
 
-    def downloaded(self, num_bytes: int, *, seconds: float, now: float) -> None:
-        """A snapshot of that size has come."""
-        self._bytes_per_second = num_bytes / max(seconds, 1e-6)
+    def downloaded(self, bytes_per_second: float, *, seconds: float, now: float) -> None:
+        """A snapshot has come, in so many seconds of sending."""
+        self._bytes_per_second = bytes_per_second
         self._look_at = now + max(LEAST_REST_SECONDS, REST_FACTOR * seconds)
 
     def saw(self, group_round: int, *, now: float) -> None:

@@ -7,6 +7,7 @@ checked before another part sees it. Decides nothing, and leaves it to others to
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from swarm.averaging import messages
@@ -48,12 +49,20 @@ class _Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fetched:
-    """A snapshot, how the last rounds before it were committed, the lineages of some more, and its holders."""
+    """A snapshot, how the last rounds before it were committed, the lineages of some more, and its holders.
+
+    Attributes:
+        seconds: in which at least one source was sending.
+        bytes_per_second: that came meanwhile. Pauses of sources, and the turns of others, say nothing of this peer's
+            line, and are left out.
+    """
 
     snapshot: Snapshot
     outcomes: list[pb.Outcome]
     past: tuple[str, ...]
     sources: list[PeerRecord]
+    seconds: float
+    bytes_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +112,9 @@ class StateTransfer:
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     async def snapshot(
-        self, donors: Sequence[PeerRecord], *, max_bytes: int, wanted: Callable[[Standing], bool]
-    ) -> Fetched:
+        self, donors: Sequence[PeerRecord], *, max_bytes: int, wanted: Callable[[Standing], bool],
+        has_others: Callable[[], bool] = lambda: False,
+    ) -> Fetched:  # fmt: skip
         """Fetch the farthest snapshot that most of the donors stand behind, from all of these that hold the same bits.
 
         A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
@@ -114,20 +124,25 @@ class StateTransfer:
             donors: the best first; the first few that answer are used.
             max_bytes: a larger snapshot is refused.
             wanted: whether a snapshot of that standing is of any use.
+            has_others: whether there are donors by now that were not given.
 
         Raises:
             PeerUnavailable: no peer offers what is wanted, or no source is left before all of it is here.
+            Overloaded: all donors serve others first, nothing has come yet, and there are other donors by now.
         """
-        return await self.fetch(await self.begin(donors, Wanted(max_bytes=max_bytes, is_useful=wanted)))
+        return await self.fetch(await self.begin(donors, Wanted(max_bytes=max_bytes, is_useful=wanted)), has_others)
 
-    async def fetch(self, partial: PartialSnapshot) -> Fetched:
+    async def fetch(self, partial: PartialSnapshot, has_others: Callable[[], bool] = lambda: False) -> Fetched:
         """Fetch what `begin` has chosen; see `snapshot`."""
         arriving = Arriving(f"the state of stage {self._address.stage}", partial.num_missing_bytes)
         with self._waits.on(arriving.in_words):
             async with asyncio.TaskGroup() as workers:
                 for donor in partial.sources:
-                    workers.create_task(self._work(donor, partial, arriving))
+                    workers.create_task(self._work(donor, partial, arriving, has_others))
         if partial.segments.num_missing:
+            if not arriving.num_arrived and has_others():
+                self.forget()
+                raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
             segments = counted(partial.num_segments, "segment")
             raise PeerUnavailable(f"no source is left, {partial.segments.num_missing} of {segments} missing")
         self._partial = None
@@ -136,6 +151,8 @@ class StateTransfer:
             outcomes=list(partial.header.outcomes),
             past=voice_of(partial.header).past,
             sources=partial.sources,
+            seconds=arriving.sending_seconds,
+            bytes_per_second=arriving.bytes_per_second,
         )
 
     async def begin(self, donors: Sequence[PeerRecord], wanted: Wanted) -> PartialSnapshot:
@@ -226,8 +243,10 @@ class StateTransfer:
             return self._partial
         return None
 
-    async def _work(self, donor: PeerRecord, partial: PartialSnapshot, arriving: Arriving) -> None:
-        """Fetch segments from one source, until all are here or it fails."""
+    async def _work(
+        self, donor: PeerRecord, partial: PartialSnapshot, arriving: Arriving, has_others: Callable[[], bool]
+    ) -> None:
+        """Fetch segments from one source, until all are here, or it fails, or others may be sooner."""
         time = asyncio.get_running_loop().time
         given_at = time()
         while (index := await partial.segments.take()) is not None:
@@ -236,6 +255,8 @@ class StateTransfer:
                 await self._fetch(donor, partial, index, arriving)
                 given_at = time()
             except Overloaded as error:
+                if not arriving.num_arrived and has_others():
+                    return
                 # It serves others first. Another source may send this segment meanwhile.
                 if time() - given_at >= QUEUE_SECONDS:
                     logger.warning("%s serves others first, for too long", _name(donor))
@@ -253,18 +274,23 @@ class StateTransfer:
             await asyncio.sleep(pause_seconds)
 
     async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int, arriving: Arriving) -> None:
+        time = asyncio.get_running_loop().time
         start, stop = partial.span(index)
-        at = start
+        at, timed_from, began_at = start, start, time()
         wanted = pb.SegmentRequest(snapshot=partial.snapshot_id, index=index)
         request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, segment=wanted)
         async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
             if not 0 < len(reply.data) <= stop - at:
                 raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
             partial.content.write(at, reply.data)
+            if at == start and len(reply.data) < stop - start:
+                # What it waited for before the first piece, the line has no part in.
+                timed_from, began_at = start + len(reply.data), time()
             at += len(reply.data)
             arriving.add(len(reply.data), _name(donor))
         if at != stop:
             raise PeerUnavailable(f"segment {index} ended early")
+        arriving.timed(stop - timed_from, began_at, time())
         if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
             raise IntegrityError(f"segment {index} does not match its digest")
         partial.segments.finish(index)
@@ -286,6 +312,26 @@ class StateTransfer:
             PeerUnavailable, DeadlineExceeded: it is gone, or was silent for too long.
             MalformedMessage, IntegrityError: what it sent cannot be right.
         """
+        time = asyncio.get_running_loop().time
+        given_at = time()
+        while True:
+            try:
+                async with aclosing(self._results_now(donor, standing, max_bytes)) as results:
+                    async for committed, donor_round in results:
+                        given_at = time()
+                        yield committed, donor_round
+                        standing = committed.after
+                return
+            except Overloaded as error:
+                if time() - given_at >= QUEUE_SECONDS:
+                    raise
+                with self._waits.on(f"later rounds from {_name(donor)}: {error}"):
+                    await asyncio.sleep(min(error.retry_after_seconds, LONGEST_RETRY_SECONDS))
+
+    async def _results_now(
+        self, donor: PeerRecord, standing: Standing, max_bytes: int
+    ) -> AsyncGenerator[tuple[Committed, int], None]:
+        """The same, as soon as the donor gives them. Raises Overloaded if it serves others first."""
         wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
         request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, results=wanted)
         incoming: IncomingResult | None = None

@@ -691,6 +691,7 @@ class DescribeReply(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    LAST_PEERS_FIELD_NUMBER: _builtins.int
     LINES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
@@ -732,6 +733,10 @@ class DescribeReply(_message.Message):
         """Its lines to peers of the next stage."""
 
     @_builtins.property
+    def last_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LastPeer]:
+        """Of stages without a peer, as far as this one knows."""
+
+    @_builtins.property
     def lines(self) -> Global___Lines:
         """How callers reach it."""
 
@@ -761,15 +766,48 @@ class DescribeReply(_message.Message):
         generation: Global___GenerationCounters | None = ...,
         waiting_for: _builtins.str = ...,
         links: _abc.Iterable[Global___Link] | None = ...,
+        last_peers: _abc.Iterable[Global___LastPeer] | None = ...,
         lines: Global___Lines | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "generation", b"generation", "lines", b"lines", "rival", b"rival"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "last_peers", b"last_peers", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
+
+@_typing.final
+class LastPeer(_message.Message):
+    """The peer of a stage that was heard of last, where no peer serves the stage now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    LAST_AT_FIELD_NUMBER: _builtins.int
+    HAS_LEFT_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    name: _builtins.str
+    last_at: _builtins.float
+    """When it last announced itself, in seconds since the epoch."""
+    has_left: _builtins.bool
+    """It said that it leaves; else it fell silent."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        name: _builtins.str = ...,
+        last_at: _builtins.float = ...,
+        has_left: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_left", b"has_left", "last_at", b"last_at", "name", b"name", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LastPeer: _TypeAlias = LastPeer  # noqa: Y015
 
 @_typing.final
 class Link(_message.Message):

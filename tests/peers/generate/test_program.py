@@ -136,7 +136,7 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        ([], "give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME"),
+        ([], "give one of INVITE, --lan, --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME"),
         (
             ["swarm://x", "--model", "m", "--prompt", "a"],
             "--checkpoint DIR and --model DIR_OR_NAME, not both INVITE and --model DIR_OR_NAME",

@@ -272,7 +272,7 @@ def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
     [
         (
             ["export", "--output", "out"],
-            "give one of INVITE, --initial-peers ADDRESS, --checkpoint DIR and --model DIR",
+            "give one of INVITE, --lan, --initial-peers ADDRESS, --checkpoint DIR and --model DIR",
         ),
         (
             ["export", "--output", "out", "--model", "run", "--checkpoint", "c"],

@@ -1,9 +1,15 @@
 """What is announced in the local network: what of it is believed, and which run a program takes."""
 
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from peers.doctor.options import DoctorOptions
+from peers.generate.options import GenerateOptions
+from peers.model.options import ExportModelOptions
 from peers.shared import lan
 from swarm.errors import PeerUnavailable
 from swarm.rpc.entry import Entry
@@ -67,6 +73,8 @@ def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: p
     monkeypatch.setattr(lan, "find", find)
     assert lan.found_invite() == str(runs[RUN])
     assert lan.found_invites() == [str(runs[RUN])]
+    assert lan.with_invite(DoctorOptions(lan=True)) == DoctorOptions(invite=str(runs[RUN]))
+    assert lan.with_invite(DoctorOptions(invite="swarm://x")) == DoctorOptions(invite="swarm://x")
     runs[OTHER_RUN] = _invite(OTHER_RUN, "192.0.2.2")
     both = f"{OTHER_RUN}: {runs[OTHER_RUN]}, {RUN}: {runs[RUN]}"
     with pytest.raises(ValueError, match=f"^several runs are in this network; say one of .*{re.escape(both)}$"):
@@ -75,3 +83,13 @@ def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: p
     runs.clear()
     with pytest.raises(PeerUnavailable, match=r"^no run was found in this network in 5 s: start one of its peers with"):
         lan.found_invite()
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [(DoctorOptions, {}), (GenerateOptions, {"prompt": "x"}), (ExportModelOptions, {"output": Path("out")})],
+)
+def test_an_invite_beside_the_local_network_is_refused(options: Callable[..., object], given: dict[str, Any]) -> None:
+    options(lan=True, **given)
+    with pytest.raises(ValueError, match=r"INVITE and --lan"):
+        options(invite="swarm://x", lan=True, **given)

@@ -100,6 +100,26 @@ async def test_a_peer_takes_the_other_stage_s_state_and_writes_its_checkpoints(
     assert peer.log.events[3] == Move(stage=1)
 
 
+async def test_a_peer_tells_which_one_a_stage_without_a_peer_had_last(
+    config: RunConfig, store: MemoryStore, trained: Path
+) -> None:
+    async with LocalPeer(config, store, resume=trained).running(0) as peer:
+        server = peer.server
+        assert server is not None
+
+        def last_peers() -> list[pb.LastPeer]:
+            return list(server.presence.describe(server.averager).last_peers)
+
+        async with LocalPeer(config, store, resume=trained).running(1) as other:
+            record = await other.record(1)
+            assert record is not None
+            await eventually(lambda: bool(peer.known.others(1)))
+            assert not last_peers()
+        await eventually(lambda: bool(last_peers()))
+        (last,) = last_peers()
+        assert (last.stage, last.name, last.has_left) == (1, record.name or other.peer_id[:8], True)
+
+
 async def test_a_joiner_serves_no_initial_weights_though_its_first_question_was_lost(
     config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from peers.status.answer import LastPeer
 from peers.status.live_table import LiveTable, plain_lines, render
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView, TrainerRow
@@ -238,3 +239,13 @@ def test_a_stage_that_was_lost_is_not_begun_anew_by_mistake() -> None:
     later = replace(VIEW, stages=(StageRow(stage=0, peers=(replace(PEER, round=3),)), StageRow(stage=1)))
     (line,) = [line for line in plain_lines(later) if "no peer" in line]
     assert "swarm-peer INVITE --stage 1 --resume DIR" in line
+
+
+def test_of_a_stage_without_a_peer_it_is_said_when_the_last_one_was_heard_of() -> None:
+    last = LastPeer(name="gpu-2", last_at=0.0, has_left=False)
+    empty = replace(VIEW, stages=(StageRow(stage=0, peers=(PEER,)), StageRow(stage=1, last_peer=last)))
+    (line,) = [line for line in plain_lines(empty) if "no peer" in line]
+    assert re.match(r"stage 1 has no peer \(gpu-2 was last heard of at \d\d:\d\d:\d\d\): start one with", line)
+    silent = StageRow(stage=1, peers=(replace(PEER, state="unreachable"),), last_peer=replace(last, has_left=True))
+    (line,) = [line for line in plain_lines(replace(VIEW, stages=(silent,))) if "answers" in line]
+    assert re.search(r"out of reach from here \(gpu-2 left at \d\d:\d\d:\d\d\)$", line)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from peers.status.answer import LONGEST_REFUSAL, MOST_REFUSALS
-from peers.status.observe import observe, with_moves
+from peers.status.answer import LONGEST_REFUSAL, MOST_REFUSALS, LastPeer
+from peers.status.observe import observe, with_last_peers, with_moves
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView
 from swarm.rpc.channels import ChannelPool
@@ -89,6 +89,11 @@ def test_a_stage_that_everybody_leaves_is_empty_and_one_that_somebody_goes_to_is
 
 async def _ask(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> list[dict[str, Any]]:
     """What JSON says of peers of stages 0, 1, ... that answer this, and of others that are announced at stage 9."""
+    return [peer for row in (await _rows(replies, *others)) for peer in row["peers"]]
+
+
+async def _rows(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> list[dict[str, Any]]:
+    """What JSON says of these stages."""
     async with AsyncExitStack() as stack:
         channels = ChannelPool(insecure=True)
         stack.push_async_callback(channels.close)
@@ -97,7 +102,39 @@ async def _ask(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> list
             reply.run_id = RUN
             records[stage] = [await stack.enter_async_context(describing(stage, lambda _, reply=reply: reply))]  # type: ignore[misc]
         seen = await observe(RUN, records, (), channels)
-    return [peer for row in json.loads(seen.to_json())["stages"] for peer in row["peers"]]
+    rows: list[dict[str, Any]] = json.loads(seen.to_json())["stages"]
+    return rows
+
+
+def _last(name: str, last_at: float, *, has_left: bool = False) -> LastPeer:
+    return LastPeer(name=name, last_at=last_at, has_left=has_left)
+
+
+def test_of_a_stage_that_is_announced_and_does_not_answer_the_newest_announcement_tells_when_it_was_there() -> None:
+    records = [_record(MOVER, 1, PeerState.SERVING), _record(OTHER, 1, PeerState.SERVING)]
+    records[1] = records[1].model_copy(update={"announced_at": 60.0, "name": "gpu-2"})
+    silent = StageRow(stage=1, peers=tuple(PeerRow(name="p", peer_id=r.peer_id, state="unreachable") for r in records))
+    served = StageRow(stage=0, peers=(PeerRow(name="p", peer_id=OTHER, state="serving"),))
+    told = [{stage: _last("another", 99.0) for stage in (0, 1)}]
+    zero, one = with_last_peers([served, silent], {1: records}, told)
+    assert zero.last_peer is None
+    assert one.last_peer == _last("gpu-2", 60.0)
+
+
+def test_of_a_stage_that_is_not_announced_any_more_the_others_tell_and_a_single_liar_does_not_count() -> None:
+    told = [{1: _last("gpu-2", 60.0)}, {1: _last("liar", 4e9)}, {}, {1: _last("gpu-2", 60.5)}]
+    (row,) = with_last_peers([StageRow(stage=1)], {1: []}, told)
+    assert row.last_peer == _last("gpu-2", 60.5)
+    (row,) = with_last_peers([StageRow(stage=1)], {1: []}, [{2: _last("gpu-3", 60.0)}])
+    assert row.last_peer is None
+
+
+async def test_what_peers_tell_of_the_last_one_of_a_stage_is_bounded_text() -> None:
+    told = pb.LastPeer(stage=9, name="\x1b[2J" * 100, last_at=60.0, has_left=True)
+    rows = await _rows([pb.DescribeReply(state="serving", last_peers=[told])])
+    last = rows[1]["last_peer"]
+    assert (last["last_at"], last["has_left"], len(last["name"])) == (60.0, True, 64)
+    assert "\x1b" not in last["name"]
 
 
 async def test_an_answer_that_makes_no_sense_is_none() -> None:
