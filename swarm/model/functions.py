@@ -1,8 +1,9 @@
 """Operations of a layer that keep less for their backward than autograd would, and read and write less.
 
 What a multiplication or two can compute again is not kept, which saves a quarter of a layer's activations. The results
-are those of the formulas, up to rounding. There is no gradient of a gradient. torch.compile is given the formulas, of
-which it finds out the same, together with what is around them. Called by layers.py and stage_module.py.
+are those of the formulas, up to rounding, and the same bits whether or not there will be a backward. There is no
+gradient of a gradient. torch.compile is given the formulas, of which it finds out the same, together with what is
+around them. Called by layers.py and stage_module.py.
 
 Shapes: B samples, T positions, D model width, E outputs, H heads, K head width, J half a head's width, F feed-forward
 width.
@@ -20,7 +21,7 @@ def rms_norm(hidden_BTD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467). Faster on CPUs than torch's own."""
     if torch.compiler.is_compiling():
         return F.rms_norm(hidden_BTD, weight_D.shape, weight_D, epsilon)
-    return cast(Tensor, _RMSNorm.apply(hidden_BTD, weight_D, epsilon))  # type: ignore[no-untyped-call]  # torch does not annotate it
+    return _apply(_RMSNorm, hidden_BTD, weight_D, epsilon)
 
 
 def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
@@ -33,14 +34,14 @@ def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
         first_BHTJ, second_BHTJ = heads_BHTK.chunk(2, dim=-1)
         turned = first_BHTJ * cos_TJ - second_BHTJ * sin_TJ, second_BHTJ * cos_TJ + first_BHTJ * sin_TJ
         return torch.cat(turned, dim=-1).to(heads_BHTK.dtype)
-    return cast(Tensor, _Rotation.apply(heads_BHTK, cos_TJ, sin_TJ))  # type: ignore[no-untyped-call]
+    return _apply(_Rotation, heads_BHTK, cos_TJ, sin_TJ)
 
 
 def swiglu(gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202)."""
     if torch.compiler.is_compiling():
         return F.silu(gate_BTF) * up_BTF
-    return cast(Tensor, _SwiGLU.apply(gate_BTF, up_BTF))  # type: ignore[no-untyped-call]
+    return _apply(_SwiGLU, gate_BTF, up_BTF)
 
 
 def product(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -51,7 +52,7 @@ def product(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     """
     if weight_ED.requires_grad:
         return F.linear(hidden_BTD, weight_ED, bias_E)
-    return cast(Tensor, _FrozenProduct.apply(hidden_BTD, weight_ED, bias_E))  # type: ignore[no-untyped-call]
+    return _apply(_FrozenProduct, hidden_BTD, weight_ED, bias_E)
 
 
 def as_cast(weight: Tensor, cast_weight: Tensor) -> Tensor:
@@ -59,7 +60,25 @@ def as_cast(weight: Tensor, cast_weight: Tensor) -> Tensor:
 
     So graphs that use the same copy share it, where each would otherwise keep its own.
     """
-    return cast(Tensor, _AsCast.apply(weight, cast_weight))  # type: ignore[no-untyped-call]
+    return _apply(_AsCast, weight, cast_weight)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Tensor | float | None) -> Tensor:
+    """What an operation gives, and its backward if gradients are wanted.
+
+    A layer has a dozen of these. When it computes one token of a text, autograd's part would take as long as the
+    operations themselves.
+    """
+    if torch.is_grad_enabled():
+        return cast(Tensor, function.apply(*arguments))  # type: ignore[no-untyped-call]  # torch does not annotate it
+    return cast(Tensor, function.forward(_NothingKept(), *arguments))
+
+
+class _NothingKept:
+    """Stands for autograd's context where there is no backward."""
+
+    def save_for_backward(self, *_: Tensor) -> None:
+        """Keep nothing."""
 
 
 class _RMSNorm(torch.autograd.Function):

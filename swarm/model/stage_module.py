@@ -23,6 +23,7 @@ Shape suffixes: B samples, T positions, D model width, R its trained columns (D 
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -189,6 +190,24 @@ def with_shared_casts(
     if not casts:
         casts |= {name: parameters[name].detach().to(torch.bfloat16) for name in module.product_weights()}
     return {**parameters, **{name: as_cast(parameters[name], cast) for name, cast in casts.items()}}
+
+
+def with_weights(module: StageModule, parameters: Mapping[str, Tensor]) -> StageModule:
+    """A module like this one that computes with these parameters, for calls without gradients.
+
+    No tensor is copied. functional_call would look for each parameter in each call, which takes a while beside one
+    token of a text.
+
+    Args:
+        parameters: others are the module's own.
+    """
+    own = dict(module.named_parameters())
+    with torch.no_grad():
+        values = own | with_shared_casts(module, parameters, {})
+    # What a copy would make of the module's tensors.
+    copies: dict[int, object] = {id(buffer): buffer for buffer in module.buffers()}
+    copies |= {id(own[name]): nn.Parameter(values[name], requires_grad=False) for name in own}
+    return copy.deepcopy(module, copies)
 
 
 def stage_loss(

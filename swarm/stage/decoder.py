@@ -22,7 +22,7 @@ from swarm.errors import MalformedMessage
 from swarm.generation.choice import choose
 from swarm.hop.session import Order, Piece, Token
 from swarm.model.attention import CacheRows, KeyValueCache, cache_bytes
-from swarm.model.stage_module import with_shared_casts
+from swarm.model.stage_module import StageModule
 from swarm.model.stages import layer_ranges
 from swarm.rpc.wire import ENCODINGS, require_in_range
 from swarm.stage.backend import StageBackend
@@ -126,9 +126,9 @@ class Decoder:
         arguments: dict[str, Any] = {"dropout_key": None, "cache": cache}
         if self._config.model.bottleneck_dim and not self._is_first:
             arguments["tokens_BT"] = self._staging.upload(torch.tensor([step.tokens for step in steps]))
-        parameters = with_shared_casts(self._module, held.on(self._device), held.casts)
-        outputs = torch.func.functional_call(self._module, parameters, (inputs,), arguments)
-        for step, output in zip(steps, outputs.split(1), strict=True):
+        assert isinstance(self._module, StageModule), "no session is taken for another one"
+        outputs: torch.Tensor = held.module(self._module, self._device)(inputs, **arguments)
+        for step, output in zip(steps, outputs.chunk(len(steps)), strict=True):
             step.future.set_result(self._sampled(step, output[0, -1]) if self._is_last else self._encode(step, output))
 
     def _sampled(self, step: _Step, logits_V: torch.Tensor) -> Token | None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from swarm.errors import Overloaded, RoundMismatch
+from swarm.model.stage_module import StageModule, with_weights
 from swarm.stage.anchors import moved
 from swarm.stage.buckets import Tensors
 
@@ -28,25 +29,30 @@ class HeldRound:
 
     Attributes:
         anchor: the weights as the stage had them.
-        casts: with autocast, what products of matrices take instead of some weights.
         num_users: sessions and evaluations that compute with it, or may have to.
         wanted_until: it is held so long although nobody uses it, by the loop's clock.
     """
 
     def __init__(self, number: int, parameters: Mapping[str, torch.Tensor]) -> None:
         self.number = number
-        self.casts: Tensors = {}
         self.num_users = 0
         self.unused_since = 0.0
         self.wanted_until = 0.0
         self.anchor = parameters
         self._parameters = dict(parameters)
+        self._module: StageModule | None = None
 
     def on(self, device: torch.device) -> Tensors:
         """The weights on a device, where they stay. On the compute thread."""
         if any(value.device != device for value in self._parameters.values()):
             self._parameters = moved(self._parameters, device)
         return self._parameters
+
+    def module(self, own: StageModule, device: torch.device) -> StageModule:
+        """The stage's module with these weights, on a device, where it stays. On the compute thread."""
+        if self._module is None:
+            self._module = with_weights(own, self.on(device))
+        return self._module
 
 
 class HeldRounds:

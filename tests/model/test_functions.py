@@ -96,6 +96,18 @@ def test_half_precision(
     assert all(value.grad is not None and value.grad.dtype == value.dtype for value in inputs)
 
 
+@_EACH
+def test_the_same_bits_without_gradients(
+    function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    del formula
+    inputs = _inputs(shapes, torch.float32)
+    with torch.no_grad():
+        found = function(*inputs)
+    assert not found.requires_grad
+    assert torch.equal(found, function(*inputs))
+
+
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of each storage, by its address."""
     return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}

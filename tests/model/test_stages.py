@@ -18,7 +18,7 @@ from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model.layers import FIXED_STD
 from swarm.model.loss import token_loss
 from swarm.model.masks import DropoutKey
-from swarm.model.stage_module import stage_loss
+from swarm.model.stage_module import StageModule, stage_loss, with_weights
 from swarm.model.stages import build_stage, layer_ranges
 from swarm.model.transformer import build_transformer
 
@@ -63,6 +63,22 @@ def loss_and_gradients(stages: list[nn.Module], key: DropoutKey | None) -> tuple
         torch.autograd.backward(output, passed_on.grad)
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters()}
     return loss.detach(), gradients
+
+
+@pytest.mark.parametrize("options", [{}, {"tied_embeddings": True, "autocast": "bf16"}, {"bottleneck_dim": 8}])
+def test_a_module_with_other_weights_is_called_with_them_and_copies_none(options: dict[str, Any]) -> None:
+    own = build_stage(make_config((4,), **options), 0, device="cpu")
+    assert isinstance(own, StageModule)
+    before = {name: parameter.detach().clone() for name, parameter in own.named_parameters()}
+    others = {name: torch.randn(parameter.shape) for name, parameter in own.named_parameters()}
+    module, arguments = with_weights(own, others), {"dropout_key": None}
+    with torch.no_grad():
+        wanted = functional_call(own, others, (make_tokens(),), arguments)
+        assert torch.equal(module(make_tokens(), **arguments), wanted)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in {**others, **dict(own.named_buffers())}.items():
+        assert tensors[name].dtype != tensor.dtype or tensors[name].data_ptr() == tensor.data_ptr()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in own.named_parameters())
 
 
 @pytest.mark.parametrize("key", [KEY, None])
