@@ -69,6 +69,8 @@ class PeerOptions:
     free memory, as cuda does."""
     threads: int = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
+    compile: bool = False
+    """Compile layers (torch.compile), so that the first microbatches take a minute. Not for runs with dropout."""
     host: str = ""
     """IP address to listen on; left out, all of this machine's, of IPv4 and IPv6."""
     port: int = 0

@@ -12,7 +12,9 @@ from swarm.errors import Fatal
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.model.compiled import require_compilable, require_compiler
 from swarm.model.loss import loss_bytes
+from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, parameter_shapes
 from swarm.stage.backend import StageBackend
 from swarm.stage.graphs import GraphBudget
@@ -22,21 +24,28 @@ from swarm.stage.staging import Staging
 
 def own_backend(
     config: RunConfig, stage: int, *, device: torch.device, staging: Staging, given: Weights | None,
-    graph_bytes: int | None, events: Events,
+    graph_bytes: int | None, events: Events, compiles: bool = False,
 ) -> StageBackend:  # fmt: skip
     """Make the model and its weights, at their initial values.
 
     Args:
         given: with which weights the run begins; None for those that its seed draws.
         graph_bytes: what autograd graphs may take; None for a share of what is free then.
+        compiles: whether layers are compiled, with the first microbatches, which then take longer.
 
     Raises:
-        Fatal: the stage does not fit on the device.
+        ValueError: the run's layers cannot be compiled.
+        Fatal: the stage does not fit on the device, or this machine has no compiler.
     """
+    if compiles:
+        require_compilable(config)
+        require_compiler(device)
     try:
         tensors = None if given is None else given.load(parameter_shapes(config, stage))
         module = build_stage(config, stage, device=device, weights=tensors)
         del tensors
+        if compiles and isinstance(module, StageModule):
+            module.compile_layers()
         weights = weights_of(config, module, lineage=genesis(config, stage), events=events)
         # What the first step makes: moments, a second sum, another copy, the loss; and the server's threads.
         first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]

@@ -28,6 +28,8 @@ class ServerOptions:
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
+    compiles: bool = False
+    """Whether layers are compiled."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
     """How much text it helps to write."""
     weights: Weights | None = None

@@ -89,12 +89,13 @@ class Spread:
         shape, mesh = workers.shape, workers.mesh
         whole = _whole_stage(config, workers, given)
         stage = _with_own_shards(whole, config, workers).to(workers.device)
-        layers = list(stage.layers.values()) if isinstance(stage, StageModule) else []
+        # A class of the user's is taken as a whole.
+        layers = [] if config.model.custom_class else list(cast(StageModule, stage).layers.values())
         # In torch's order: what computes layers again and compiles them, then FSDP or DDP around it all.
         for layer in layers if config.model.gradient_checkpointing else ():
             checkpoint(layer, preserve_rng_state=False)
-        if options.compile and isinstance(stage, StageModule):
-            stage.compile_layers()
+        if options.compile:
+            cast(StageModule, stage).compile_layers()
         self.module: nn.Module = Part(stage, config.data.seed)
         if options.fsdp:
             for part in (*layers, self.module):

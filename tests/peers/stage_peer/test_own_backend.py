@@ -17,9 +17,16 @@ _ENDLESS = 1 << 40
 """Tokens of a microbatch whose loss fits nowhere."""
 
 
-def _backend(config: RunConfig, stage: int) -> StageBackend:
+def _backend(config: RunConfig, stage: int, *, compiles: bool = False) -> StageBackend:
     return own_backend(
-        config, stage, device=torch.device("cpu"), staging=Staging(), given=None, graph_bytes=0, events=NoEvents()
+        config,
+        stage,
+        device=torch.device("cpu"),
+        staging=Staging(),
+        given=None,
+        graph_bytes=0,
+        events=NoEvents(),
+        compiles=compiles,
     )
 
 
@@ -31,3 +38,20 @@ def test_the_last_stage_alone_needs_room_for_the_loss() -> None:
     with pytest.raises(Fatal, match=rf"stage {last} does not fit on cpu \(no room for .*\): take more stages"):
         _backend(config, last)
     assert _backend(SYNCHRONOUS, last).is_last
+
+
+def test_dropout_is_not_compiled() -> None:
+    model = dataclasses.replace(SYNCHRONOUS.model, dropout=0.1)
+    with pytest.raises(ValueError, match="--compile is not for runs with dropout"):
+        _backend(dataclasses.replace(SYNCHRONOUS, model=model), 0, compiles=True)
+
+
+def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(function: object) -> object:
+        raise RuntimeError("\nNo working C++ compiler found\nand much more")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    with pytest.raises(
+        Fatal, match=r"^--compile: this machine makes no code for cpu, .*\(No working C\+\+ compiler found\)$"
+    ):
+        _backend(SYNCHRONOUS, 0, compiles=True)
