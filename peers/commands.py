@@ -82,7 +82,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
     Args:
         options: module and name of its options, or of a function that explains them, if these are there much sooner
             than the program. Then --help is, too.
-        address_bytes: that it takes.
+        address_bytes: the size of the addresses that it takes.
     """
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interruptible:

@@ -34,8 +34,8 @@ def page_of(hub: Hub, *, token: str | None, names: Collection[str]) -> ASGIApp:
     """The whole application.
 
     Args:
-        token: that a viewer must have; None lets everybody see.
-        names: of this host, besides its IP addresses.
+        token: the token that a viewer must have; None lets everybody see.
+        names: names of this host, besides its IP addresses.
     """
     viewers = Viewers(hub, token)
 

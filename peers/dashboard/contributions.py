@@ -18,10 +18,10 @@ class Contribution:
 
     Attributes:
         stage: where it was seen last.
-        first_seen, last_seen: in seconds since the epoch.
-        serving_seconds: for how long it was seen to serve.
-        microbatches: that count through it.
-        exchanged_bytes: that it sent and received for averages.
+        first_seen, last_seen: when it was seen first and last, in seconds since the epoch.
+        serving_seconds: how long it was seen to serve.
+        microbatches: how many microbatches count through it.
+        exchanged_bytes: how many bytes it sent and received for averages.
         told_microbatches, told_bytes, told_start: its own figures when it was seen last.
     """
 

@@ -34,7 +34,7 @@ class Door:
     def __init__(self, app: ASGIApp, *, names: Collection[str]) -> None:
         """
         Args:
-            names: of this host, besides its IP addresses, in lower case.
+            names: names of this host, besides its IP addresses, in lower case.
         """
         self._app = app
         self._names = frozenset(names)

@@ -14,8 +14,8 @@ class Series:
     Attributes:
         span_seconds: length of a span.
         at: when each span began, in seconds since the epoch.
-        columns: by figure, its mean over each span; None where it was not known.
-        counts: by figure, how many values are in the last span's mean.
+        columns: the means of each figure, one for each span; None where it was not known.
+        counts: how many values of each figure are in the last span's mean.
     """
 
     span_seconds: float

@@ -33,7 +33,7 @@ class Plan:
     """How this machine is to be used.
 
     Attributes:
-        stage: that it is to serve.
+        stage: the stage that it is to serve.
         device: as --device names it.
         checkpoint: folder for checkpoints, if they are written.
         keep_checkpoints: how many of them.

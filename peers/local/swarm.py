@@ -40,7 +40,7 @@ class LocalSwarm:
     ) -> None:
         """
         Args:
-            identity: with which the peers are asked how they are.
+            identity: the identity with which the peers are asked how they are.
         """
         self.peers = peers
         self.output = Output(options.output, goes_on=options.resume is not None)

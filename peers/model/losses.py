@@ -20,7 +20,7 @@ class MeasuredLoss:
     """One figure.
 
     Attributes:
-        name: of what it is the loss.
+        name: what it is the loss of.
         loss: nats a token.
     """
 

@@ -84,7 +84,7 @@ def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1
     """What the graphs of one of so many processes may take of a device's memory.
 
     Args:
-        needed_bytes: of what is free, what the process will take for other things.
+        needed_bytes: how much of what is free the process will take for other things.
     """
     share = GPU_SHARE if device.kind == "cuda" else RAM_SHARE
     return int(share * max(0, device.free_bytes // num_processes - needed_bytes))

@@ -38,7 +38,7 @@ class Entrance:
 
     Attributes:
         entries: peers that are asked, as an invite names them; none where addresses were given.
-        addresses: of nodes of the DHT; none where there are entries.
+        addresses: addresses of nodes of the DHT; none where there are entries.
         run: the digest with which the run's id ends; empty where any run will do.
         token: None for an open run.
         insecure: whether the run does without TLS.

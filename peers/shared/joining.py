@@ -48,7 +48,7 @@ def remedy(join_command: str, stage: int, run_round: int) -> str:
     """What to do about a stage without a peer. What it had learnt by then is not to be given up by mistake.
 
     Args:
-        run_round: at which the run's other peers are.
+        run_round: the round at which the run's other peers are.
     """
     command = f"{join_command} --stage {stage}"
     if run_round == 0:

@@ -35,7 +35,7 @@ class Listener:
         """Take the address; port 0 takes a free one.
 
         Args:
-            option: by which the user gave it.
+            option: the option by which the user gave it.
 
         Raises:
             ValueError: it cannot be had.

@@ -36,7 +36,7 @@ class Arrival:
     ) -> None:  # fmt: skip
         """
         Args:
-            device: that it computes on.
+            device: the device that it computes on.
             is_new: whether this peer begins the run. A run's id is that of every run of the same configuration and
                 text, so that nothing else tells a user who forgot --initial-peers.
             announcer: tells the local network as well, if that is wanted.

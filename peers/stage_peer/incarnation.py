@@ -40,7 +40,7 @@ class Incarnation:
     """One start of a peer's process.
 
     Attributes:
-        nonce: of no other start; empty where none of this matters.
+        nonce: a word that no other start has; empty where none of this matters.
         started_at: seconds since the epoch, by its own clock.
     """
 

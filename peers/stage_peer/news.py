@@ -32,7 +32,7 @@ class Around:
 
     Attributes:
         endpoint: where it says that it can be reached.
-        num_calls: that have come since it serves, whoever made them.
+        num_calls: how many calls have come since it serves, from any caller.
         num_others: trainers, and other peers of its stage: all those that would call it.
         has_trainer: one of them is a trainer.
         empty_stages: stages at which nobody else serves, its own left out.

@@ -45,8 +45,8 @@ class Others:
 
     Attributes:
         held_at: newest round of a peer that holds our stage.
-        rounds: by other stage, its newest round.
-        samples: of the run, at the newest of these.
+        rounds: the newest round of each other stage.
+        samples: the run's samples at the newest of these.
         repeating: stages of which a peer at that round has committed the one before itself, so that it has its weights.
         has_begun: one of those that were asked has been given microbatches.
         silent: names of peers that held our stage a moment ago, and when they were heard of last; empty if there are

@@ -32,8 +32,8 @@ class Candidates:
     """Addresses that a machine could announce.
 
     Attributes:
-        outside: those that lead beyond this machine, the best first.
-        loopback: those that do not.
+        outside: the addresses that lead beyond this machine, the best first.
+        loopback: the addresses that do not.
         is_decided: whether the first is known to be on the way to others, or is the only one.
     """
 

@@ -29,7 +29,7 @@ def own_backend(
     """Make the model and its weights, at their initial values.
 
     Args:
-        given: with which weights the run begins; None for those that its seed draws.
+        given: the weights with which the run begins; None for those that its seed draws.
         graph_bytes: what autograd graphs may take; None for a share of what is free then.
         compiles: whether layers are compiled, with the first microbatches, which then take longer.
 

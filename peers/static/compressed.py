@@ -43,7 +43,7 @@ class CompressedAverage:
     ) -> None:
         """
         Args:
-            parameters: by their names, which decide how they are laid out.
+            parameters: the parameters by their names, which decide how they are laid out.
         """
         self._num_sent = 0
         self._names = {parameter: name for name, parameter in parameters.items()}

@@ -56,7 +56,7 @@ class Answer:
     """A peer's answer.
 
     Attributes:
-        last: of its last committed round.
+        last: the report of its last committed round.
         inner: the inner steps of that round.
     """
 

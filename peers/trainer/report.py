@@ -42,7 +42,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
     ) -> None:  # fmt: skip
         """
         Args:
-            steps: that are asked for; 0 for an evaluation alone.
+            steps: how many steps are asked for; 0 for an evaluation alone.
             remedy: what the user can do about a stage without a peer.
         """
         self._clock = clock

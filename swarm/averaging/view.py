@@ -12,7 +12,7 @@ class GroupView:
     """What this peer knows of its group's round; the leader's is the whole, any other's its own part.
 
     Attributes:
-        progress: by member, this peer included.
+        progress: the progress of each member, this peer included.
         committed: microbatches that some member has committed in this round.
         shown: those, but for the ones of members that have missed a heartbeat.
         counted: what is committed, and what members had committed that are not there, or are left out.

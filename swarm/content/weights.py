@@ -40,7 +40,7 @@ class WeightsCache:
             folder: where to keep what is fetched; made if it is not there.
             digest: `model.weights` of the run.
             waits: are told how far a download is.
-            own: of the run folder that the user has named, if any.
+            own: the weights of the run folder that the user has named, if any.
             source: the model's folder that the user has named, if any.
         """
         self.num_fetched = 0

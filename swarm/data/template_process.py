@@ -32,7 +32,7 @@ class Limits:
     """What a template may take.
 
     Attributes:
-        seconds: of the processor, for one request; so a busy machine is no reason for a refusal.
+        seconds: the processor's time for one request; so a busy machine is no reason for a refusal.
         memory_bytes: addresses of its process. macOS does not keep to this.
     """
 

@@ -52,7 +52,7 @@ class Kademlia:
         ended: done once p2pd has died; every call would then wait for each neighbour in turn.
         addresses: multiaddresses, /p2p/ID included, at which others can join; none in client mode.
         is_client: whether it asks others, but cannot be asked and stores nothing.
-        num_answers: of other nodes, to calls of any kind.
+        num_answers: how many answers of other nodes have come, to calls of any kind.
         p2p: hivemind's connection to p2pd.
         node: hivemind's node.
     """

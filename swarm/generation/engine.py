@@ -59,8 +59,8 @@ class LocalEngine:
     ) -> None:
         """
         Args:
-            room: for positions of sequences; it holds a whole one of `longest`.
-            piece_tokens: of a prompt, which are computed at once: between two pieces the other sequences get a token.
+            room: the room for positions of sequences; it holds a whole one of `longest`.
+            piece_tokens: how many tokens of a prompt are computed at once; between pieces others get a token.
         """
         assert room.capacity >= longest, "a sequence could wait for ever"
         self._model = model.eval()

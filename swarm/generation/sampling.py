@@ -15,7 +15,7 @@ class Sampling:
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: only the likeliest tokens that have this probability together; 1 takes all.
         top_k: only so many of the likeliest; 0 takes all.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
     """
 
     temperature: float = 1.0

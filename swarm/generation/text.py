@@ -49,7 +49,7 @@ class Writing:
     """A text as it comes: up to an end token or the first of some strings, neither of which is said.
 
     Attributes:
-        num_tokens: that have been read, an end token included.
+        num_tokens: the tokens that have been read, an end token included.
         finish_reason: once the text has ended, `stop` if it came to its end, and `length` if the tokens did.
     """
 

@@ -27,7 +27,7 @@ class TextModel:
 
     Attributes:
         run: the run's id.
-        end_tokens: with which a text ends.
+        end_tokens: the tokens with which a text ends.
         template: of conversations, if the model has one.
     """
 

@@ -43,8 +43,8 @@ class Continuation:
     """One session's later stages.
 
     Attributes:
-        rounds: whose weights they use; empty until `begun` is set, unless the session began elsewhere.
-        begun: that they have all taken the session.
+        rounds: the rounds whose weights they use; empty until `begun` is set, unless the session began elsewhere.
+        begun: set once they have all taken the session.
     """
 
     def __init__(

@@ -179,7 +179,7 @@ class Hop:
     ) -> _Answer:
         """
         Args:
-            busy_seconds: after so long a peer's word that it has no room is raised.
+            busy_seconds: how long peers may say that they have no room before that is raised.
         """
         num_cancels, since = _num_cancels(), self._clock.monotonic()
         self._under_way.add(retries)

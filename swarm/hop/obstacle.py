@@ -25,11 +25,11 @@ class Obstacle:
     """What keeps a stage from being given work.
 
     Attributes:
-        num_peers: that are announced at the stage.
-        num_busy: of them, those of which nothing is wrong, but that they take nothing.
-        num_silent: those that do not answer.
+        num_peers: how many peers are announced at the stage.
+        num_busy: how many of them are in order, but take nothing.
+        num_silent: how many of them do not answer.
         causes: which peers these are, and what is known of each; empty where there is none.
-        seconds: until one of them is tried again.
+        seconds: the time until one of them is tried again.
     """
 
     num_peers: int

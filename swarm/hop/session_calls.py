@@ -25,7 +25,7 @@ class SessionCall:
 
     Attributes:
         peer: whom it goes to.
-        rounds: whose weights are used there and at all later stages.
+        rounds: the rounds whose weights are used there and at all later stages.
     """
 
     def __init__(self, stream: Stream, peer: PeerRecord, rounds: Sequence[int], silence_seconds: float) -> None:

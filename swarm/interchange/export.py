@@ -38,8 +38,8 @@ class Card:
 
     Attributes:
         round: at which its weights were taken.
-        num_samples: that the run had trained on by then.
-        losses: by what was measured, nats a token.
+        num_samples: the samples that the run had trained on by then.
+        losses: nats per token, by what was measured.
         digest: tells these weights from others: before the first round the digest of the weights that the run begins
             with, then the lineage, a hash chain over its rounds. Empty where it is not known.
     """
@@ -75,7 +75,7 @@ class Target:
     Attributes:
         dtype: to store them in; None leaves them as they are.
         tokenizer: names the tokenizer, if it is not where the origin says.
-        shard_bytes: of one file of weights, if a single tensor is not larger: that much is in memory.
+        shard_bytes: the largest size of a file of weights, if a single tensor is not larger: that much is in memory.
     """
 
     dtype: torch.dtype | None = None

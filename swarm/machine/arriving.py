@@ -12,7 +12,7 @@ class Arriving:
     def __init__(self, what: str, num_bytes: int) -> None:
         """
         Args:
-            num_bytes: of all that is to come.
+            num_bytes: the bytes of all that is to come.
         """
         self._what = what
         self._num_bytes = num_bytes

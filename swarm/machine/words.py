@@ -8,7 +8,7 @@ def counted(number: int, noun: str) -> str:
     """`1 peer`, `2 peers`, `1,200 microbatches`, `0 entries`.
 
     Args:
-        noun: of one of them.
+        noun: the noun for one of them.
     """
     if number == 1:
         return f"1 {noun}"

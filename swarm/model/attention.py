@@ -113,7 +113,7 @@ class KeyValueCache:
     """Keys and values of the positions that have been computed, of some sequences side by side.
 
     Attributes:
-        num_positions: that every layer has.
+        num_positions: how many positions every layer has.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -203,7 +203,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None = None) -> None:
         """
         Args:
-            shards: those that have the heads, which are all in `model`.
+            shards: the shards that have the heads, which are all in `model`.
         """
         super().__init__()
         head_width = model.width_of_heads

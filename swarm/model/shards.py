@@ -64,8 +64,8 @@ class Shards:
     """The shards of a model, and how those of this process reach the others.
 
     Attributes:
-        num_shards: of all processes together.
-        num_held: by this process.
+        num_shards: how many shards there are in all processes together.
+        num_held: how many of them this process holds.
         reduce: from what the shards of this process have, [N, ...], to the sum over all shards, [...]. With several
             processes all of them call it in the same order.
     """

@@ -183,7 +183,7 @@ def with_shared_casts(
     class casts for itself.
 
     Args:
-        casts: of these parameters. The first call for them finds it empty and fills it.
+        casts: the casts of these parameters. The first call for them finds it empty and fills it.
     """
     if not isinstance(module, StageModule) or module.model.autocast == "off":
         return dict(parameters)

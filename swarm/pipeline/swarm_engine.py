@@ -30,7 +30,7 @@ class SwarmEngine:
         """
         Args:
             hop: to stage 0.
-            round_number: at which the run is, if that is known.
+            round_number: the round at which the run is, if that is known.
 
         Raises:
             ValueError: the run's model cannot generate text.

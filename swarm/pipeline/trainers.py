@@ -35,7 +35,7 @@ class Trainer(NamedTuple):
     """A trainer, as a leader tells it from others.
 
     Attributes:
-        bearer: whose token it has; in an open run, at which address it is.
+        bearer: whose token the trainer has; in an open run, the trainer's address.
         trainer_id: what it calls itself.
     """
 
@@ -96,7 +96,7 @@ class Trainers:
 
         Args:
             size: microbatches of a round.
-            held: by trainer.
+            held: what each trainer holds.
         """
         if self.is_banned(trainer.bearer):
             return 0

@@ -128,7 +128,7 @@ class _Plan:
 
     Attributes:
         throughput: by stage, after the moves so far.
-        target, rate: of the last move, and what its peer managed where it was.
+        target, rate: where the last move went, and what its peer managed where it was.
         own_target: where the plan has `own` go.
     """
 

@@ -32,14 +32,14 @@ class Layout:
 
     Attributes:
         costs: relative cost of a sample, by stage.
-        workers: by peer id.
+        workers: the peers, by id.
         throughput: samples per second, by stage: the sum over its peers.
         squares: sum of the squares of its peers' samples per second, by stage.
         num_workers: peers, by stage.
         num_serving: of these, the ones that serve already.
         movable: by stage, (speed, peer id) of the peers that may move, the slowest first.
         usual_speed: the median of the measured speeds; 1 if no peer is measured.
-        total_speed: of all peers.
+        total_speed: the speed of all peers together.
     """
 
     def __init__(self, workers: Iterable[Worker], costs: Sequence[float]) -> None:

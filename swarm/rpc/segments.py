@@ -12,7 +12,7 @@ class Segments:
     """The segments that are missing.
 
     Attributes:
-        num_missing: of them; what is being fetched included.
+        num_missing: how many are missing, those included that are being fetched.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:

@@ -46,7 +46,7 @@ class FluidSwarm:
     """Which peers serve where, and what that amounted to so far.
 
     Attributes:
-        stage_of: of all that serve.
+        stage_of: the stage of each peer that serves.
         peers: by stage, those that serve it; in the order in which they came.
         present: all that have come and not left; also those that download, at first or between two stages.
         num_moves: moves that began.

@@ -127,7 +127,7 @@ class StageBackend:
         The forward is released, whatever happens.
 
         Args, here and below:
-            only_at: for the record: for a replay, the stage that lacks the microbatch.
+            only_at: the stage that lacks the microbatch, for the record, if it is a replay.
 
         Raises:
             MalformedMessage: the gradient is none, or the weights would get one that is not finite.

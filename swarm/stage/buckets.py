@@ -48,7 +48,7 @@ class Versions:
 
     Args:
         masters: what versions are copies of.
-        memory: of which the copies are made.
+        memory: where the copies take their memory from.
     """
 
     def __init__(self, masters: Mapping[str, torch.Tensor], memory: Recycler) -> None:
@@ -109,10 +109,10 @@ class GradientBucket:
 
     Attributes:
         number: counted from 0 at each peer.
-        sums: by parameter, sum over the targets.
+        sums: for each parameter the sum over the targets.
         amount: what is in the sum.
         num_tentative: microbatches in the sum that nobody has acknowledged yet; no step while there are any.
-        sources: of what is in the sum, in the order of its coming; kept in the synchronous setting alone.
+        sources: where what is in the sum came from, in the order of its coming; kept in the synchronous setting alone.
         versions: how many microbatches in the sum were computed with each version, by its number.
     """
 

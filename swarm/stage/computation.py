@@ -51,7 +51,7 @@ class Order:
         accumulate: whether the gradient joins this stage's sum.
         answers_gradient: whether the stage before wants the gradient of its output. What is accumulated has it in any
             case: another replay may want it.
-        age: at the compute thread; smaller is older.
+        age: its age at the compute thread; smaller is older.
         hints: which peers of later stages know the microbatch already.
         adopts: a computation of the same microbatch, accumulated earlier with other activations, that stands or falls
             with this one's acknowledgement.
@@ -161,7 +161,7 @@ class Computation(Watched):
         """The gradient stays, here; nothing is said downstream.
 
         Args:
-            keep_answer: for a later computation of the same microbatch, although this one's has arrived.
+            keep_answer: keep the answer for a later computation of the same microbatch.
         """
         if self._result is not None and not keep_answer:
             self._result, self._wire_hidden = dataclasses.replace(self._result, gradient=None), None

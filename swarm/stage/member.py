@@ -307,7 +307,7 @@ class StageMember:
 
         Args:
             source: `initial` or `checkpoint`, for the record.
-            parent: for the record, the lineage that the state had, if it has a new one.
+            parent: the lineage that the state had, for the record, if it has a new one.
             highest_microbatch: new microbatches are to have higher ids.
 
         Raises:

@@ -39,7 +39,7 @@ class Answers:
     """Answers on their way back, until their acknowledgement is passed on.
 
     Attributes:
-        num_written: that are being written: the line takes no more.
+        num_written: answers that are being written: the line takes no more.
         num_unacknowledged: calls that have their answer, and whose acknowledgement is waited for.
         num_settling: consequences of acknowledgements that are still under way.
     """

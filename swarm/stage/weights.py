@@ -52,7 +52,7 @@ class FrozenContribution:
     Attributes:
         tensors: a mean over the targets, on the CPU.
         amount: what is behind it.
-        round_amount: of that, what is of this round.
+        round_amount: how much of that is of this round.
         fragment: the part of the parameters it is about.
     """
 

@@ -14,7 +14,7 @@ class Position:
     """Where a peer and its group were.
 
     Attributes:
-        at: in seconds, by the peer's clock.
+        at: the time in seconds, by the peer's clock.
         own_round: the round that the peer had come to.
         group_round: the one that its group was in, as far as the peer had been told.
     """

@@ -18,7 +18,7 @@ class PartialSnapshot:
     def __init__(self, header: pb.SnapshotHeader, snapshot_id: bytes, max_bytes: int, *, only: str = "") -> None:
         """
         Args:
-            only: of which tensors the segments are fetched, by the beginning of their names.
+            only: fetch the segments of the tensors alone whose names begin like this.
 
         Raises:
             MalformedMessage: the header makes no sense.

@@ -73,7 +73,7 @@ class Wanted:
         max_bytes: a larger one is refused.
         is_useful: whether a snapshot of that standing is of any use.
         round_number: if given, donors are to keep the state with which this round begins, and are waited for.
-        only: of which tensors the bytes are to be fetched, by the beginning of their names.
+        only: fetch the bytes of the tensors alone whose names begin like this.
     """
 
     max_bytes: int

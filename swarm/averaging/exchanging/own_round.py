@@ -47,7 +47,7 @@ class Closing:
 
     Attributes:
         drop: microbatches that are taken out of it.
-        began_at: by the member's clock.
+        began_at: when it began, by the member's clock.
     """
 
     def __init__(self, *, drop: frozenset[int], began_at: float) -> None:
@@ -179,7 +179,7 @@ class OwnRound:
         Takes the lock itself.
 
         Args:
-            only: from this attempt; None for whatever attempt is under way.
+            only: step back from this attempt alone; None for whatever attempt is under way.
         """
         async with self._lock:
             active = self._group.active

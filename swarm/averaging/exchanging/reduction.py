@@ -48,7 +48,7 @@ class Payload:
 
     Attributes:
         encoded: the sum over a part, or a whole contribution.
-        squared_norm: of what it decodes to, as its sender has it.
+        squared_norm: the squared norm of what it decodes to, as its sender has it.
         upload_seconds: how long sending our own part there took; 0 if nothing was sent.
     """
 

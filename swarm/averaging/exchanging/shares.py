@@ -32,7 +32,7 @@ class Share:
         num_samples: behind its contribution; with none it sends nothing and receives all the same.
         round_samples: of these, the ones that count towards the round.
         weight: what its contribution is multiplied by in the sum.
-        num_elements: of the part that it owns.
+        num_elements: how many elements the part has that it owns.
     """
 
     peer_id: str
@@ -105,7 +105,7 @@ class Offer:
 
     Attributes:
         num_samples: behind the contribution.
-        num_targets: in these.
+        num_targets: how many targets these have.
         round_samples: of these, the ones that count towards the round.
         norm: of the contribution.
         bytes_per_second: what its line carries away; 0 if that is not known.

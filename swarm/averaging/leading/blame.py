@@ -43,7 +43,7 @@ class Blame:
     """What one leader has concluded from the attempts that failed.
 
     Attributes:
-        num_timeouts: in a row; every one doubles the deadlines, up to MOST_DOUBLINGS times.
+        num_timeouts: time-outs in a row; every one doubles the deadlines, up to MOST_DOUBLINGS times.
     """
 
     def __init__(self, own_id: PeerId) -> None:
@@ -153,7 +153,7 @@ def without_the_useless(
     """The error which says that members closed with contributions of no use, and are left out; None if there are none.
 
     Args:
-        num_elements: that a contribution has.
+        num_elements: how many elements a contribution has.
         sequence_length: targets that a sample has at most.
     """
     useless = {

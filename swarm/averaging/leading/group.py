@@ -53,7 +53,7 @@ class Group:
         """Begin a round in which nothing is promised.
 
         Args:
-            last_digest: of the result that was applied before it; empty after a download.
+            last_digest: the digest of the result that was applied before it; empty after a download.
         """
         self.round = round_number
         self.last_digest = last_digest

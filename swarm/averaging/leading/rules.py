@@ -44,8 +44,8 @@ def is_complete(
 
     Args:
         committed: microbatches of those that would commit it.
-        num_samples: of those that would commit it.
-        absent_samples: of the round, at living members that would be left out.
+        num_samples: how many samples those have that would commit it.
+        absent_samples: how many samples of the round are at living members that would be left out.
         is_late: whether another stage is at a later round, or has waited for long for this one to decide a round; asked
             only where it matters.
     """

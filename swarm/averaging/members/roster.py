@@ -128,7 +128,7 @@ class Roster:
         """This peer is at a new round: what is known of others at earlier ones is out of date.
 
         Args:
-            members: of the round before.
+            members: the members of the round before.
         """
         self.suspicions.begin_round(members)
         self._moved_at = self._clock.monotonic()

@@ -35,7 +35,7 @@ class Api:
     def __init__(self, model: TextModel, *, default_tokens: int, clock: Clock, numbers: random.Random) -> None:
         """
         Args:
-            default_tokens: that an answer has at most if the client does not say.
+            default_tokens: the most tokens of an answer if the client does not say.
             numbers: random ones, for ids of answers, and for seeds where clients bring none.
         """
         self._model = model

@@ -33,8 +33,8 @@ class Gate:
     def __init__(self, app: ASGIApp, *, token: str | None, most_requests: int) -> None:
         """
         Args:
-            token: that requests must bring; None lets everybody in.
-            most_requests: that are read, wait or are answered at once; `GET` does not count.
+            token: the token that requests must bring; None lets everybody in.
+            most_requests: the most requests that are read, wait or are answered at once; `GET` does not count.
         """
         self._app = app
         self._token = token

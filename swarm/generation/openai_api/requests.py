@@ -102,7 +102,7 @@ class _Request(_Strict):
         """How tokens are chosen.
 
         Args:
-            seed: for a request that brings none.
+            seed: the seed for a request that brings none.
         """
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,

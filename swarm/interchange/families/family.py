@@ -138,7 +138,7 @@ class Family:
         write: their keys, from our configuration; what is the same for all models of the family is among them.
         rules: of all tensors that any model of the family has; those of layers have `{layer}` in their names.
         no_tensors: ends of the names of what files may hold and no model needs: masks and tables.
-        prefix: before all their names but the head's; some files leave it out.
+        prefix: what is before all their names but the head's; some files leave it out.
         special_tokens: what transformers takes where a configuration does not have such a key (special_tokens.py).
     """
 
@@ -155,7 +155,7 @@ class Family:
         """The rules for the tensors that a model has, layer by layer.
 
         Args:
-            ours: by the names of our tensors, all that the model has.
+            ours: all tensors of the model, by our names.
         """
         for rule in self.rules:
             is_layered = "{layer}" in rule.theirs
