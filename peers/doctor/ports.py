@@ -10,20 +10,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import grpc
-
 from peers.doctor.finding import Finding, fine, not_checked, wrong
 from peers.stage_peer.listen import Outside
+from peers.stage_peer.own_port import answering
 from swarm.credentials.identity import Identity
 from swarm.dht import addresses
 from swarm.errors import SwarmError
 from swarm.machine.words import counted
-from swarm.rpc import tls
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.meeting.check import ANSWER_SECONDS, MAX_ENDPOINTS, MULTISTREAM, check
 from swarm.rpc.meeting.endpoints import direct
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord
 
@@ -137,11 +134,8 @@ async def _answering(host: str, port: int, dht_port: int, own: Identity, *, inse
             await writer.drain()
             writer.close()
 
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    bind_server(server, host, port, None if insecure else tls.server_credentials(own))
-    await server.start()
-    try:
-        async with await asyncio.start_server(greet, host or None, dht_port):
-            yield
-    finally:
-        await server.stop(None)
+    async with (
+        answering(host, port, own, insecure=insecure),
+        await asyncio.start_server(greet, host or None, dht_port),
+    ):
+        yield

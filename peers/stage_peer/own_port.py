@@ -1,10 +1,20 @@
 """A TCP port of this machine that a process keeps while none of its servers listens there.
 
-Used by reach.py: others dial a peer back at its port before its server begins, and between two servers.
+Used by reach.py: others dial a peer back at its port before its server begins, and between two servers; and by
+swarm-doctor, which never serves.
 """
 
+import asyncio
 import errno
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from swarm.credentials.identity import Identity
+from swarm.rpc import tls
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 
 
 def reserved(host: str) -> socket.socket:
@@ -13,6 +23,25 @@ def reserved(host: str) -> socket.socket:
         return _bound(host, 0)
     except OSError as error:
         raise ValueError(f"cannot listen on {host}: {error.strerror}; choose another --host") from None
+
+
+@asynccontextmanager
+async def answering(host: str, port: int, own: Identity, *, insecure: bool) -> AsyncIterator[None]:
+    """Have a server that serves nothing answer at a port inside the block, with this process's certificate.
+
+    Raises:
+        ValueError: the port is in use, or the host is no address of this machine.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    bind_server(server, host, port, None if insecure else tls.server_credentials(own))
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
+        # gRPC closes its socket a moment later, and the next server needs the port.
+        while is_listened_on(host, port):  # noqa: ASYNC110 - nothing tells of it.
+            await asyncio.sleep(0.01)
 
 
 def is_listened_on(host: str, port: int) -> bool:

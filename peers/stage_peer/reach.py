@@ -13,18 +13,15 @@ from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Never
 
-import grpc
-
 from peers.shared.membership import Membership
 from peers.stage_peer.listen import Announced, Listen
-from peers.stage_peer.own_port import is_listened_on, reserved
+from peers.stage_peer.own_port import answering, reserved
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
 from swarm.dht import addresses
 from swarm.dht.addresses import is_host
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError
-from swarm.rpc import tls
 from swarm.rpc.endpoint import endpoint_of, host_and_port
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import Kind
@@ -33,7 +30,6 @@ from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.endpoints import direct, versions
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerId, PeerRecord
 
@@ -256,17 +252,8 @@ class Reach:
         if self._serves:
             yield
             return
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        credentials = None if self._insecure else tls.server_credentials(self._membership.identity)
-        bind_server(server, self.host, self.port, credentials)
-        await server.start()
-        try:
+        async with answering(self.host, self.port, self._membership.identity, insecure=self._insecure):
             yield
-        finally:
-            await server.stop(None)
-            # gRPC closes its socket a moment later, and the next server needs the port.
-            while is_listened_on(self.host, self.port):
-                await self._membership.clock.sleep(0.01)
 
     def _points(self) -> Sequence[Entry]:
         """Peers that may be meeting points, with all of their endpoints, in an order of this peer's own.
