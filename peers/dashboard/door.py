@@ -4,7 +4,6 @@ Every request to app.py passes here first. Another site can have its own name re
 so the Host of a request must be an IP address, or a name that the user gave.
 """
 
-import ipaddress
 import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -12,6 +11,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swarm.rpc.endpoint import ip_of
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
 _HEADERS = {
@@ -65,10 +66,4 @@ class Door:
         if match is None:
             return False
         name = (match["name"] or match["ipv6"]).lower().rstrip(".")
-        if name in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        return name in self._names or ip_of(name) is not None

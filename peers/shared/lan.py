@@ -8,7 +8,6 @@ holds no secret. Programs are told of every run that is found, and take the only
 import asyncio
 import contextlib
 import dataclasses
-import ipaddress
 import logging
 import re
 import secrets
@@ -22,6 +21,7 @@ from peers.shared.network import in_turns
 from swarm.errors import PeerUnavailable
 from swarm.machine import extras
 from swarm.machine.clock import run_loop
+from swarm.rpc.endpoint import ip_of
 from swarm.rpc.invite import Invite
 
 if TYPE_CHECKING:
@@ -210,11 +210,8 @@ async def announcing(run_id: str, invite: Invite) -> AsyncIterator[None]:
 
 def _addresses(invite: Invite) -> list[str]:
     """The peer's IP addresses. An announcement needs one, but joiners read the invite instead."""
-    found = list[str]()
-    for entry in invite.entries:
-        with contextlib.suppress(ValueError):
-            found.append(str(ipaddress.ip_address(entry.host)))
-    return found or ["127.0.0.1"]
+    ips = [ip_of(entry.host) for entry in invite.entries]
+    return [str(ip) for ip in ips if ip is not None] or ["127.0.0.1"]
 
 
 @asynccontextmanager

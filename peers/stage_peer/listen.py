@@ -4,13 +4,12 @@ Made by program.py from the options and from own_addresses; reach.py has others 
 hands what came of that to every server of the peer. Pure.
 """
 
-import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 from swarm.dht.addresses import is_host
-from swarm.rpc.endpoint import endpoint_of
+from swarm.rpc.endpoint import endpoint_of, ip_of
 
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<ip>[^\]]*:[^\]]*)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,5}))?|(?P<bare>.*:.*:.*)")
 
@@ -46,7 +45,7 @@ class Outside:
 
         Where a port is named, something in between may send on to another address.
         """
-        listening, own = _ip(listens_at), _ip(self.host)
+        listening, own = ip_of(listens_at), ip_of(self.host)
         if own is not None and (own.is_unspecified or own.is_multicast):
             raise ValueError(
                 f"{option} {self.host}: this is no machine's address; say the one at which others reach it"
@@ -113,10 +112,3 @@ class Listen:
     def announced(self, own_port: int) -> Announced:
         """What others are told: all of it, as it stands."""
         return Announced(endpoints=self.endpoints(own_port), dht_addresses=self.dht_addresses)
-
-
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None

@@ -21,7 +21,7 @@ from peers.shared.token_option import VARIABLE
 from peers.stage_peer.options import PeerOptions
 from swarm.credentials.token import Token
 from swarm.machine import extras
-from swarm.rpc.endpoint import endpoint_of
+from swarm.rpc.endpoint import endpoint_of, ip_of
 from swarm.rpc.entry import Entry
 from swarm.types import PeerId
 
@@ -39,11 +39,11 @@ def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_loc
     host, port = options.dashboard_host, options.dashboard_port
     if port is None:
         return
-    if not is_ip(host):
+    if (ip := ip_of(host)) is None:
         raise ValueError(f"--dashboard-host takes an IP address, not {host!r}")
     if any(find_spec(name) is None for name in ("starlette", "uvicorn", "websockets")):
         raise extras.missing("--dashboard-port", "starlette, uvicorn and websockets", "serve")
-    if is_locked and not ipaddress.ip_address(host).is_loopback and not environment.get(TOKEN_VARIABLE):
+    if is_locked and not ip.is_loopback and not environment.get(TOKEN_VARIABLE):
         raise ValueError(
             f"--dashboard-host {host} would show a locked run to everybody: set {TOKEN_VARIABLE} in the environment to "
             "what viewers must enter, or leave --dashboard-host out"
@@ -54,15 +54,6 @@ def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_loc
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
         raise ValueError(f"--dashboard-port {port}: {reason}; choose another port") from None
-
-
-def is_ip(text: str) -> bool:
-    """Whether this is an IP address."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 class OwnDashboard:

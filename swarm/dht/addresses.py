@@ -3,12 +3,12 @@
 Used by node and kademlia. Pure, but for a look whether a port is free. Never resolves a name.
 """
 
-import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Sequence
 
 from swarm.errors import PeerUnavailable
+from swarm.rpc.endpoint import ip_of
 
 Node = tuple[str, ...]
 """All known addresses of one node: libp2p dials them side by side, and keeps the one that answers first."""
@@ -137,7 +137,5 @@ def require_free_port(host: str, port: int) -> int:
 
 
 def _family(host: str) -> str:
-    try:
-        return f"ip{ipaddress.ip_address(host).version}"
-    except ValueError:
-        return "dns"
+    ip = ip_of(host)
+    return "dns" if ip is None else f"ip{ip.version}"

@@ -16,6 +16,7 @@ from typing import Self
 
 import base58
 
+from swarm.rpc.endpoint import ip_of
 from swarm.rpc.entry import Entry
 from swarm.types import PeerId
 
@@ -145,9 +146,8 @@ def _packed(entries: Iterable[Entry]) -> bytes:
 
 def _packed_endpoint(entry: Entry) -> bytes:
     port = entry.port.to_bytes(_PORT_BYTES, "big")
-    try:
-        address = ipaddress.ip_address(entry.host)
-    except ValueError:
+    address = ip_of(entry.host)
+    if address is None:
         return bytes([len(entry.host) + 1]) + entry.host.encode("ascii") + port
     return bytes([0 if address.version == 4 else 1]) + address.packed + port
 

@@ -23,7 +23,7 @@ from swarm.machine.clock import Clock
 from swarm.machine.own_host import own_versions
 from swarm.rpc.ask import ask
 from swarm.rpc.callers import Caller, caller_of, is_tunnelled
-from swarm.rpc.endpoint import endpoint_of, host_and_port
+from swarm.rpc.endpoint import endpoint_of, host_and_port, ip_of
 from swarm.rpc.entry import id_of, shown_certificate
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
@@ -188,10 +188,8 @@ def _has_way(address: str) -> bool:
 
 
 async def _addresses(host: str) -> list[str]:
-    try:
-        return [str(ipaddress.ip_address(host))]
-    except ValueError:
-        pass
+    if (ip := ip_of(host)) is not None:
+        return [str(ip)]
     try:
         async with asyncio.timeout(DIAL_SECONDS):
             found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
