@@ -57,7 +57,7 @@ class Keyboard:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(tell, line)
 
-        # It may wait for ever, which is no reason for the process to stay: the loop's own threads would be one.
+        # It may wait for ever. A daemon does not keep the process from ending, as the loop's own threads would.
         threading.Thread(target=wait_for_line, daemon=True).start()
         line: str | None = await read
         return line

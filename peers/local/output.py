@@ -55,7 +55,7 @@ class Output:
         path = self.folder / "summary.json"
         summary = json.loads(path.read_text(encoding="utf-8")) | dict(figures)
         path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        # Once more, with the last events in it.
+        # The plot is drawn once more, with the last events in it.
         plot_loss(self.metrics, self.folder / "loss.png")
         sample = self.folder / "sample.txt"
         if sample.exists():

@@ -120,7 +120,7 @@ class Supervisor:
         children, self._running = self._running, []
         try:
             for child in children:
-                # Only to the leader: it still needs its DHT process in order to say goodbye.
+                # Only the group's leader gets it: it still needs its DHT process in order to say goodbye.
                 os.kill(child.pid, signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds
             while not all(map(_has_ended, children)) and time.monotonic() < deadline:

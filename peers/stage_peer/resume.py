@@ -283,6 +283,6 @@ def _late(config: RunConfig, restored: Restored | None, lineage: str, others: Ot
     return Beginning(
         restored=restored, round=others.latest, run_samples=others.samples,
         lineage=hashlib.sha256(f"{lineage} again at {others.latest}".encode()).hexdigest(), parent=lineage,
-        # Nobody knows how many were trained on since: rather leave some out than repeat one.
+        # Nobody knows how many microbatches were trained on since: it is better to leave some out than to repeat one.
         highest_microbatch=highest + 2 * max(0, num_rounds) * longest,
     )  # fmt: skip

@@ -100,7 +100,7 @@ class Fetcher:
                     logger.debug("%s: %s", donor.peer_id, error)
                     break
                 except Overloaded as error:
-                    # It serves others first. Another donor may send this piece meanwhile.
+                    # The donor serves others first. Another donor may send this piece meanwhile.
                     if self._clock.monotonic() - given_at >= PATIENCE_SECONDS:
                         self._say(donor, error)
                         break

@@ -55,11 +55,11 @@ async def watch_connections(*, stage: int, router: Router, channels: ChannelPool
             broken = previously - connected
             for record in records:
                 if record.place in broken:
-                    # Whatever call it was that broke it: a hop would wait for the next connection.
+                    # Any call may have found it broken. A hop would wait for the next connection.
                     router.failed(PeerId(record.peer_id), is_unreachable=True, reason="its connection broke")
             for record in router.unreachable(stage):
                 if record.place in under_way:
-                    # Over the end of this probe, and the next look.
+                    # It stays banned until this probe has ended and the next look has come.
                     router.unanswered(PeerId(record.peer_id), 4 * GAP_SECONDS)
                 else:
                     under_way.add(record.place)

@@ -53,7 +53,7 @@ class HoldCalls:
         """See Hop.hold. Raises any SwarmError that `translate` gives. Cancellation ends the stream."""
         request = pb.HoldRequest(address=self._address, newest_round=newest_round)
         async with Stream(self._stub(record).Hold(request)) as stream:
-            # It gives signs of life while the later stages are asked.
+            # The peer gives signs of life while it asks the later stages.
             while not (reply := await stream.read(self._limits.silence_seconds)).HasField("held"):
                 if reply.HasField("progress"):
                     listener.progress(reply.progress.stage, obstacle=obstacle_of(reply.progress))

@@ -245,14 +245,13 @@ class LeaseTable:
         if known < 0 and view.awaits_reports and self._clock.monotonic() - self._leads_since < LONGEST_GATHER_SECONDS:
             # The peer that led before may be about to tell what it has granted.
             return Grant(microbatches=())
-        # Another peer has granted what is not below, which led while this one was away; or a trainer made it up.
+        # Ids from `_next` on were granted by a peer that led while this one was away, or a trainer has made them up.
         if self._next is None or (known >= self._next and known != self._skipped):
             self._skipped = known
             self._next = known + 1 + self._rng.randrange(LEAST_SKIP, MOST_SKIP) if known >= 0 else 0
-            # In no run's lifetime: a trainer made one up, and ids beyond LARGEST_COUNT are refused everywhere.
+            # No run gets that far, so a trainer has made an id up; and ids beyond LARGEST_COUNT are refused everywhere.
             is_made_up = self._next > LARGEST_COUNT // 2
-            # This peer has downloaded the state, which does not say what was trained on; 0 is what it begins with where
-            # others have begun.
+            # This peer has downloaded the state, which does not say what was trained on. It would begin with 0 again.
             is_unknown = known <= 0 < view.round
             if is_made_up or is_unknown:
                 self._next = self._rng.randrange(LARGEST_COUNT // 2)

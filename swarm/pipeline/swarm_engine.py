@@ -82,7 +82,7 @@ class _Session:
     def __init__(self, continuation: Continuation, tokens: Sequence[int], max_tokens: int) -> None:
         self._continuation = continuation
         self._tokens = tuple(tokens)
-        # With room for all, and for the end.
+        # It has room for all tokens, and for the mark of their end.
         self._heard: asyncio.Queue[Token | None] = asyncio.Queue(max_tokens + 1)
 
     @property

@@ -56,7 +56,7 @@ class Versions:
         self._memory = memory
         self._num_made = 0
         self._old: WeakSet[Version] = WeakSet()
-        """Whatever uses one of them keeps it."""
+        """Earlier versions, each as long as something uses it."""
         self.newest = self._make({})
 
     @property

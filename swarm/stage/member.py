@@ -181,7 +181,7 @@ class StageMember:
                 )
             )
             read = self._weights.state(), self._staging.reader()
-            # Only now: what it steps with belongs to the round that has begun.
+            # Only now, because the gradients of this step belong to the round that has begun.
             self._weights.step_if_due()
             return rate, inner_steps, *read
 

@@ -67,7 +67,7 @@ def check(
 
 def _bounds(name: str, round_number: int) -> tuple[float, float]:
     """The bounds between which the numbers of a state's tensor lie; NaN lies between none."""
-    # A parameter's name has no slash, and may be that of a key.
+    # A parameter's name has no slash. It may be the same as a key's, which stands behind the second slash.
     match name.split("/"):
         case ["outer", _, "step"]:
             return 0.0, round_number

@@ -61,7 +61,7 @@ class Broadcast:
                 # In the order of the members: that of a set of tasks changes from run to run.
                 replies |= {peer: task.result() for task, peer in tasks.items() if task in done}
                 if time() - waits_since > seconds + self.timing.heartbeat_seconds:
-                    # It was this peer that was frozen: the others may have gone on without it.
+                    # This peer itself was frozen, and the others may have gone on without it.
                     listens_since = time()
                 has_listened = time() - listens_since >= self.timing.fresh_seconds
                 silent = [task for task in tasks if task in pending and has_listened and self.is_silent(tasks[task])]

@@ -85,7 +85,7 @@ def unfinished(begun: Begun) -> pb.Prepared | None:
     ballot = messages.require_ballot(newest.ballot)
     for peer in newest.member_ids:
         reply = begun.get(PeerId(peer))
-        # One that was restarted since has no say: it may have prepared the result and forgotten.
+        # A member that was restarted since has no say: it may have prepared the result and forgotten it.
         if (
             reply is not None
             and reply.prepared.digest != newest.digest

@@ -83,7 +83,7 @@ class Reporter:
             if now - last_heartbeat >= timing.heartbeat_seconds:
                 last_heartbeat = now
                 targets |= self._heartbeat_targets()
-            # In the same order in every run: that of a set of strings changes from process to process.
+            # Sorted, because the order of a set of strings changes from process to process.
             for peer_id in sorted(targets - {self._context.own_id} - self._under_way):
                 self._context.tasks.spawn(self._report(peer_id))
             await clock.sleep(timing.report_gap_seconds)
@@ -149,7 +149,7 @@ class Reporter:
             reply = await self._survey.tell(peer, request, timeout_seconds)
             await self._act_on(peer_id, standing, active, reply)
             if request.unanswered:
-                # Now it is answered: the next report counts.
+                # The request is answered now, so the next report counts.
                 self._changes.report_again()
         except SwarmError as error:
             self._survey.lost(peer_id, error)
