@@ -117,11 +117,6 @@ class Invite:
         return cls(run=run.hex(), is_locked=body[0] == _LOCKED, entries=entries)
 
 
-def is_invite(text: str) -> bool:
-    """Whether somebody meant it to be one."""
-    return text.startswith(SCHEME)
-
-
 def _digest(run_id: str) -> str:
     return run_id.rpartition(".")[2]
 
