@@ -19,16 +19,16 @@ from swarm.training import samples
 from swarm.training.samples import TOKENS, Samples
 
 NO_DROPOUT = -1
-"""In the place of a microbatch's number."""
+"""Stands for a microbatch's number where there is no dropout."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Microbatches.
+    """Several microbatches.
 
     Attributes:
-        inputs: of each, the arguments of a Part at a stage that has both ends of the model.
-        num_targets: of all of them.
+        inputs: of each microbatch, the arguments of a Part at a stage that has both ends of the model.
+        num_targets: how many targets all of them have.
     """
 
     inputs: Sequence[dict[str, torch.Tensor]]
@@ -36,14 +36,14 @@ class Batch:
 
 
 class Batches:
-    """One worker's."""
+    """The batches of one worker."""
 
     def __init__(self, config: RunConfig, data: Microbatches, workers: Workers) -> None:
         self._config = config
         self._data = data
         self._place, self._dp = workers.place("dp"), workers.shape.dp
         self._device = workers.device
-        # A pipeline is not shorter than it has stages.
+        # A pipeline takes at least as many microbatches as it has stages.
         self.size = max(-(-config.microbatches_per_round // self._dp), workers.shape.pp)
 
     def of_step(self, step: int) -> Batch:
@@ -53,7 +53,7 @@ class Batches:
         return self._batch([self._data.samples(number) for number in numbers], numbers)
 
     def of_evaluation(self, held_out: Sequence[Samples]) -> list[Batch]:
-        """What this worker computes of held-out samples, without dropout; as many batches at every worker."""
+        """What this worker computes of held-out samples, without dropout. Every worker has as many batches."""
         num_batches = -(-len(held_out) // (self._dp * self.size))
         own = held_out[self._place :: self._dp]
         parts = [own[first * self.size : (first + 1) * self.size] for first in range(num_batches)]

@@ -33,8 +33,8 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        step: the next one.
-        run_samples: that were trained on before it.
+        step: the next step.
+        run_samples: how many samples were trained on before it.
         lineage: hash chain over the checkpoints before; empty at the beginning.
     """
 
@@ -43,12 +43,12 @@ class Progress:
     lineage: str = ""
 
     def after(self, num_samples: int) -> "Progress":
-        """Once one more step has been taken."""
+        """The progress once one more step has been taken."""
         return dataclasses.replace(self, step=self.step + 1, run_samples=self.run_samples + num_samples)
 
 
 class Checkpoints:
-    """Those of one run."""
+    """The checkpoints of one run."""
 
     def __init__(self, config: RunConfig, model: Spread, options: StaticOptions, workers: Workers) -> None:
         """
@@ -114,7 +114,7 @@ class Checkpoints:
     def write(self, progress: Progress, optimizer: optim.Optimizer) -> Progress:
         """Write the state, unless that was done. All workers call it.
 
-        Gives the progress, at the one that writes with its new lineage.
+        Gives the progress, which has its new lineage at the worker that writes.
         """
         if not self._is_on or progress.step == self._written:
             return progress

@@ -36,7 +36,7 @@ def average_compressed(model: Spread, config: RunConfig, options: StaticOptions,
 
 
 class CompressedAverage:
-    """One worker's side of it."""
+    """One worker's side of the average."""
 
     def __init__(
         self, config: AveragingConfig, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
@@ -102,7 +102,7 @@ class CompressedAverage:
             self._feedback.commit(Residual(contribution_D=residual_D, part=part, sum_P=sum_P))
 
     def _all_of(self, own: Buffer) -> list[Buffer]:
-        """What each worker has, of one length."""
+        """What each worker has; all have as much."""
         bytes_N = _tensor(own)
         received = [torch.empty_like(bytes_N) for _ in range(self._num_workers)]
         dist.all_gather(received, bytes_N, group=self._group)
@@ -110,7 +110,7 @@ class CompressedAverage:
         return [each.numpy().data for each in received]
 
     def _exchanged(self, parts: list[Buffer]) -> list[Buffer]:
-        """What each worker has for this one, of one length."""
+        """What each worker has for this one; all have as much."""
         sent_N = torch.cat([_tensor(part) for part in parts])
         received_N = torch.empty_like(sent_N)
         dist.all_to_all_single(received_N, sent_N, group=self._group)

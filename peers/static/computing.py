@@ -17,7 +17,7 @@ from swarm.config import RunConfig
 
 
 class OneByOne:
-    """All layers are here."""
+    """Computes microbatch by microbatch, where all layers are here."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -61,14 +61,14 @@ class Pipeline:
         self._schedule = Schedule1F1B(stage, num_microbatches, loss_fn=_weighted, scale_grads=False)
 
     def backward(self, batch: Batch, weight: float) -> torch.Tensor:
-        """As OneByOne has it."""
+        """Add gradients, as OneByOne does."""
         losses: list[torch.Tensor] = []
         inputs, others = self._arguments(batch)
         self._schedule.step(*inputs, losses=losses, return_outputs=False, loss_kwargs={"weight": weight}, **others)
         return torch.stack(losses).detach().sum() if losses else torch.zeros(())
 
     def losses(self, batch: Batch) -> torch.Tensor:
-        """As OneByOne has it."""
+        """The losses, as OneByOne gives them."""
         losses: list[torch.Tensor] = []
         inputs, others = self._arguments(batch)
         with torch.no_grad():

@@ -30,8 +30,8 @@ class Run:
     """What the loop works with.
 
     Attributes:
-        dtype: as --dtype says.
-        report: at the first worker alone.
+        dtype: the type of matrix products, as --dtype says.
+        report: tells of steps, at the first worker alone.
     """
 
     config: RunConfig

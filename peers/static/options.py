@@ -33,7 +33,7 @@ class StaticOptions:
     steps: int | None = None
     """The step at which to end, counted from the run's beginning; 100 if left out."""
     epochs: float | None = None
-    """Likewise in passes through the text, instead of --steps."""
+    """Passes through the text at which to end, instead of --steps."""
     dp: int | None = None
     """Data parallelism: workers, or groups of them, that each compute a part of every step's microbatches. Left out, it
     is what --tp and --pp leave of the workers."""
@@ -45,8 +45,8 @@ class StaticOptions:
     pp: int = 1
     """Pipeline parallelism: stages of layers, one behind the other (1F1B)."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of matrix products; weights are kept in fp32. fp16 scales losses, so that small gradients survive. Left out, it
-    is what model.autocast says."""
+    """Type of matrix products; weights are kept in fp32. fp16 scales losses, so that small gradients survive. Left out,
+    it is what model.autocast says."""
     compress: Codec | None = None
     """Codec in which gradients are averaged, with the options of [averaging]; for --dp alone."""
     compile: bool = False

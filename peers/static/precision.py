@@ -10,11 +10,11 @@ import torch
 logger = logging.getLogger(__name__)
 
 FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000
-"""As torch.amp.GradScaler begins, and the steps after which it tries twice the scale."""
+"""The scale at first, and the steps after which twice the scale is tried, as torch.amp.GradScaler has them."""
 
 
 def computing_in(dtype: str | None, device: torch.device) -> AbstractContextManager[object]:
-    """Around forwards: float16 where that is asked for; else the model computes as its configuration says."""
+    """A context for forwards: float16 where that is asked for; else the model computes as its configuration says."""
     return torch.autocast(device.type, torch.float16) if dtype == "fp16" else contextlib.nullcontext()
 
 

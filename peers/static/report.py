@@ -60,8 +60,8 @@ class Report:
         """A step was taken.
 
         Args:
-            progress: after it.
-            gradient_norm: before clipping.
+            progress: how far the run is after it.
+            gradient_norm: the gradient's norm before clipping.
             rate: the learning rate.
         """
         num_sent = self._plain_bytes if self._compressed is None else self._compressed()
@@ -97,8 +97,8 @@ class Report:
         """Say where training has ended, and close what is open.
 
         Args:
-            loss: of the last step, if there was one.
-            held_out: of the weights at the end, if that was not told with the last step.
+            loss: the loss of the last step, if there was one.
+            held_out: the held-out loss at the end, if that was not told with the last step.
         """
         told = "" if loss is None else f", loss {loss:.3f}"
         if held_out is not None:

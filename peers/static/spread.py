@@ -66,7 +66,7 @@ class Part(nn.Module):
             output = self.stage(inputs, dropout_key=key, targets_BT=targets_BT, **extra)
         else:
             output = summed_loss_of_logits(self.stage(inputs, dropout_key=key), cast(torch.Tensor, targets_BT))
-        # Not a view, which FSDP warns of.
+        # A tensor of its own: FSDP warns of a view.
         return output if targets_BT is None else torch.stack([output])
 
 
@@ -75,8 +75,8 @@ class Spread:
 
     Attributes:
         module: a Part, perhaps inside DDP.
-        parameters: by their names in the whole model. With FSDP they are DTensors.
-        shapes: of what all workers of the stage have of them together.
+        parameters: the parameters by their names in the whole model. With FSDP they are DTensors.
+        shapes: the shapes of what all workers of the stage have of them together.
     """
 
     def __init__(self, config: RunConfig, options: StaticOptions, workers: Workers, given: Weights | None) -> None:
@@ -91,7 +91,7 @@ class Spread:
         stage = _with_own_shards(whole, config, workers).to(workers.device)
         # A class of the user's is taken as a whole.
         layers = [] if config.model.custom_class else list(cast(StageModule, stage).layers.values())
-        # In torch's order: what computes layers again and compiles them, then FSDP or DDP around it all.
+        # The order is torch's: what computes layers again and compiles them, then FSDP or DDP around it all.
         for layer in layers if config.model.gradient_checkpointing else ():
             checkpoint(layer, preserve_rng_state=False)
         if options.compile:

@@ -14,7 +14,7 @@ FLOAT_BYTES = 4
 
 
 def bytes_sent(config: RunConfig, options: StaticOptions, shape: Shape, *, num_parameters: int) -> int:
-    """Of one worker, as a mean over its pipeline's stages.
+    """The bytes that one worker sends, as a mean over its pipeline's stages.
 
     Args:
         num_parameters: of this worker's stage, as far as tensor parallelism has left them here.

@@ -77,7 +77,7 @@ def device_of(name: str, environment: Mapping[str, str]) -> torch.device:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workers:
-    """All of them, from one worker's side."""
+    """All workers, from one worker's side."""
 
     shape: Shape
     device: torch.device
@@ -136,7 +136,7 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
             "--log-level debug shows where"
         ) from error
     finally:
-        # Pipelines and FSDP's modules are cycles. They would go after the groups that they hold, and wait for ever.
+        # Pipelines and FSDP's modules are cycles. They would be freed after the groups that they hold, and hang.
         gc.collect()
         dist.destroy_process_group()
 

@@ -123,7 +123,7 @@ class Trainers:
         return min(MOST_PATIENCE_SECONDS, max(LEAST_PATIENCE_SECONDS, usual))
 
     def ban(self, bearer: str) -> None:
-        """Give it nothing for a while, as long as others are there."""
+        """Give a bearer nothing for a while, as long as others are there."""
         now, last = self._clock.monotonic(), self._bans.pop(bearer, None)
         if last is not None and now < last.until:
             self._bans[bearer] = last

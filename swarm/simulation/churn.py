@@ -20,7 +20,7 @@ class Visit:
     arrives: float
     """Seconds since the start of the trace; 0 for those that are there from the start."""
     leaves: float
-    """Infinite for those that are there at the end."""
+    """When it leaves; infinite for one that is there at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)

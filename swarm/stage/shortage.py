@@ -48,7 +48,7 @@ class Shortage:
         """A microbatch failed for want of memory.
 
         Args:
-            num_reductions: as it was when the microbatch was admitted.
+            num_reductions: the number of reductions when the microbatch was admitted.
             in_flight: microbatches in flight, that one included.
         """
         if num_reductions < self.num_reductions or self.fault is not None:
