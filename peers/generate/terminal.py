@@ -1,5 +1,6 @@
 """Text in the terminal, as it comes."""
 
+import asyncio
 import sys
 
 from peers.generate.options import PROG, GenerateOptions
@@ -9,7 +10,11 @@ from swarm.machine.words import counted
 
 
 async def write(model: TextModel, options: GenerateOptions) -> None:
-    """Print the prompt, and what follows, as it comes. Raises ValueError for a prompt that is too long."""
+    """Print the prompt, and what follows, as it comes, and then how fast that was and who wrote it.
+
+    Raises:
+        ValueError: the prompt is too long.
+    """
     assert options.prompt is not None
     longest, prompt = model.engine.longest, model.encode(options.prompt)
     max_tokens = min(options.most_tokens, longest - len(prompt))
@@ -17,6 +22,8 @@ async def write(model: TextModel, options: GenerateOptions) -> None:
         has = counted(len(prompt), "token")
         raise ValueError(f"--prompt has {has}, and the model takes {longest} with what follows")
     say(options.prompt)
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
     try:
         async with model.continued(prompt, options.sampling, max_tokens, options.stop) as text:
             async for piece in text.pieces():
@@ -24,6 +31,8 @@ async def write(model: TextModel, options: GenerateOptions) -> None:
     finally:
         # Also where it breaks off: what is wrong is a line of its own.
         say("\n")
+    seconds = loop.time() - began_at
+    tell(f"{counted(text.num_tokens, 'token')} by {model.name}, {text.num_tokens / seconds:.1f} a second")
 
 
 def say(text: str) -> None:

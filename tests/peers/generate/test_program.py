@@ -1,6 +1,7 @@
 """swarm-generate: what it writes and refuses."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,6 +81,13 @@ def test_the_likeliest_words_are_those_of_transformers(tmp_path: Path, capsys: p
     options = ("--prompt", "word0 word1 word2", "--temperature", "0", "--max-tokens", "6")
     said = _run(capsys, "--model", str(tmp_path), *options)
     assert said.split() == [WORDS[token - 1] for token in expected[0].tolist() if 0 < token <= len(WORDS)]
+
+
+def test_in_the_end_it_says_how_fast_which_weights_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("gpt2", tmp_path)
+    assert program.main(["--model", str(tmp_path), "--prompt", "def f", "--max-tokens", "5"]) == 0
+    *_, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"swarm-generate: \d tokens? by \S+@0, \d+\.\d a second", last)
 
 
 def test_a_text_ends_before_a_stop_and_with_the_model_s_end_token(
