@@ -8,7 +8,8 @@ state, some of it by way of those that have it already.
 
 `slowdown` is the time of a step while they join, over that before. `serves_seconds` is from their start until each
 serves; with null for one that does not. `num_bans` counts the looks of swarm-status at which anybody left the donor
-alone, and `num_silent` those at which it did not answer. `proven` is what the audit says of all event logs at the end.
+alone (`bans` has who, and why), and `num_silent` those at which it did not answer. `proven` is what the audit says of
+all event logs at the end.
 
 With `--joiners 1 --joiner-megabits 1` it is the joiner that is too slow, and `said` has what it tells of that. Needs
 root, iproute2 and nftables.

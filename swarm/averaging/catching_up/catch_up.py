@@ -162,7 +162,7 @@ class CatchUp:
             standing = self._place.standing
             try:
                 limit = await self._size_limit()
-                async with aclosing(self._transfer.results(source, standing, max_bytes=limit)) as results:
+                async with aclosing(self._transfer.results.after(source, standing, max_bytes=limit)) as results:
                     async for committed, donor_round in results:
                         await self._advance.replay(committed)
                         now = Position(

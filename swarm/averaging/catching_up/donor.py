@@ -182,6 +182,8 @@ class Donor:
     async def _results(self, who: str, standing: Standing) -> AsyncGenerator[pb.DownloadReply, None]:
         self.expire()
         begins_at = standing.round
+        # A member that missed a round is to be back soon.
+        turns = self._result_turns if self._place.standing.round - begins_at > 1 else None
         while standing != self._place.standing:
             kept = self._log.get(standing.round)
             if kept is None or kept.committed.before != standing:
@@ -189,7 +191,7 @@ class Donor:
             for pin in (pins := [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]):
                 self._renew(pin)
             content = kept.content
-            async with _turn(self._result_turns, who):
+            async with _turn(turns, who):
                 sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
                 yield pb.DownloadReply(
                     result=await results.pack(kept.committed, sha256, lambda: self._place.standing.round)

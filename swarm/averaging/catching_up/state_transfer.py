@@ -1,20 +1,18 @@
-"""Fetches from donors what a peer that is behind needs: a snapshot, from several at once, and later results.
+"""Fetches from donors a snapshot of what a peer that is behind lacks, from several at once.
 
 Used by catching_up/catch_up. Segments that have come are kept when donors fail, for the next try. Every byte is
-checked before another part sees it. Decides nothing, and leaves it to others to install and to apply.
+checked before another part sees it. Decides nothing, and leaves it to others to install.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swarm.averaging import messages
 from swarm.averaging.catching_up.branches import most_held, voice_of
 from swarm.averaging.catching_up.donor import snapshot_id
 from swarm.averaging.catching_up.partial_snapshot import PartialSnapshot
-from swarm.averaging.catching_up.results import Committed, IncomingResult
+from swarm.averaging.catching_up.result_transfer import LONGEST_RETRY_SECONDS, QUEUE_SECONDS, ResultTransfer
 from swarm.averaging.messages import Standing
 from swarm.averaging.transport import Transport
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
@@ -33,9 +31,6 @@ MAX_SOURCES = 4
 """Donors that are asked, and send, at the same time."""
 GRACE_SECONDS = 1.0
 """Least time that other donors get to make an offer after the first has."""
-QUEUE_SECONDS = 3600.0
-"""How long a donor is waited for that serves others first."""
-LONGEST_RETRY_SECONDS = 5.0
 OFFER_BYTES_PER_SECOND = 2e8
 """The slowest donor that is waited for while it copies and digests its state."""
 
@@ -100,6 +95,9 @@ class StateTransfer:
         self._waits = waits
         self._partial: PartialSnapshot | None = None
         self._distrusted: set[str] = set()
+        self.results = ResultTransfer(
+            transport, address=address, own_id=own_id, silence_seconds=silence_seconds, waits=waits
+        )
 
     def distrust(self, donor: PeerRecord) -> None:
         """The peer has sent what cannot be right: it is asked again only when no other peer is left."""
@@ -294,63 +292,6 @@ class StateTransfer:
         if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
             raise IntegrityError(f"segment {index} does not match its digest")
         partial.segments.finish(index)
-
-    # -- results -------------------------------------------------------------------------------------------------------
-
-    async def results(
-        self, donor: PeerRecord, standing: Standing, *, max_bytes: int
-    ) -> AsyncGenerator[tuple[Committed, int], None]:
-        """The rounds committed after `standing`, in order, each with the round that the donor was in when it sent it.
-
-        Ends where the donor stands.
-
-        Args:
-            max_bytes: a larger result is refused.
-
-        Raises:
-            NotReady: it does not keep them.
-            PeerUnavailable, DeadlineExceeded: it is gone, or was silent for too long.
-            MalformedMessage, IntegrityError: what it sent cannot be right.
-        """
-        time = asyncio.get_running_loop().time
-        given_at = time()
-        while True:
-            try:
-                async with aclosing(self._results_now(donor, standing, max_bytes)) as results:
-                    async for committed, donor_round in results:
-                        given_at = time()
-                        yield committed, donor_round
-                        standing = committed.after
-                return
-            except Overloaded as error:
-                if time() - given_at >= QUEUE_SECONDS:
-                    raise
-                with self._waits.on(f"later rounds from {_name(donor)}: {error}"):
-                    await asyncio.sleep(min(error.retry_after_seconds, LONGEST_RETRY_SECONDS))
-
-    async def _results_now(
-        self, donor: PeerRecord, standing: Standing, max_bytes: int
-    ) -> AsyncGenerator[tuple[Committed, int], None]:
-        """The same, as soon as the donor gives them. Raises Overloaded if it serves others first."""
-        wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
-        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, results=wanted)
-        incoming: IncomingResult | None = None
-        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
-            match reply.WhichOneof("message"):
-                case "result" if incoming is None:
-                    require_bounds(reply.result, finite=True)
-                    incoming = IncomingResult(standing, reply.result, max_bytes)
-                case "data" if incoming is not None:
-                    incoming.feed(reply.data)
-                case _:
-                    raise MalformedMessage("the pieces of a result come in the wrong order")
-            if incoming.is_whole:
-                if await asyncio.to_thread(incoming.sha256) != incoming.header.sha256:
-                    raise IntegrityError(f"the result of round {standing.round} does not match its digest")
-                yield incoming.committed, incoming.header.donor_round
-                standing, incoming = incoming.committed.after, None
-        if incoming is not None:
-            raise PeerUnavailable(f"the result of round {standing.round} ended early")
 
 
 def _name(donor: PeerRecord) -> str:

@@ -16,10 +16,11 @@ import torch
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.donor import snapshot_id
+from swarm.averaging.catching_up.result_transfer import ResultTransfer
 from swarm.averaging.catching_up.state_transfer import Fetched, StateTransfer
 from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.transport import BEGIN
-from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable
+from swarm.errors import IntegrityError, MalformedMessage, Overloaded, PeerUnavailable
 from swarm.machine.waits import Waits
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -113,6 +114,56 @@ async def test_what_a_donor_keeps_one_waiting_for_another_one_sends() -> None:
     assert asyncio.get_running_loop().time() - began_at < 3.0
     assert fetched.snapshot.digest == holder(line, 2).digest
     assert (line.num_bytes[peer_id(1)], line.num_bytes[peer_id(2)]) == (0, NUM_BYTES)
+
+
+@in_virtual_time
+async def test_one_that_waits_and_has_nothing_yet_looks_again_once_another_peer_has_the_state() -> None:
+    line, turns = queueing_line(1)
+    transfer = StateTransfer(line, address=Address(), own_id=peer_id(90), silence_seconds=15.0, waits=Waits())  # type: ignore[arg-type]  # downloads only
+    others = list[int]()
+
+    async def fetching() -> Fetched:
+        return await transfer.snapshot(
+            [record(1)], max_bytes=4 * NUM_BYTES, wanted=lambda standing: True, has_others=lambda: bool(others)
+        )
+
+    async with turns.turn("another"):
+        waiting = asyncio.create_task(fetching())
+        await asyncio.sleep(20.0)
+        assert not waiting.done(), "there is nobody else to be asked"
+        others.append(2)
+        with pytest.raises(Overloaded, match="others have the state"):
+            await asyncio.wait_for(waiting, 2.0)
+    others.clear()
+    assert (await fetching()).snapshot.digest == holder(line, 1).digest
+
+
+@in_virtual_time
+async def test_later_rounds_are_given_to_one_after_the_other_whoever_fetches_a_snapshot() -> None:
+    line, turns = queueing_line(1)
+    donor = holder(line, 1)
+    await donor.offer()
+    begun = donor.standing
+    expected = [donor.commit().after for _ in range(3)]
+    waits = Waits()
+    first, second = (
+        ResultTransfer(line, address=Address(), own_id=peer_id(90 + n), silence_seconds=15.0, waits=waits)  # type: ignore[arg-type]  # downloads only
+        for n in range(2)
+    )
+
+    async def all_after(transfer: ResultTransfer) -> list[Standing]:
+        return [c.after async for c, _ in transfer.after(record(1), begun, max_bytes=NUM_BYTES)]
+
+    async with turns.turn("another"):
+        stream = first.after(record(1), begun, max_bytes=NUM_BYTES)
+        assert (await anext(stream))[0].after == expected[0]
+        waiting = asyncio.create_task(all_after(second))
+        for _ in range(3):
+            await asyncio.sleep(1.5)
+            waits.look(asyncio.get_running_loop().time())
+        assert "later rounds of 00000000: 1 other downloads first" in waits.present
+        assert [c.after async for c, _ in stream] == expected[1:]
+        assert await asyncio.wait_for(waiting, 10.0) == expected
 
 
 # -- snapshots -------------------------------------------------------------------------------------------------------
@@ -275,7 +326,7 @@ async def test_segments_of_another_length_are_refused(change: bytes | None) -> N
 
 
 async def replayed(line: Line, donor: PeerRecord, standing: Standing, *, max_bytes: int = NUM_BYTES) -> list[Standing]:
-    stream = transfer_over(line).results(donor, standing, max_bytes=max_bytes)
+    stream = transfer_over(line).results.after(donor, standing, max_bytes=max_bytes)
     return [committed.after async for committed, _ in stream]
 
 
@@ -286,7 +337,9 @@ async def test_results_are_rebuilt_as_they_were() -> None:
     await donor.offer()
     begun = donor.standing
     expected = [donor.commit(0.25 * number) for number in range(3)]
-    results = [committed async for committed, _ in transfer_over(line).results(record(1), begun, max_bytes=NUM_BYTES)]
+    results = [
+        committed async for committed, _ in transfer_over(line).results.after(record(1), begun, max_bytes=NUM_BYTES)
+    ]
     assert [r.after for r in results] == [e.after for e in expected]
     for ours, theirs in zip(results, expected, strict=True):
         assert torch.equal(ours.result.tensors["state"], theirs.result.tensors["state"])

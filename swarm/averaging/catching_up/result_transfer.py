@@ -1,0 +1,99 @@
+"""Fetches from a donor the results of rounds that were committed while a peer was behind.
+
+Used by catching_up/state_transfer, which fetches the snapshot before them, and by catch_up, which has them replayed.
+Every byte is checked before another part sees it.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from swarm.averaging import messages
+from swarm.averaging.catching_up.results import Committed, IncomingResult
+from swarm.averaging.messages import Standing
+from swarm.averaging.transport import Transport
+from swarm.errors import IntegrityError, MalformedMessage, Overloaded, PeerUnavailable
+from swarm.machine.waits import Waits
+from swarm.rpc.bounds import require_bounds
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PeerRecord
+
+QUEUE_SECONDS = 3600.0
+"""How long a donor is waited for that serves others first."""
+LONGEST_RETRY_SECONDS = 5.0
+
+
+class ResultTransfer:
+    """One peer's."""
+
+    def __init__(
+        self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float, waits: Waits
+    ) -> None:
+        """
+        Args:
+            silence_seconds: the longest wait for a donor's next piece.
+            waits: are told what it waits for.
+        """
+        self._transport = transport
+        self._address = address
+        self._own_id = own_id
+        self._silence_seconds = silence_seconds
+        self._waits = waits
+
+    async def after(
+        self, donor: PeerRecord, standing: Standing, *, max_bytes: int
+    ) -> AsyncGenerator[tuple[Committed, int], None]:
+        """The rounds committed after `standing`, in order, each with the round that the donor was in when it sent it.
+
+        Ends where the donor stands.
+
+        Args:
+            max_bytes: a larger result is refused.
+
+        Raises:
+            NotReady: it does not keep them.
+            PeerUnavailable, DeadlineExceeded: it is gone, or was silent for too long.
+            MalformedMessage, IntegrityError: what it sent cannot be right.
+        """
+        time = asyncio.get_running_loop().time
+        given_at, held_up = time(), ""
+        wanted = f"later rounds of {donor.name or donor.peer_id[:8]}"
+        with self._waits.on(lambda _: held_up and f"{wanted}: {held_up}"):
+            while True:
+                try:
+                    async with aclosing(self._now(donor, standing, max_bytes)) as results:
+                        async for committed, donor_round in results:
+                            given_at, held_up = time(), ""
+                            yield committed, donor_round
+                            standing = committed.after
+                    return
+                except Overloaded as error:
+                    if time() - given_at >= QUEUE_SECONDS:
+                        raise
+                    held_up = str(error)
+                    await asyncio.sleep(min(error.retry_after_seconds, LONGEST_RETRY_SECONDS))
+
+    async def _now(
+        self, donor: PeerRecord, standing: Standing, max_bytes: int
+    ) -> AsyncGenerator[tuple[Committed, int], None]:
+        """The same, as soon as the donor gives them. Raises Overloaded if it serves others first."""
+        wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
+        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, results=wanted)
+        incoming: IncomingResult | None = None
+        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
+            match reply.WhichOneof("message"):
+                case "result" if incoming is None:
+                    require_bounds(reply.result, finite=True)
+                    incoming = IncomingResult(standing, reply.result, max_bytes)
+                case "data" if incoming is not None:
+                    incoming.feed(reply.data)
+                case _:
+                    raise MalformedMessage("the pieces of a result come in the wrong order")
+            if incoming.is_whole:
+                if await asyncio.to_thread(incoming.sha256) != incoming.header.sha256:
+                    raise IntegrityError(f"the result of round {standing.round} does not match its digest")
+                yield incoming.committed, incoming.header.donor_round
+                standing, incoming = incoming.committed.after, None
+        if incoming is not None:
+            raise PeerUnavailable(f"the result of round {standing.round} ended early")
