@@ -61,24 +61,23 @@ def train(
     progress = run.checkpoints.restore(optimizer)
     if run.report is not None:
         run.report.begin(progress.step)
-    loss, is_stopped = None, False
-    while progress.step < last_step:
-        # Which microbatches are this worker's, and how many targets all workers have together.
-        batch = run.batches.of_step(progress.step)
-        all_targets, num_stopping = run.workers.total(batch.num_targets, stops())
-        if is_stopped := num_stopping > 0:
-            break
-        num_targets = max(1.0, all_targets / (shape.tp * shape.pp))
-
+    # Which microbatches are this worker's, and how many targets all workers have together.
+    loss, batch = None, run.batches.of_step(progress.step)
+    all_targets, num_stopping = run.workers.total(batch.num_targets, stops())
+    while progress.step < last_step and num_stopping == 0:
         # Forward and backward. What is averaged over the axis dp here is a sum, in the end: hence that factor.
+        num_targets = max(1.0, all_targets / (shape.tp * shape.pp))
         weight = scale.factor * shape.dp
         with computing_in(run.dtype, run.workers.device):
             own_loss = run.computing.backward(batch, weight / num_targets)
         gradients = run.model.gradients()
 
-        # The norm of the whole gradient, and the mean loss.
+        # The norm of the whole gradient, and the mean loss; and what has to be known of the next step.
+        batch = run.batches.of_step(progress.step + 1)
         own_norm = run.model.squared_norm(gradients)
-        scaled_norm, scaled_loss = run.workers.total(own_norm, float(own_loss))
+        scaled_norm, scaled_loss, all_targets, num_stopping = run.workers.total(
+            own_norm, float(own_loss), batch.num_targets, stops()
+        )
         squared_norm, loss = scaled_norm / scale.factor**2, scaled_loss / (weight * shape.tp)
 
         # Clip, and step.
@@ -102,6 +101,7 @@ def train(
         if run.report is not None:
             run.report.step(progress, loss, math.sqrt(squared_norm), rate, evaluation)
 
+    is_stopped = progress.step < last_step
     run.checkpoints.write(progress, optimizer)
     evaluation = None if is_stopped else evaluate(run, held_out)
     if run.report is not None:
