@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from peers.static.batches import Batches
-from peers.static.checkpoints import Checkpoints
+from peers.static.checkpoints import Checkpoints, Progress
 from peers.static.computing import OneByOne, Pipeline
 from peers.static.precision import LossScale, computing_in
 from peers.static.report import Report
@@ -84,10 +84,7 @@ def train(
         rate = optim.learning_rate(config.optimizer, progress.run_samples)
         factor = optim.clip_factor(squared_norm, config.optimizer.clip_norm) / scale.factor
         if scale.accepts(squared_norm):
-            if not math.isfinite(squared_norm):
-                raise Fatal(
-                    f"the gradient of step {progress.step} is not finite: take a smaller optimizer.learning_rate"
-                )
+            _require_finite(squared_norm, progress.step)
             torch._foreach_mul_(list(gradients.values()), factor)
             optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
         run.model.clear_gradients()
@@ -101,13 +98,21 @@ def train(
         if run.report is not None:
             run.report.step(progress, loss, math.sqrt(squared_norm), rate, evaluation)
 
-    is_stopped = progress.step < last_step
     run.checkpoints.write(progress, optimizer)
-    evaluation = None if is_stopped else evaluate(run, held_out)
+    is_stopped = progress.step < last_step
+    _end(run, progress, loss, None if is_stopped else evaluate(run, held_out), is_stopped=is_stopped)
+    return is_stopped
+
+
+def _require_finite(squared_norm: float, step: int) -> None:
+    if not math.isfinite(squared_norm):
+        raise Fatal(f"the gradient of step {step} is not finite: take a smaller optimizer.learning_rate")
+
+
+def _end(run: Run, progress: Progress, loss: float | None, evaluation: HeldOutLoss | None, *, is_stopped: bool) -> None:
     if run.report is not None:
         run.report.end(progress.step, loss, evaluation, stopped=is_stopped)
     run.checkpoints.require_written()
-    return is_stopped
 
 
 def evaluate(run: Run, held_out: Sequence[HeldOut]) -> HeldOutLoss:
