@@ -93,7 +93,7 @@ class GenerateOptions:
         if self.serve_token is not None and self.serve is None:
             raise ValueError("--serve-token needs --serve HOST:PORT")
         cli.require_at_least(self, {"max_tokens": 1, "round": 0, "max_sequences": 1})
-        cli.require_threads(self)
+        cli.require_threads(self.threads)
         cli.require_positive(self, ["cache_gib"])
         if "" in self.stop:
             raise ValueError("--stop must not be empty")

@@ -121,9 +121,8 @@ def require_at_least(options: object, least: Mapping[str, int]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
 
 
-def require_threads(options: object) -> None:
+def require_threads(threads: int | None) -> None:
     """Raise ValueError for --threads that PyTorch could not start, which then ends with a long traceback."""
-    threads = getattr(options, "threads")  # noqa: B009 - of any program
     if threads is not None and not 0 <= threads <= MOST_THREADS:
         raise ValueError(f"--threads must be between 0 and {MOST_THREADS}, not {threads}")
 

@@ -164,7 +164,7 @@ class PeerOptions:
         if any(outside.port for outside in self.outside) and not self.announce_dht:
             raise ValueError("--announce HOST:PORT is of gRPC alone: say --announce-dht HOST:PORT for the DHT as well")
         cli.require_name(self.name)
-        cli.require_threads(self)
+        cli.require_threads(self.threads)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
         for name in (

@@ -83,7 +83,7 @@ class StaticOptions:
             raise ValueError("which run? give one of --config FILE, --preset NAME and --model DIR")
         least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
         cli.require_at_least(self, {**least, "evaluate_every": 0, "evaluation_samples": 1})
-        cli.require_threads(self)
+        cli.require_threads(self.threads)
         if self.epochs is not None:
             cli.require_positive(self, ["epochs"])
             if self.steps is not None:

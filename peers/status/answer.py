@@ -10,7 +10,7 @@ from typing import Any, Self
 from peers.shared.process import printable
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
-from swarm.types import LONGEST_WAIT
+from swarm.types import LONGEST_NAME, LONGEST_WAIT
 
 MOST_REFUSALS = 8
 """Lines of a peer about others, of which no more are shown."""
@@ -26,8 +26,6 @@ LATEST = 4e9
 """Seconds since the epoch, beyond which no time is shown."""
 MOST_STAGES = 256
 """Of whose last peers it tells."""
-LONGEST_NAME = 64
-"""Characters of a name that it gives for another peer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,7 +159,7 @@ def main() -> None:
     for kind, most in ((resource.RLIMIT_AS, opening["memory_bytes"]), (resource.RLIMIT_CORE, 0)):
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    # What ends this process once its time is up; whoever started the program may have it ignored.
+    # This signal ends the process once its time is up. It may be ignored where the program was started.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     template: Template | None = None
     try:

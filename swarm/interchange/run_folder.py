@@ -114,7 +114,7 @@ def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> Run
 
 
 def _require_sound_texts(folder: Path, *, is_chat: bool) -> None:
-    """Raise ValueError for files beside the tokenizer that a run, or whoever talks to the model, would stumble over."""
+    """Raise ValueError for files beside the tokenizer over which a run, or a conversation, would stumble."""
     tokenizer_files.require_sound(folder)
     if is_chat:
         template: ChatTemplate | None = chat.beside(str(folder), now=lambda: chat.TRAINING_DATE)

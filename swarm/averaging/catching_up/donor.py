@@ -74,8 +74,8 @@ class Donor:
         self._clock = clock
         self._turns = turns
         self._result_turns = None if turns is None else Turns(clock, is_training=lambda: False)
-        """For later results: whoever lacks these falls behind while it waits, so no download of a snapshot comes first,
-        and there is no pause."""
+        """For later results: a peer that lacks these falls behind while it waits, so no download of a snapshot comes
+        first, and there is no pause."""
         self._lock = asyncio.Lock()
         """Held while a snapshot is made: peers that ask meanwhile get the same one."""
         self._pins: list[_Pin] = []
