@@ -1,8 +1,8 @@
 """LOOP 3: keeps one stage's peers at the same weights, round by round.
 
-Started by the stage peer's program. Three things go on at once: this peer reports its progress to the peer
-that it believes leads; when that is itself, it watches the reports and leads the attempts; and when it finds
-itself behind, it downloads. Never touches weights: the stage does, when it is told to.
+The stage peer's program runs it. Three things go on at once: this peer reports its progress to the peer that it takes
+for the leader; if it is the leader itself, it watches the reports and leads the attempts; and when it finds itself
+behind, it downloads the state. It never touches weights: the stage does that when it is told to.
 """
 
 from collections.abc import Collection
@@ -40,7 +40,7 @@ class Averager:
     """One peer's part in its stage's rounds. Its parts are built one after the other, each from those before it.
 
     Attributes:
-        handlers: what it answers to other peers.
+        handlers: answer the calls of other peers.
     """
 
     def __init__(self, context: Context, member: RoundMember) -> None:
@@ -95,7 +95,7 @@ class Averager:
             tasks.spawn(self.donor.run())
 
     def notify(self) -> None:
-        """The stage's progress changed."""
+        """Tell the reporter that the stage's progress changed."""
         self.context.changes.notify()
 
     async def join(self) -> None:
@@ -112,17 +112,17 @@ class Averager:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the group is at a later round, and its state is being had."""
+        """Whether the group is at a later round, and this peer is getting there."""
         return self.place.is_catching_up
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether an exchange is under way, which needs this peer's line first."""
+        """Whether an exchange is under way, to which other traffic on this peer's line gives way."""
         return self.place.group.phase is Phase.EXCHANGING
 
     @property
     def last_members(self) -> Collection[str]:
-        """Ids of the members of the round before; empty where this peer does not know them."""
+        """Ids of the members of the last committed round; empty where this peer does not know them."""
         return self.place.last_members
 
     def misses_member(self) -> bool:
@@ -130,7 +130,7 @@ class Averager:
         return self.roster.misses_member(self.place.standing)
 
     def awaits_reports(self) -> bool:
-        """Whether a serving peer, alive as far as this one knows, has not told yet what it has of the round."""
+        """Whether some serving peer that this one takes to be alive has not yet reported what it has of the round."""
         return self.roster.awaits_reports(self.place.standing)
 
     def statistics(self) -> AveragingStatistics:

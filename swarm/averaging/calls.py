@@ -1,4 +1,4 @@
-"""One peer's calls to others: those that fail tell that a peer is gone, and those to itself need no network.
+"""One peer's calls to others: a failed call shows that a peer is gone, and a call to itself needs no network.
 
 Used by members/survey, leading/barrier and, through leading/broadcast, by leading/leader. Never retries.
 """
@@ -28,7 +28,7 @@ class Calls:
             COMMIT.name: participant.commit,
             ABORT.name: participant.abort,
         }
-        """What a leader asks of itself."""
+        """What answers when this peer, as the leader, calls itself."""
 
     async def __call__(
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
@@ -45,7 +45,7 @@ class Calls:
             if peer.stage == self._context.own.stage:
                 is_gone = isinstance(error, PeerUnavailable) and error.is_gone
                 self._roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
-                self._changes.signal()  # The others may have waited for it.
+                self._changes.signal()  # What waits for that peer need not wait any more.
             raise
 
     async def _ask_itself(self, method: Method[Request, Reply], request: Request, timeout_seconds: float) -> Reply:

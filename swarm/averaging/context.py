@@ -1,6 +1,6 @@
-"""What every part of one peer's averaging is given: who and where the peer is, and what it works with.
+"""What every part of one peer's averaging is given: which peer it is, and what it works with.
 
-Made by the stage peer's program, before averaging/averager builds them.
+Made by the stage peer's program, before averaging/averager builds these parts.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class Tasks:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Tasks can be started inside. At its end all of them are awaited; what one of them raises ends the others."""
+        """Let tasks start while the block runs. All are awaited at its end; an error of one cancels the others."""
         async with asyncio.TaskGroup() as self._group:
             yield
 
@@ -61,42 +61,42 @@ class Changes:
         self._progressed_at = clock.monotonic()
         self._report_due = asyncio.Event()
         self.next = asyncio.Event()
-        """Set at the next change; then there is another one."""
+        """Set at the next change, and then replaced by a new event."""
         self.version = 0
         """The version of what this peer has to report."""
 
     @property
     def quiet_seconds(self) -> float:
-        """Since anybody's progress last changed."""
+        """The seconds since the progress of any member last changed."""
         return self._clock.monotonic() - self._progressed_at
 
     def signal(self) -> None:
-        """The state of a round may have changed."""
+        """Wake all that wait for a change: the state of a round may have changed."""
         self.next.set()
         self.next = asyncio.Event()
 
     def progressed(self) -> None:
-        """A member has more of the round, or less."""
+        """Note that a member has more of the round than before, or less."""
         self._progressed_at = self._clock.monotonic()
         self.signal()
 
     def notify(self) -> None:
-        """This peer has something new to report."""
+        """Note that this peer has something new to report."""
         self.version += 1
         self._report_due.set()
 
     def report_again(self) -> None:
-        """A report is due, though what it tells may be what was told already."""
+        """Have a report sent, even if it tells nothing new."""
         self._report_due.set()
 
     async def until_report_due(self, seconds: float) -> None:
-        """Wait until there is something to report, but no longer than that."""
+        """Wait until there is something to report, but no longer than `seconds`."""
         await wait(self._report_due, seconds)
         self._report_due.clear()
 
 
 async def wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, but no longer than that."""
+    """Wait for an event, but no longer than `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -111,8 +111,8 @@ class Context:
     Attributes:
         own: this peer's record; stage, endpoints and certificate are used.
         peers: gives the directory's last known view of a stage.
-        endpoints: gives this peer's own, where they may become others than those of `own`.
-        turns: whose turn it is to download from this peer; None where all may at the same time.
+        endpoints: gives this peer's present endpoints, where those of `own` may become out of date.
+        turns: decide which peers may download from this one now; None if all may at the same time.
     """
 
     config: RunConfig

@@ -1,4 +1,4 @@
-"""What one peer answers to others: every call of AveragingService is checked here and handed to the part that knows.
+"""What one peer answers to others: every call of AveragingService is checked and handed to the part that answers it.
 
 Called by averaging/servicer, or by the transport of a test. Decides nothing.
 """
@@ -23,10 +23,10 @@ from swarm.rpc.v1.stage_pb2 import Address
 
 
 class Handlers:
-    """What one peer answers to others.
+    """Answers the calls of other peers.
 
-    Each raises WrongRun, IncompatibleVersion or WrongStage for what is not meant for this peer, NotReady before it
-    averages, and what the part that answers raises.
+    Each method raises WrongRun, IncompatibleVersion or WrongStage for a call that is not meant for this peer, NotReady
+    before this peer averages, and what the part that answers raises.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Handlers:
 
     @contextmanager
     def _ends_without_memory(self) -> Iterator[None]:
-        """Have the averager end with what is raised inside for want of memory.
+        """End the whole averager with any out-of-memory error of the block.
 
-        Otherwise this peer would be left out round after round, and whatever it computes would count for nobody.
+        Otherwise this peer would be left out round after round, and nothing that it computes would count.
         """
         try:
             yield

@@ -14,14 +14,14 @@ from swarm.training.round_member import Progress, Snapshot
 from swarm.types import LARGEST_COUNT
 
 PAST = 16
-"""Lineages of the last rounds before its own that a peer tells others."""
+"""How many lineages of the rounds before its own a peer tells others."""
 LONGEST_ID = 64
-"""Characters of a lineage or a peer's id. They are kept in memory, strangers' as well, so they are bounded."""
+"""The most characters of a lineage or a peer's id. Bounded, because even those of strangers are kept in memory."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class Standing:
-    """Where a peer is in the run. Ordered: of two branches that meet, the lesser one yields."""
+    """Where a peer is in the run. Standings are ordered: of two branches that meet, the lesser one yields."""
 
     run_samples: int
     round: int
@@ -47,7 +47,7 @@ def digests_of(partners: Iterable[pb.Partner]) -> tuple[str, ...]:
 
 
 def standing_of(state: Progress | Snapshot) -> Standing:
-    """Where a member is, or what a snapshot would make it."""
+    """Where a member stands, or will stand once it has installed a snapshot."""
     return Standing(run_samples=state.run_samples, round=state.round, lineage=state.lineage)
 
 
@@ -57,15 +57,15 @@ def pack_standing(standing: Standing) -> pb.Standing:
 
 
 def unpack_standing(message: pb.Standing) -> Standing:
-    """A standing, read from its wire form. Raises MalformedMessage for a lineage that is none."""
+    """A standing, read from its wire form. Raises MalformedMessage for a lineage that is too long."""
     _require_short(message.lineage, "a lineage")
     return Standing(round=message.round, run_samples=message.run_samples, lineage=message.lineage)
 
 
 def unpack_past(lineages: Sequence[str]) -> tuple[str, ...]:
-    """What a peer tells of the rounds before its own, oldest first; no more of it than is asked for.
+    """The lineages that a peer tells of the rounds before its own, oldest first; the last PAST of them.
 
-    Raises MalformedMessage for a lineage that is none.
+    Raises MalformedMessage for a lineage that is too long.
     """
     told = tuple(lineages[-PAST:])
     for lineage in told:
@@ -81,7 +81,7 @@ def pack_ballot(ballot: Ballot | None) -> pb.Ballot | None:
 def unpack_ballot(message: pb.Ballot) -> Ballot | None:
     """A ballot, read from its wire form; None for a field that was left out, since attempts are numbered from 1.
 
-    Raises MalformedMessage for a leader's id that is none.
+    Raises MalformedMessage for a leader's id that is too long.
     """
     _require_short(message.leader_id, "a leader's id")
     return Ballot(message.attempt, message.leader_id) if message.attempt else None
@@ -96,7 +96,7 @@ def require_ballot(message: pb.Ballot) -> Ballot:
 
 
 def own_ballot(request: pb.BeginRequest | pb.AverageRequest | pb.AbortRequest) -> Ballot:
-    """The attempt that a leader calls about. Raises MalformedMessage for a missing one, and one of another leader."""
+    """The attempt that a leader calls about. Raises MalformedMessage if it is missing or another leader's."""
     ballot = require_ballot(request.ballot)
     if ballot.leader_id != request.peer_id:
         raise MalformedMessage(f"attempt {ballot.attempt} is not that of the caller")
@@ -134,7 +134,7 @@ def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
 
 
 def unpack_indices_of(round_indices: range, gaps: Iterable[int]) -> frozenset[int]:
-    """The indices that belong to a round; others that are named are left out."""
+    """Like `unpack_indices`, but leaves out indices that do not belong to the round."""
     return frozenset(index for index in itertools.accumulate(gaps, initial=-1) if index in round_indices)
 
 

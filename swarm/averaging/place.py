@@ -16,8 +16,8 @@ from swarm.averaging.messages import Standing
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 KEPT_OUTCOMES = 4
-"""Committed rounds that a peer can still answer for; as many as there are fragments, if that is more: stages that share
-a block wait for each other only where it is due, and so may be that far apart."""
+"""How many committed rounds a peer can still answer for; with more fragments than this, as many as fragments. Stages
+that share a block wait for each other only in rounds that average it, and so may be that far apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Decision:
     round: int
     prepared: pb.Prepared
     squared_norm: float
-    """The squared norm of the stage's gradient, with the shared blocks that are counted here."""
+    """The squared norm of the stage's gradient, with the shared blocks if they count at this stage."""
 
 
 class Place:
@@ -36,15 +36,14 @@ class Place:
     Attributes:
         branches: where the other holders of its stage stand.
         group: what it has promised and prepared in this round.
-        lock: held by whatever calls the stage, so that nothing moves meanwhile.
-        standing: its round, samples and lineage; changes together with what it can answer about the round before.
+        lock: held while the stage is called, so that the peer does not move meanwhile.
+        standing: its round, samples and lineage; changes together with `outcomes`.
         outcomes: how the last rounds were committed, by round.
-        is_catching_up: it is behind the group, and on its way to it: no attempt is promised.
+        is_catching_up: whether it is behind the group and on its way there; it then promises no attempt.
         leads: the attempt that it leads; None while it leads none.
-        decision: what that attempt came to, until it is committed.
+        decision: the result that this attempt has decided, until it is committed.
         awaited_since: when another stage first waited for this one to decide the round; None if none has.
-        is_sound: False where a replayed round gave another state than it should: then `standing` stays at the round
-            before.
+        is_sound: False once a replayed round gave a wrong state; `standing` then stays at the round before.
     """
 
     def __init__(self, context: Context, standing: Standing) -> None:
@@ -67,21 +66,21 @@ class Place:
         return last.prepared.member_ids if last else ()
 
     def committed(self, after: Standing, outcome: pb.Outcome) -> None:
-        """This peer has committed a round, as one of its members."""
+        """Note that this peer has committed a round, as one of its members."""
         self._move(after, [outcome])
         self.branches.committed(after)
 
     def replayed(self, after: Standing, outcome: pb.Outcome) -> None:
-        """This peer has applied a round that others committed."""
+        """Note that this peer has applied a round that others committed."""
         self._move(after, [outcome])
         self.branches.replayed(after)
 
     def installed(self, standing: Standing, outcomes: Iterable[pb.Outcome], past: Sequence[str]) -> None:
-        """This peer has taken over a state that others hold.
+        """Note that this peer has installed a state that others hold.
 
         Args:
-            outcomes: how the last rounds before it were committed.
-            past: the lineages of the last rounds before it, oldest first.
+            outcomes: how the last rounds before that state were committed.
+            past: the lineages of the last rounds before that state, oldest first.
         """
         self.outcomes.clear()
         self.is_sound = True
@@ -89,12 +88,12 @@ class Place:
         self.branches.installed(standing, past)
 
     def spoiled(self) -> None:
-        """This peer has replayed a round, and got another state than the round's members."""
+        """Note that this peer has replayed a round, and got another state than the round's members."""
         self.is_sound = False
 
     @contextmanager
     def catching_up(self) -> Iterator[None]:
-        """Inside the block this peer is on its way to the group."""
+        """Mark this peer as on its way to the group while the block runs."""
         self.is_catching_up = True
         try:
             yield
@@ -103,7 +102,7 @@ class Place:
 
     @contextmanager
     def leading(self, ballot: Ballot) -> Iterator[None]:
-        """Inside the block this peer leads an attempt."""
+        """Mark this peer as the leader of an attempt while the block runs."""
         self.leads = ballot
         try:
             yield
@@ -111,11 +110,11 @@ class Place:
             self.leads = self.decision = None
 
     def decide(self, decision: Decision) -> None:
-        """The attempt that it leads has come to a result."""
+        """Note that the attempt that this peer leads has decided a result."""
         self.decision = decision
 
     def awaited(self, now: float) -> None:
-        """Another stage waits for this one to decide the round."""
+        """Note that another stage waits for this one to decide the round."""
         if self.awaited_since is None:
             self.awaited_since = now
 

@@ -1,6 +1,6 @@
 """The gRPC face of averaging: AveragingService.
 
-Hands requests to averaging/handlers and their answers back. Added to the stage peer's server by its program. Decides
+Hands requests to averaging/handlers and their answers back. The stage peer's program adds it to its server. Decides
 nothing and keeps nothing.
 """
 
@@ -34,7 +34,7 @@ from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer
 logger = logging.getLogger(__name__)
 
 Context = Any
-"""grpc.aio.ServicerContext; its type arguments differ between calls."""
+"""Stands for grpc.aio.ServicerContext, which has other type arguments in each call."""
 
 
 class AveragingServicer(AveragingServiceServicer):
@@ -71,7 +71,7 @@ class AveragingServicer(AveragingServiceServicer):
         except (Fatal, NotServed) as error:
             await abort(context, error)
         except SwarmError as error:
-            # The caller must learn whose fault it is, so that travels as an answer.
+            # An answer and no gRPC error, because the caller must learn which member is at fault.
             if not isinstance(error, MemberFailed):
                 error = MemberFailed(self._own_id, str(error), noticed_by=self._own_id)
             yield pb.ExchangeReply(failure=messages.pack_failure(error))

@@ -1,7 +1,7 @@
 """How averaging reaches other peers: the interface, and the one over gRPC.
 
-Used by averaging/calls, participant, shared and state_transfer. Messages of the wire contract are the records here:
-both ends speak them, and a test's transport passes them on as they are. Never retries.
+Used by averaging/calls, participant, shared and state_transfer. Requests and replies are messages of the wire contract,
+at both ends; a test's transport passes them on as they are. Never retries.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ Reply = TypeVar("Reply")
 
 
 TELLING_BYTES = 4 << 20
-"""An upload of so much tells how fast a line is."""
+"""From this size on, an upload tells how fast a line is."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Transport(Protocol):
         """Send a part to its owner and wait for the average. Raises MemberFailed if the owner blames a member.
 
         Args:
-            silence_seconds: longest wait for the next piece; None where there is no telling.
+            silence_seconds: longest wait for the next piece; None for no limit of its own.
         """
         ...
 
@@ -90,11 +90,11 @@ class Transport(Protocol):
         ...
 
     async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
-        """Have a sign of life."""
+        """Get a sign of life from a peer."""
         ...
 
     def is_connected(self, peer: PeerRecord) -> bool:
-        """Whether there is a connection to a peer. That one broke shows at once if its process has died."""
+        """Whether there is a connection to a peer. When a peer's process dies, its connection breaks at once."""
         ...
 
 
@@ -107,7 +107,7 @@ class Caller(Protocol):
 
 
 class GrpcTransport:
-    """The real one. Tensors have a connection of their own, so that reports never wait behind them."""
+    """The transport over gRPC. Tensors have a connection of their own, so that reports never wait behind them."""
 
     def __init__(self, channels: ChannelPool) -> None:
         self._channels = channels
@@ -116,7 +116,7 @@ class GrpcTransport:
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
     ) -> Reply:
         call: Any = getattr(self._stub(peer, bulk=False), method.name)
-        # The norm of a contribution may well be infinite: the leader has to hear that.
+        # A contribution's norm may be infinite, and then the leader has to hear that.
         reply: Reply = await ask(call, request, seconds=timeout_seconds, finite=False)
         return reply
 
@@ -138,7 +138,7 @@ class GrpcTransport:
             started_at = time.perf_counter()
             for piece in pieces_of(part):
                 yield pb.ExchangeRequest(data=piece)
-            # Resumed once the last piece is on its way. Little is swallowed whole by buffers and tells nothing.
+            # This runs once the last piece is on its way. A small part fits in buffers, so its time tells nothing.
             if len(part) >= TELLING_BYTES:
                 upload_seconds = time.perf_counter() - started_at
 
@@ -204,7 +204,7 @@ class GrpcTransport:
 
 
 def pieces_of(data: Buffer) -> Iterator[bytes]:
-    """The data cut into messages, each made when it is its turn: they are a copy."""
+    """Cut data into messages. Each is a copy, made only when it is asked for."""
     view = memoryview(data)
     return (bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES))
 
@@ -216,10 +216,10 @@ def contact_of(peer: PeerRecord) -> pb.Contact:
 
 
 def record_of(contact: pb.Contact, stage: int) -> PeerRecord:
-    """A contact as the channel pool wants it.
+    """The record by which the channel pool reaches a contact.
 
     Raises:
-        MalformedMessage: no address, or the certificate is another peer's.
+        MalformedMessage: the contact has no address, or the certificate of another peer.
     """
     try:
         if contact.certificate_pem and peer_id_of(contact.certificate_pem) != contact.peer_id:

@@ -1,4 +1,4 @@
-"""What an averager tells the rest of its peer: lease table, metrics and status read it."""
+"""What an averager tells the rest of its peer. The lease table, metrics and status read it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from swarm.types import PeerId
 
 @dataclass(frozen=True, kw_only=True)
 class GroupView:
-    """What this peer knows of its group's round; the leader's is the whole, any other's its own part.
+    """What this peer knows of its group's round: the leader knows all of it, any other peer its own part.
 
     Attributes:
         progress: the progress of each member, this peer included.
         committed: microbatches that some member has committed in this round.
-        shown: those, but for the ones of members that have missed a heartbeat.
-        counted: what is committed, and what members had committed that are not there, or are left out.
-        lost: of the latter, those that have certainly died with it.
-        complete: the round has all it needs.
+        shown: `committed`, without those of members that have missed a heartbeat.
+        counted: `committed`, and what was committed by members that are gone or left out.
+        lost: the microbatches that were certainly lost with a member.
+        complete: whether the members hold all that the round needs.
         highest_microbatch: highest index any member has seen; -1 for none.
-        quiet_seconds: since anything of this last changed.
+        quiet_seconds: the time since any of this last changed.
     """
 
     round: int
@@ -37,7 +37,7 @@ class GroupView:
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingStatistics:
-    """Since the peer started. `num_alive` peers are there, and `num_members` took part in the last round."""
+    """Counts since the peer started; but `num_alive` peers are there now, and `num_members` were in the last round."""
 
     num_attempts: int
     aborted: Mapping[str, int]

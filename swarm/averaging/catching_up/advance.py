@@ -1,7 +1,7 @@
 """How a member gets from one round to another: by a commit, by a round that others committed, or by their state.
 
 Used by exchanging/participant and members/survey, which hear of commits, and by catching_up/catch_up. Each of these
-ways changes the stage once and tells the other parts where it stands then. Applies nothing but committed results.
+ways changes the stage once and then tells the other parts where the member stands. Only committed results are applied.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Advance:
-    """One member on its way from round to round."""
+    """Brings one member from round to round."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Advance:
         self._roster = roster
         self._changes = context.changes
         self._state_digest: asyncio.Future[str] | None = None
-        """Of the state at the beginning of the round; taken beside training."""
+        """The digest of the state at the beginning of the round; it is computed beside training."""
 
     @contextmanager
     def catching_up(self) -> Iterator[None]:
-        """The member is on its way to its group meanwhile: it promises no attempt, and the stage takes less."""
+        """Mark the member as catching up while the block runs: it promises no attempt, and the stage admits less."""
         with self._place.catching_up():
             self._member.set_behind(True)
             try:
@@ -73,7 +73,7 @@ class Advance:
                 self._member.set_behind(False)
 
     async def apply(self, outcome: pb.Outcome) -> None:
-        """Apply the prepared result, once. Raises Refused if it is not the prepared one."""
+        """Apply the prepared result, once. Raises Refused if `outcome` is about another result."""
         refused: Refused | None = await asyncio.shield(self._spawn(self._apply(outcome)))
         if refused is not None:
             raise refused
@@ -88,7 +88,7 @@ class Advance:
                 assert kept is not None
                 results.require_norms(outcome, kept.prepared.squared_norm)
             except MalformedMessage as error:
-                # The round is decided: what it was clipped by, this member may hear from another one.
+                # The round is decided, so this member may still hear from another one which norm it was clipped by.
                 logger.warning("the commit of round %d is refused: %s", round_number, error)
                 return Refused(str(error))
             except Refused as refused:
@@ -128,19 +128,19 @@ class Advance:
         return None
 
     async def state_digest(self) -> str:
-        """Wait for the digest of the state at the beginning of the round; some result has been applied."""
+        """Wait for the digest of the state at the beginning of the round. Some result must have been applied."""
         assert self._state_digest is not None, "a result was applied"
         return await asyncio.shield(self._state_digest)
 
     async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]) -> None:
-        """Become a downloaded state. Runs to its end even if the caller is cancelled.
+        """Install a downloaded state. Runs to its end even if the caller is cancelled.
 
         Args:
-            outcomes: how the last rounds before it were committed.
-            past: the lineages of the last rounds before it, oldest first.
+            outcomes: how the last rounds before the snapshot were committed.
+            past: the lineages of the last rounds before the snapshot, oldest first.
 
         Raises:
-            IntegrityError: it does not fit this stage.
+            IntegrityError: the snapshot does not fit this stage.
         """
         unfit: IntegrityError | None = await asyncio.shield(self._spawn(self._install(snapshot, outcomes, past)))
         if unfit is not None:
@@ -163,9 +163,9 @@ class Advance:
         return None
 
     def _gave_nothing_until(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> bool:
-        """Whether a later state of this member's own branch came about without anything of it since `standing`.
+        """Whether the snapshot follows from this member's own place by rounds to which it contributed nothing.
 
-        False where that cannot be told: only the last rounds are known.
+        False where `outcomes` do not tell, because they hold the last rounds only.
         """
         lineage, known = self._place.standing.lineage, {outcome.round: outcome for outcome in outcomes}
         for number in range(self._place.standing.round, snapshot.round):
@@ -176,12 +176,13 @@ class Advance:
         return self._place.is_sound and lineage == snapshot.lineage
 
     async def replay(self, committed: Committed) -> None:
-        """Apply a round that the group committed without this member. Nothing happens unless it stands right before.
+        """Apply a round that the group committed without this member. Does nothing unless the member is where it began.
 
         Runs to its end even if the caller is cancelled.
 
         Raises:
-            IntegrityError: it does not fit this stage; or it gave another state, and then this one is not sound.
+            IntegrityError: the result does not fit this stage, or gave another state here than at its members. In the
+                second case this member's state is no longer sound.
         """
         wrong: IntegrityError | None = await asyncio.shield(self._spawn(self._replay(committed)))
         if wrong is not None:
@@ -192,7 +193,7 @@ class Advance:
             if committed.before != self._place.standing or not self._place.is_sound:
                 return None
             await self._own_round.stop("the round was committed without this member")
-            # Closed as before any commit: nothing may be in flight, and the contribution has the average's shapes.
+            # The round is closed as before any commit: nothing may be in flight, and the average must fit its shapes.
             contribution = await self._member.close(self._place.standing.round, drop=())
             try:
                 await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)
@@ -203,10 +204,10 @@ class Advance:
             contributed = self._own_id in committed.result.members
             kept = self._own_round.result
             if kept is not None and kept.prepared.digest == committed.result.digest:
-                # It took part, and lost sight of the others before the end.
+                # This member took part in the exchange, and lost touch with the others before the commit.
                 self._exchanges.committed(kept.fragment, kept.residual)
             elif contributed:
-                # What it owed is in the result; what the encoding dropped then is not known any more.
+                # The result has this member's old residual in it; the new one, which that exchange left, is lost.
                 self._exchanges.forget(contribution.fragment)
             self._state_digest = await self._member.apply(
                 dataclasses.replace(committed.result, contributed=contributed)

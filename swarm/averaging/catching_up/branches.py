@@ -1,9 +1,8 @@
-"""The branches of a run on which a stage's holders stand, and on which of them this peer should be.
+"""On which branches of a run the holders of a stage stand, and on which of these this peer should be.
 
-Told by averaging/place of every move of this peer, and by members/reporter of what others answered it. Pure but
-for the clock. A claim to be ahead costs nothing to make up, so no holder is believed for how far it says that it is:
-what counts is how many holders stand behind a branch. Never looks at a state: whether that is sound is checked where
-it is installed.
+averaging/place tells it of every move of this peer, and members/survey what others answered. Pure but for the clock. To
+claim to be ahead costs a holder nothing, so how far a holder says that it is does not count: what counts is how many
+holders stand behind a branch. It never looks at a state: whether that is sound is checked where it is installed.
 """
 
 import itertools
@@ -18,9 +17,9 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
 KEPT = 1024
-"""Lineages of its own that a peer remembers: a peer that stands at one of them is behind, and on the same branch."""
+"""How many of its own lineages a peer remembers. A holder at one of them is behind, and on the same branch."""
 MOST_DOUBTS = 256
-"""Holders elsewhere that are remembered."""
+"""How many holders that stand elsewhere are remembered."""
 SHOWN_SECONDS = 60.0
 """How long a holder that is not followed is shown after its last answer."""
 
@@ -48,38 +47,38 @@ class Branches:
         self._context = context
         self._clock = context.clock
         self._more_samples_win = context.config.averaging.quorum == "available"
-        """Whether, of two branches with as many holders, the one with more samples wins; else only one that is rounds
-        ahead does."""
+        """Whether, of two branches with equally many holders, the one with more samples wins; if not, only one that is
+        rounds ahead does."""
         self._patience_seconds = context.timing.fresh_seconds
-        """How long a holder that stands elsewhere, and is not followed, is waited for: it may be the first to commit a
-        round."""
+        """How long this peer begins no round because of a holder elsewhere that it does not follow: that one may be the
+        first to have committed a round."""
         self._own = own
         self._past: dict[str, Standing | None] = {own.lineage: own}
-        """Where this peer was, oldest first, itself included; None where only the lineage is known."""
+        """Where this peer stood, oldest first, its present place included; None where only the lineage is known."""
         self._has_voice = own.round > 0
-        """Whether it has committed the place where it stands, or resumed from it; False if it had it from others."""
+        """Whether this peer committed its present state itself or resumed from it; False if it came from others."""
         self._pace = RunPace(own, context.clock)
         self._voices: dict[PeerId, Voice] = {}
         self._announced: Mapping[PeerId, Standing] = {}
-        """Where peers were that did not answer, if this peer never was there."""
+        """Where peers that did not answer announced that they were, without the places where this peer stood itself."""
         self._doubts: dict[PeerId, _Doubt] = {}
 
     # -- this peer's moves ---------------------------------------------------------------------------------------------
 
     def committed(self, after: Standing) -> None:
-        """This peer has committed a round, as one of its members."""
+        """Note that this peer has committed a round, as one of its members."""
         self._pace.committed(after)
         self._has_voice = True
         self._move(after)
 
     def replayed(self, after: Standing) -> None:
-        """This peer has applied a round that others committed."""
+        """Note that this peer has applied a round that others committed."""
         self._pace.moved(after)
         self._has_voice = False
         self._move(after)
 
     def installed(self, own: Standing, past: Sequence[str]) -> None:
-        """This peer has taken over a state that others hold; `past` is what they tell of the rounds before."""
+        """Note that this peer has installed a state of others, and the lineages that they tell of the rounds before."""
         self._past = dict.fromkeys(past[-PAST:])
         self.replayed(own)
 
@@ -103,31 +102,31 @@ class Branches:
     # -- where others stand --------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Begin to ask anew."""
+        """Forget all answers, because the holders are about to be asked again."""
         self._voices.clear()
 
     def heard(self, peer_id: PeerId, voice: Voice) -> None:
-        """A holder answered."""
+        """Note a holder's answer."""
         self._voices[peer_id] = voice
         if self.is_known(voice.standing):
             self._doubts.pop(peer_id, None)
 
     def behind(self, standing: Standing) -> set[PeerId]:
-        """The holders that answered that they stand there, or did."""
+        """The holders that stand at this place or passed it, by their own answers."""
         return {peer for peer, voice in self._voices.items() if _has_passed(voice, standing)}
 
     def choose(self, *, is_sound: bool, announced: Mapping[PeerId, Standing]) -> Standing | None:
-        """Where this peer should go; None if it is to stay where it is.
+        """Decide where this peer should go; None if it is to stay where it is.
 
-        Of all places where others stand and this peer never did, those come into question behind which stand more
-        holders than behind this peer's own. Of two that as many stand behind, the one with more samples wins. The word
-        of a single holder is taken for no more than what the run can have done meanwhile. Of the places that are left,
-        the one that most hold is taken, and then the farthest.
+        Candidates are the places where others stand and this peer never did. One stays in question if more holders
+        stand behind it than behind this peer's own place, or equally many and it has more samples. A single holder is
+        believed for no more than what the run can have done meanwhile. Of the candidates that are left, the one with
+        the most holders behind it is chosen, and of several such the farthest.
 
         Args:
             is_sound: whether this peer's own state is what it should be; if not, its place counts like others'.
-            announced: where peers said that they were, in records that they signed. They count for a place where some
-                holder can be had, though they themselves may have died since; for staying they do not.
+            announced: where peers said that they were, in records that they signed. These peers may have died since.
+                They count for a place if a living holder stands behind it too, and they never count for staying.
         """
         self._announced = {
             peer: standing
@@ -155,7 +154,7 @@ class Branches:
             return False
         if num_theirs != num_ours:
             return num_theirs > num_ours
-        # A state that it had from others is not left for another one that as many peers hold.
+        # A peer whose state came from others does not leave it for another one that no more peers hold.
         return self._has_voice and self._order(theirs) > self._order(self._own) and not self._has_stragglers
 
     def _is_credible(self, theirs: Standing, num_holders: int) -> bool:
@@ -168,8 +167,8 @@ class Branches:
     def _ours(self, theirs: Standing) -> list[str]:
         """The peers that stand behind this peer's place and not behind `theirs`, this peer included.
 
-        A peer that stands where both come from has not decided yet. This peer cannot stay where the other stages have
-        committed two rounds without it: some holders of this stage must have been there.
+        A peer that stands where both branches begin has not decided yet. No peer counts if the other stages are two
+        rounds ahead: they waited for this stage, so some of its holders must have committed these rounds.
         """
         if (run_round := self._run_round) is not None and run_round > self._own.round + 1:
             return []
@@ -196,10 +195,10 @@ class Branches:
         places = (voice.standing for voice in self._voices.values())
         return any(place.round > 0 and self.is_known(place) and place != self._own for place in places)
 
-    # -- those that are not followed -----------------------------------------------------------------------------------
+    # -- holders that are not followed ---------------------------------------------------------------------------------
 
     def stay(self) -> list[str]:
-        """This peer stays where it is. Gives a line for each holder elsewhere that has now been there for long."""
+        """Note that this peer stays where it is. Gives a line for each holder that has now been elsewhere for long."""
         now, refused = self._clock.monotonic(), []
         for peer, voice in self._voices.items():
             if self.is_known(voice.standing):
@@ -214,12 +213,12 @@ class Branches:
         return refused
 
     def is_elsewhere(self, peer_id: PeerId) -> bool:
-        """Whether a holder stands elsewhere, and all were asked and this peer stayed where it is."""
+        """Whether this peer knows that the holder stands elsewhere, and decided to stay where it is all the same."""
         return peer_id in self._doubts
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether there is such a holder of late: it may be the first to have committed a round."""
+        """Whether a holder was found elsewhere only lately: it may be the first to have committed a round."""
         latest = self._clock.monotonic() - self._patience_seconds
         return any(doubt.since > latest for doubt in self._doubts.values())
 
@@ -245,7 +244,7 @@ class Branches:
 
 
 def _has_passed(voice: Voice, standing: Standing) -> bool:
-    """Whether a holder stands there, or says that it did."""
+    """Whether a holder says that it stands at this place or passed it."""
     num_since = voice.standing.round - standing.round
     return voice.standing == standing or (
         0 < num_since <= len(voice.past) and voice.past[-num_since] == standing.lineage
@@ -253,16 +252,16 @@ def _has_passed(voice: Voice, standing: Standing) -> bool:
 
 
 def voice_of(message: pb.ReportReply | pb.SnapshotHeader) -> Voice:
-    """Where its sender stands. Raises MalformedMessage."""
+    """Read from a message where its sender stands. Raises MalformedMessage."""
     return Voice(standing=messages.unpack_standing(message.standing), past=messages.unpack_past(message.past))
 
 
 def most_held(offers: Mapping[bytes, Voice], num_holders: Mapping[bytes, int]) -> list[bytes]:
-    """Names of offers, the best first: the farthest behind which more than half of the holders stand; the others follow
-    by the number of holders behind them.
+    """Rank offers and give their names, best first: those that more than half of the holders stand behind, the farthest
+    first; then the others, by the number of holders behind them.
 
     Args:
-        num_holders: how many make each of them.
+        num_holders: how many holders make each offer.
     """
     num_all = sum(num_holders.values())
 

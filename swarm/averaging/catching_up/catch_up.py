@@ -29,7 +29,7 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 SIZE_FACTOR = 4
-"""A snapshot may be so many times as large as this peer's own, which may lack the outer optimizer's state."""
+"""The largest snapshot that is taken, as a multiple of this peer's own, which may lack the outer optimizer's state."""
 
 SAY_SECONDS = 10.0
 """Least time between two lines about how far behind this peer is."""
@@ -60,9 +60,9 @@ class CatchUp:
         self._entry = entry
         self._clock = context.clock
         self._looking: asyncio.Event | None = None
-        """While all are asked where they stand, and what follows is done; set at its end."""
+        """There while a `look` is under way; set when that ends."""
         self._rests_until = -math.inf
-        """Until then, peers that are known to be elsewhere are no reason to ask again."""
+        """Until this time, a peer that is known to be elsewhere is no reason to ask all again."""
         self._sources: list[PeerRecord] = []
         """The peers that sent the last snapshot and have not failed since: they keep the results."""
         self._max_bytes = 0
@@ -76,7 +76,7 @@ class CatchUp:
     async def look(self, because_of: PeerId) -> None:
         """Ask all holders where they stand, and go where this peer should be; a second call waits for the first.
 
-        It is not done at once again because of a peer of which it is settled that it is elsewhere.
+        A peer that is known to be elsewhere, and is not followed, is no reason to ask all again at once.
         """
         if self._looking is not None:
             await self._looking.wait()
@@ -106,28 +106,28 @@ class CatchUp:
         self._rests_until = self._clock.monotonic() + rest_seconds
 
     async def _go(self, target: Standing) -> None:
-        """Come to `target`, or beyond, or find that no peer has what it takes. Only one call at a time.
+        """Get to `target` or beyond, or find that no peer can give what that takes. Only one call at a time.
 
-        Cancelled, it leaves this peer where it is; segments that have come are kept.
+        If cancelled, it leaves this peer where it is; segments that have come are kept.
         """
         assert not self._place.is_catching_up
         self._entry.begin()
         with self._advance.catching_up():
             await self._own_round.step_back("this peer is behind its group")
             while not await self._try(target):
-                # There is no going back.
+                # Without a new target this peer keeps to the old one, because it cannot go back to where it was.
                 await self._clock.sleep(self._context.timing.max_retry_seconds)
                 target = await self._survey.choose() or target
 
     async def _try(self, target: Standing) -> bool:
-        """Go on to `target`; says whether this is over, if only because no peer has anything to give now."""
+        """Go on towards `target`. Returns whether to stop: this peer is there, or failed with its own state sound."""
         holders = list(self._roster.contacts.records(sorted(self._place.branches.behind(target))).values())
         is_there = False
         try:
             while True:
                 before = self._place.standing
                 if await self._replay():
-                    # The holders are elsewhere by now and have to be asked again where.
+                    # The holders have gone on, and must be asked again where they stand.
                     self._sources.clear()
                     return False
                 is_there = is_there or self._place.branches.is_known(target)
@@ -144,16 +144,16 @@ class CatchUp:
             return False
         except SwarmError as error:
             logger.warning("cannot catch up: %s", error)
-            # A state that no other peer has must not stay.
+            # A peer whose state is not sound may not stop here.
             return self._place.is_sound
         self._transfer.forget()
         return True
 
     async def _replay(self) -> bool:
-        """Apply what the sources keep of the rounds since.
+        """Apply the results of the rounds after this peer's, as far as the sources keep them.
 
         Returns:
-            Whether it was given up, because rounds are committed faster and a new snapshot is less to fetch.
+            Whether replaying was given up, because the group commits faster and a new snapshot is less to fetch.
         """
         before, pace, is_losing = self._place.standing, None, False
         for source in list(self._sources):
@@ -190,7 +190,7 @@ class CatchUp:
         """Say now and then how far behind this peer is, and whether it will arrive.
 
         Args:
-            num_bytes: of a round's result.
+            num_bytes: the size of a round's result.
         """
         behind, now = pace.newest.num_behind, self._clock.monotonic()
         if is_losing:

@@ -34,12 +34,12 @@ NUM_PINS = 2
 SEGMENT_BYTES = 4 << 20
 RESULTS_BYTES = 2 << 30
 LOOK_SECONDS = 1.0
-"""Time between two looks for what nobody asks for any more."""
+"""The time from one look for snapshots that no peer asks for any more to the next."""
 REACH_SECONDS = 8.0
-"""How long an offer waits for the round that it is asked for."""
+"""How long an offer waits until this peer is at the round that is asked for."""
 REACH_LOOK_SECONDS = 0.02
 RESULTS_FACTOR = 4
-"""Results may take RESULTS_BYTES, or so many times a snapshot's size if that is more."""
+"""The results that are kept may take this multiple of a snapshot's size, or RESULTS_BYTES if that is more."""
 
 
 @dataclass(eq=False)
@@ -67,15 +67,15 @@ class Donor:
     def __init__(self, place: Place, member: RoundMember, clock: Clock, turns: Turns | None = None) -> None:
         """
         Args:
-            turns: whose turn it is to fetch a snapshot's segments; None where all may fetch all at the same time.
+            turns: decide which peers may fetch a snapshot's segments now; None if all may at the same time.
         """
         self._place = place
         self._member = member
         self._clock = clock
         self._turns = turns
         self._result_turns = None if turns is None else Turns(clock, is_training=lambda: False)
-        """For later results: a peer that lacks these falls behind while it waits, so no download of a snapshot comes
-        first, and there is no pause."""
+        """Turns for later results. A peer that waits for these falls further behind, so they wait neither for snapshots
+        that others fetch nor for training."""
         self._lock = asyncio.Lock()
         """Held while a snapshot is made: peers that ask meanwhile get the same one."""
         self._pins: list[_Pin] = []
@@ -93,7 +93,7 @@ class Donor:
         Raises:
             NotReady: what it asks for is not kept here, or not any more.
             Overloaded: others come first.
-            MalformedMessage: it asks for nothing that there is.
+            MalformedMessage: it asks for something that does not exist.
         """
         match request.WhichOneof("wanted"):
             case "offer":
@@ -110,10 +110,10 @@ class Donor:
             await self._clock.sleep(LOOK_SECONDS)
             self.expire()
 
-    # -- what the participant tells ----------------------------------------------------------------------------------
+    # -- what catching_up/advance tells --------------------------------------------------------------------------------
 
     def committed(self, committed: Committed) -> None:
-        """This peer applied a round."""
+        """Keep the result of a round that this peer applied, if any peer is fetching from it."""
         self.expire()
         if not self._pins:
             return
@@ -128,7 +128,7 @@ class Donor:
             self._prune()
 
     def jumped(self) -> None:
-        """This peer became another state: what it kept leads nowhere any more."""
+        """Let go of everything: this peer installed another state, to which the kept results do not lead."""
         self._pins.clear()
         self._log.clear()
 
@@ -182,7 +182,7 @@ class Donor:
     async def _results(self, who: str, standing: Standing) -> AsyncGenerator[pb.DownloadReply, None]:
         self.expire()
         begins_at = standing.round
-        # A member that missed a round is to be back soon.
+        # A member that missed just one round waits for no turn, so that it is back soon.
         turns = self._result_turns if self._place.standing.round - begins_at > 1 else None
         while standing != self._place.standing:
             kept = self._log.get(standing.round)
@@ -222,7 +222,7 @@ class Donor:
         return next((pin for pin in self._pins if pin.snapshot.round == round_number), None)
 
     def _reusable(self) -> _Pin | None:
-        """The snapshot of the present, or, where no more can be kept, the newest that others fetch."""
+        """The snapshot of the present round, or the newest one if all that may be kept are being fetched; else None."""
         if self._pins and messages.standing_of(self._pins[-1].snapshot) == self._place.standing:
             return self._pins[-1]
         if len(self._pins) < NUM_PINS:

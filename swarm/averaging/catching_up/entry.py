@@ -14,7 +14,7 @@ from swarm.training.round_member import RoundMember
 from swarm.types import PeerState
 
 TOLERATED_SECONDS = 5.0
-"""A peer stays out if its exchange takes so much longer than a whole round takes without it."""
+"""A peer stays out if its exchange takes longer by this than a whole round takes without it."""
 LEAST_REST_SECONDS = 20.0
 """Least time from one download to the next one that measures the line again."""
 REST_FACTOR = 3.0
@@ -25,7 +25,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """Why a peer stays out: its exchange would take so long, and the group's rounds take so long without it."""
+    """Why a peer stays out: how long its exchange would take, and how long the group's rounds take without it."""
 
     exchange_seconds: float
     round_seconds: float
@@ -50,17 +50,17 @@ class Entry:
         """The shortest of the group's rounds that were seen from beginning to end."""
 
     def begin(self) -> None:
-        """The peer has fallen behind, or is new: nothing is known about its line."""
+        """Forget what was measured, because the peer has fallen behind or is new."""
         self._bytes_per_second = self._look_at = self._shortest_seconds = math.inf
         self._group_round, self._since = -1, math.nan
 
     def downloaded(self, bytes_per_second: float, *, seconds: float, now: float) -> None:
-        """A snapshot has come, in so many seconds of sending."""
+        """Note the rate at which a snapshot came, and for how many seconds it was being sent."""
         self._bytes_per_second = bytes_per_second
         self._look_at = now + max(LEAST_REST_SECONDS, REST_FACTOR * seconds)
 
     def saw(self, group_round: int, *, now: float) -> None:
-        """The group is in that round. Its shortest round counts, for a run may pause."""
+        """Note the round that the group is in. Of its rounds the shortest one counts, for a run may pause."""
         if group_round <= self._group_round:
             return
         if not math.isnan(self._since):

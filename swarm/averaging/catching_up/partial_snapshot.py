@@ -18,7 +18,7 @@ class PartialSnapshot:
     def __init__(self, header: pb.SnapshotHeader, snapshot_id: bytes, max_bytes: int, *, only: str = "") -> None:
         """
         Args:
-            only: fetch the segments of the tensors alone whose names begin like this.
+            only: fetch only the segments of tensors with this prefix in their names.
 
         Raises:
             MalformedMessage: the header makes no sense.
@@ -46,7 +46,7 @@ class PartialSnapshot:
         return min(self.content.num_bytes, self.segments.num_missing * self.header.segment_bytes)
 
     def span(self, index: int) -> tuple[int, int]:
-        """Where a segment lies."""
+        """The first byte of a segment, and the byte after its last, within the whole snapshot."""
         start = index * self.header.segment_bytes
         return start, min(self.content.num_bytes, start + self.header.segment_bytes)
 
@@ -62,7 +62,7 @@ class PartialSnapshot:
 
     @property
     def snapshot(self) -> Snapshot:
-        """What it is, or will be when nothing is missing."""
+        """The snapshot. Its tensors are complete only once no segment is missing."""
         standing = self.header.standing
         return Snapshot(
             round=standing.round,

@@ -20,12 +20,12 @@ from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerRecord
 
 QUEUE_SECONDS = 3600.0
-"""How long a donor is waited for that serves others first."""
+"""How long this peer waits for a donor that serves others first."""
 LONGEST_RETRY_SECONDS = 5.0
 
 
 class ResultTransfer:
-    """One peer's."""
+    """Fetches results for one peer."""
 
     def __init__(
         self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float, waits: Waits
@@ -33,7 +33,7 @@ class ResultTransfer:
         """
         Args:
             silence_seconds: the longest wait for a donor's next piece.
-            waits: are told what it waits for.
+            waits: are told what this peer waits for.
         """
         self._transport = transport
         self._address = address
@@ -44,17 +44,17 @@ class ResultTransfer:
     async def after(
         self, donor: PeerRecord, standing: Standing, *, max_bytes: int
     ) -> AsyncGenerator[tuple[Committed, int], None]:
-        """The rounds committed after `standing`, in order, each with the round that the donor was in when it sent it.
+        """Fetch the rounds committed after `standing`, up to where the donor stands, in order.
 
-        Ends where the donor stands.
+        Each comes with the round that the donor was in when it sent it.
 
         Args:
             max_bytes: a larger result is refused.
 
         Raises:
-            NotReady: it does not keep them.
-            PeerUnavailable, DeadlineExceeded: it is gone, or was silent for too long.
-            MalformedMessage, IntegrityError: what it sent cannot be right.
+            NotReady: the donor does not keep them.
+            PeerUnavailable, DeadlineExceeded: the donor is gone, or was silent for too long.
+            MalformedMessage, IntegrityError: what the donor sent cannot be right.
         """
         time = asyncio.get_running_loop().time
         given_at, held_up = time(), ""
@@ -77,7 +77,7 @@ class ResultTransfer:
     async def _now(
         self, donor: PeerRecord, standing: Standing, max_bytes: int
     ) -> AsyncGenerator[tuple[Committed, int], None]:
-        """The same, as soon as the donor gives them. Raises Overloaded if it serves others first."""
+        """Like `after`, but raises Overloaded where the donor serves others first."""
         wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
         request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, results=wanted)
         incoming: IncomingResult | None = None

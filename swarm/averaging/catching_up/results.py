@@ -1,6 +1,6 @@
-"""A committed round as members keep it and pass it on to one that was not there.
+"""A committed round as members keep it and pass it on to a member that was not there.
 
-Made by catching_up/advance at a commit, kept by catching_up/donor, rebuilt by catching_up/state_transfer, and
+Made by catching_up/advance at a commit, kept by catching_up/donor, rebuilt by catching_up/result_transfer, and
 applied by another peer's catching_up/advance. Knows nothing of how it travels.
 """
 
@@ -25,10 +25,10 @@ class Committed:
     """All that it takes to commit a round again elsewhere.
 
     Attributes:
-        before: where a member must stand for it.
-        after: where it stands then.
+        before: where a member must stand to commit the round.
+        after: where the member stands afterwards.
         result: the averaged tensors, which are not written to any more, and what belongs to them.
-        state_digest: what `apply` gave: it may take a while until it is known.
+        state_digest: the digest that `apply` gave; it may take a while until it is known.
     """
 
     before: Standing
@@ -43,7 +43,7 @@ async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], in
     known.
 
     Args:
-        donor_round: the round that this peer is in, once it does not wait any more.
+        donor_round: gives the round that this peer is in once the digest is known.
     """
     state_digest = await asyncio.shield(committed.state_digest)
     return pb.ResultHeader(
@@ -57,10 +57,10 @@ async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], in
 
 
 def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, torch.Tensor]) -> Committed:
-    """Read the wire form. It cost this peer nothing.
+    """Read the wire form. The cost of the round stays zero, because this peer took no part in it.
 
     Raises:
-        MalformedMessage: it does not follow from `before`, or was clipped by a norm that cannot be.
+        MalformedMessage: the result does not follow from `before`, or was clipped by an impossible norm.
     """
     outcome, prepared = header.outcome, header.outcome.prepared
     after, members = messages.unpack_standing(header.standing), tuple(prepared.member_ids)
@@ -86,7 +86,7 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
 
 
 def require_norms(outcome: pb.Outcome, squared_norm: float) -> None:
-    """Raise MalformedMessage unless what a round is clipped by can be the norm of a model with this stage in it."""
+    """Raise MalformedMessage unless the norm that a round is clipped by can be that of a model with this stage."""
     # In a gather the norm may differ in the last bits between kinds of processors.
     if not 0.0 <= squared_norm * 0.999 <= outcome.total_squared_norm < math.inf:
         raise MalformedMessage(

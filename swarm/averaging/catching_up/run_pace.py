@@ -8,9 +8,9 @@ from swarm.averaging.messages import Standing
 from swarm.machine.clock import Clock
 
 PACE_FACTOR = 4.0
-"""How many times as fast as in its fastest round the run may have gone on while this peer was away."""
+"""How far above the pace of its fastest round the run may have gone on while this peer was away, as a multiple."""
 PACE_ROUNDS = 4
-"""Rounds of the largest size that it may have been ahead besides."""
+"""How many rounds, each of the largest size seen, the run may be ahead besides."""
 
 
 class RunPace:
@@ -26,18 +26,18 @@ class RunPace:
         """Samples of a round."""
 
     def committed(self, after: Standing) -> None:
-        """This peer committed a round with others."""
+        """Note that this peer committed a round with others."""
         num_samples, seconds = after.run_samples - self._own.run_samples, max(1e-3, self._elapsed())
         self._fastest = max(self._fastest[0], num_samples / seconds), max(self._fastest[1], 1.0 / seconds)
         self._largest = max(self._largest, num_samples)
         self.moved(after)
 
     def moved(self, own: Standing) -> None:
-        """The member stands elsewhere now, however it came there."""
+        """Note where this peer stands now, however it got there."""
         self._own, self._since = own, self._now()
 
     def allows(self, theirs: Standing) -> bool:
-        """Whether a peer can have got that far since; true as long as nothing was measured."""
+        """Whether a peer can have got to `theirs` since this peer moved; true as long as no pace was measured."""
         if not self._largest:
             return True
         seconds = PACE_FACTOR * self._elapsed()

@@ -1,4 +1,4 @@
-"""Fetches from donors a snapshot of what a peer that is behind lacks, from several at once.
+"""Fetches a snapshot of its stage for a peer that is behind, from several donors at once.
 
 Used by catching_up/catch_up. Segments that have come are kept when donors fail, for the next try. Every byte is
 checked before another part sees it. Decides nothing, and leaves it to others to install.
@@ -32,7 +32,7 @@ MAX_SOURCES = 4
 GRACE_SECONDS = 1.0
 """Least time that other donors get to make an offer after the first has."""
 OFFER_BYTES_PER_SECOND = 2e8
-"""The slowest donor that is waited for while it copies and digests its state."""
+"""A donor that copies and digests its state more slowly than this is not waited for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +47,8 @@ class Fetched:
     """A snapshot, how the last rounds before it were committed, the lineages of some more, and its holders.
 
     Attributes:
-        seconds: in which at least one source was sending.
-        bytes_per_second: that came meanwhile. Pauses of sources, and the turns of others, say nothing of this peer's
+        seconds: how long at least one source was sending.
+        bytes_per_second: the rate in that time. Pauses of sources, and the turns of others, say nothing of this peer's
             line, and are left out.
     """
 
@@ -65,10 +65,10 @@ class Wanted:
     """Which snapshot is wanted, and what of it.
 
     Attributes:
-        max_bytes: a larger one is refused.
+        max_bytes: a larger snapshot is refused.
         is_useful: whether a snapshot of that standing is of any use.
-        round_number: if given, donors are to keep the state with which this round begins, and are waited for.
-        only: fetch the bytes of the tensors alone whose names begin like this.
+        round_number: if given, donors are to keep the state with which this round begins, once they are there.
+        only: fetch only the bytes of tensors with this prefix in their names.
     """
 
     max_bytes: int
@@ -100,11 +100,11 @@ class StateTransfer:
         )
 
     def distrust(self, donor: PeerRecord) -> None:
-        """The peer has sent what cannot be right: it is asked again only when no other peer is left."""
+        """Ask a peer again only when no other is left, because it has sent what cannot be right."""
         self._distrusted.add(donor.peer_id)
 
     def forget(self) -> None:
-        """Let go of a snapshot that was begun: it is of no use any more."""
+        """Let go of a half-fetched snapshot, which is of no use any more."""
         self._partial = None
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class StateTransfer:
         self, donors: Sequence[PeerRecord], *, max_bytes: int, wanted: Callable[[Standing], bool],
         has_others: Callable[[], bool] = lambda: False,
     ) -> Fetched:  # fmt: skip
-        """Fetch the farthest snapshot that most of the donors stand behind, from all of these that hold the same bits.
+        """Fetch the farthest snapshot that most donors stand behind, from all donors that hold the same bits of it.
 
         A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
         some peer still keeps it.
@@ -122,7 +122,7 @@ class StateTransfer:
             donors: the best first; the first few that answer are used.
             max_bytes: a larger snapshot is refused.
             wanted: whether a snapshot of that standing is of any use.
-            has_others: whether there are donors by now that were not given.
+            has_others: whether there are by now donors that are not among `donors`.
 
         Raises:
             PeerUnavailable: no peer offers what is wanted, or no source is left before all of it is here.
@@ -156,9 +156,8 @@ class StateTransfer:
     async def begin(self, donors: Sequence[PeerRecord], wanted: Wanted) -> PartialSnapshot:
         """Have donors keep a snapshot, and choose among what they offer; see `snapshot`.
 
-        Called again, it has them keep what was chosen for longer.
-
-        It asks a few at a time, those that hold what was begun first and those that sent wrong bytes last.
+        A second call has the donors keep the chosen snapshot for longer. Donors are asked a few at a time: first those
+        of a half-fetched snapshot, and last those that sent wrong bytes.
 
         Raises:
             PeerUnavailable: no peer offers what is wanted.
@@ -179,7 +178,7 @@ class StateTransfer:
         raise PeerUnavailable("no peer offers a snapshot that would be of use")
 
     async def _offers(self, donors: Sequence[PeerRecord], wanted: Wanted) -> list[_Offer]:
-        """Ask several at once; once one has answered, the others get as long again."""
+        """Ask several at once; the others get twice as long as the first that answers."""
         offers: list[_Offer] = []
 
         async def ask(donor: PeerRecord) -> None:
@@ -215,8 +214,7 @@ class StateTransfer:
         raise PeerUnavailable("it ended before the header came")
 
     def _choose(self, offers: list[_Offer], wanted: Wanted) -> PartialSnapshot | None:
-        """The snapshot that was begun; else that of the farthest place behind which most offers stand, as most of the
-        place's donors hold it."""
+        """Choose the half-fetched snapshot, or else the best by `most_held` with a header that makes sense, or None."""
         begun = self._partial.snapshot_id if self._partial else b""
         donors: dict[bytes, list[PeerRecord]] = {}
         headers = {offer.snapshot_id: offer.header for offer in offers}
@@ -244,7 +242,7 @@ class StateTransfer:
     async def _work(
         self, donor: PeerRecord, partial: PartialSnapshot, arriving: Arriving, has_others: Callable[[], bool]
     ) -> None:
-        """Fetch segments from one source, until all are here, or it fails, or others may be sooner."""
+        """Fetch segments from one source, until all are here, or it fails, or other donors may be sooner."""
         time = asyncio.get_running_loop().time
         given_at = time()
         while (index := await partial.segments.take()) is not None:
@@ -255,7 +253,7 @@ class StateTransfer:
             except Overloaded as error:
                 if not arriving.num_arrived and has_others():
                     return
-                # It serves others first. Another source may send this segment meanwhile.
+                # The donor serves others first. Another source may send this segment meanwhile.
                 if time() - given_at >= QUEUE_SECONDS:
                     logger.warning("%s serves others first, for too long", _name(donor))
                     return
@@ -282,7 +280,7 @@ class StateTransfer:
                 raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
             partial.content.write(at, reply.data)
             if at == start and len(reply.data) < stop - start:
-                # What it waited for before the first piece, the line has no part in.
+                # The wait for the first piece says nothing of the line, so it is not timed.
                 timed_from, began_at = start + len(reply.data), time()
             at += len(reply.data)
             arriving.add(len(reply.data), _name(donor))

@@ -38,7 +38,7 @@ class Average:
         compression_ratio: bytes that this member would have sent in a butterfly of float32 among the same members, over
             `bytes_sent`; 1 where it sent nothing.
         residual: what error feedback is to keep if this is committed.
-        upload_bytes_per_second: what this member's line carried away; 0 if it sent nothing that could tell.
+        upload_bytes_per_second: the rate at which this member's line sent; 0 if that was not measured.
     """
 
     vector_D: torch.Tensor
@@ -59,8 +59,8 @@ class AllReduceTransport(Protocol):
         """Send a part (or nothing) and wait for what comes back, `reply_bytes` long.
 
         Args:
-            waits: whether the peer itself has to wait for other members before it can answer. One that has not may
-                not be silent for long.
+            waits: whether the peer itself has to wait for other members before it can answer. If not, it may not be
+                silent for long.
 
         Raises:
             MemberFailed: the peer says that another member failed.
@@ -71,11 +71,11 @@ class AllReduceTransport(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What one member's exchange goes by.
+    """The terms of one member's exchange.
 
     Attributes:
         codec: of the contributions.
-        result_codec: of the sums; a gather makes none that travel.
+        result_codec: of the sums; in a gather no sum travels.
         timeout_seconds: for the whole exchange.
     """
 
@@ -115,8 +115,8 @@ async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]
             running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
     except BaseException as error:
         side.fail(MemberFailed(own_id, "the exchange was given up", noticed_by=own_id))
-        # A cancellation does leave it, and makes two cycles. One goes through the group's frame, which keeps the error
-        # and is in its traceback; the other through the group, which keeps the task that the error ends.
+        # A cancellation does leave it, and makes two cycles: the error's traceback holds the group's frame, which holds
+        # the error; and the group holds the task that ends with the error.
         error.__traceback__ = None
         raise
     finally:

@@ -1,4 +1,4 @@
-"""One attempt, as its member lives it. The member is closed, then exchanges; the attempt may be given up at any time.
+"""One attempt at one member: its contribution is closed, then exchanged. It may be given up at any time.
 
 Made by exchanging/own_round when a leader says Begin. Knows nothing of rounds, promises and commits.
 """
@@ -18,7 +18,7 @@ from swarm.rpc.wire import CHUNK_BYTES
 
 
 class Attempt:
-    """What belongs to the attempt for which a member is closed.
+    """The attempt for which a member's contribution is closed.
 
     Attributes:
         closed: the contribution, frozen.
@@ -41,13 +41,13 @@ class Attempt:
         self._side: asyncio.Future[Side] = asyncio.get_running_loop().create_future()
         """This member's side of the exchange. It comes with Average; other members may call before that."""
         self._scopes: set[asyncio.Timeout] = set()
-        """Of the exchange under way, and of what others are sending; expiring a scope ends what runs in it."""
+        """Timeouts around the exchange and around what others are sending; to expire one ends what runs in it."""
         self._sending: set[str] = set()
         """Members whose part is on its way here, or is being taken in."""
         self._end = ""
 
     def open(self, shares: Shares) -> None:
-        """The leader has named the members: these may exchange with this one from now on."""
+        """Let the members that the leader has named exchange with this one from now on."""
         self._shares = shares
         self._side.set_result(self._exchanges.open(self.closed, shares))
 
@@ -71,16 +71,16 @@ class Attempt:
             raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
 
     def silence_seconds(self) -> float:
-        """How long nothing may come from a member, however slow its line and its processor are.
+        """The seconds after which a silent member counts as failed, with time for a slow line and a slow processor.
 
-        Messages of its parts go to all owners in turn; before the first one it has a whole vector to encode.
+        A member sends its messages to all owners in turn, and has a whole vector to encode before the first one.
         """
         vector_D, timing = self.closed.vector_D, self._timing
         turn_seconds = len(self._shares.members) * CHUNK_BYTES / timing.bytes_per_second
         return timing.silence_seconds + turn_seconds + vector_D.nbytes / timing.work_bytes_per_second
 
     async def _watch(self, side: Side) -> None:
-        """Name a member that answers, and sends nothing."""
+        """Fail the exchange, and name a member, once that member answers calls but sends nothing."""
         began_at, seconds = self._clock.monotonic(), self.silence_seconds()
         while side.missing:
             looked_at = self._clock.monotonic()
@@ -99,9 +99,9 @@ class Attempt:
         """Take another member's part and answer with the sum, or hand out this member's contribution.
 
         Raises:
-            Refused: the attempt was given up, is among other members, or the member is sending its part already.
-            MemberFailed: there will be no answer.
-            MalformedMessage: more bytes than the part has, or no member.
+            Refused: the attempt was given up or has other members, or the caller is sending its part already.
+            MemberFailed: the exchange failed, so there will be no answer.
+            MalformedMessage: the caller sent more bytes than the part has, or is no member.
         """
         try:
             async with asyncio.timeout(self.silence_seconds()):
@@ -135,7 +135,7 @@ class Attempt:
         return received
 
     def end(self, reason: str) -> None:
-        """Give it up: all that wait for it, here and elsewhere, are told."""
+        """Give the attempt up. All calls that wait for it, here and at other members, end with the reason."""
         self._end = reason
         for scope in self._scopes:
             if not scope.expired():
@@ -146,7 +146,7 @@ class Attempt:
 
     @asynccontextmanager
     async def _ends_with_attempt(self, timeout_seconds: float | None) -> AsyncIterator[None]:
-        """Ends what runs inside, with a TimeoutError, after so long or when the attempt is given up."""
+        """End the block with a TimeoutError after `timeout_seconds`, or when the attempt is given up."""
         async with asyncio.timeout(timeout_seconds) as scope:
             self._scopes.add(scope)
             try:

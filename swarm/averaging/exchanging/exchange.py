@@ -26,10 +26,10 @@ from swarm.machine.memory import Recycler
 from swarm.training.round_member import Contribution
 
 SMOOTHING = 0.3
-"""Weight of the newest measurement of the own line."""
+"""Weight of the newest measurement of this member's line."""
 LEAST_WEIGHT = 0.01
-"""Share of the mean weight. A contribution that counts for less carries nothing of what is owed to sums: divided by its
-weight, that would be nearly all that is sent, or out of range."""
+"""Share of the mean weight. A contribution that counts for less carries no debt to sums: divided by so small a weight,
+the debt would be nearly all that is sent, or out of range."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,8 +37,8 @@ class Closed:
     """A contribution as it will be exchanged.
 
     Attributes:
-        vector_D: the contribution with what earlier rounds owe.
-        norm: of that; not finite if some element is not.
+        vector_D: the contribution plus what earlier rounds owe.
+        norm: of the vector; not finite if some element is not.
     """
 
     contribution: Contribution
@@ -53,7 +53,7 @@ class Exchanges:
         self.codec = contribution_codec(config)
         self.result_codec = result_codec(config)
         self.bytes_per_second = 0.0
-        """What this member's line carries away, as far as it was measured."""
+        """The rate at which this member's line sends, as measured; 0 before that."""
         tiled = self.codec.tile == layout.TILE
         self._flatten = layout.flatten if tiled else layout.concatenate
         self.unflatten = layout.unflatten if tiled else layout.cut
@@ -84,7 +84,7 @@ class Exchanges:
         return Closed(contribution=contribution, vector_D=vector_D, norm=squared_norm(vector_D) ** 0.5)
 
     def open(self, closed: Closed, shares: Shares) -> Side:
-        """What the other members of an exchange will ask this one for."""
+        """Make this member's side of an exchange, which answers the other members."""
         if self._gathers(shares):
             return HandOut(shares)
         own_part, feedback = self._own_part(shares), self.feedback.get(closed.contribution.fragment)
@@ -102,7 +102,7 @@ class Exchanges:
         """Exchange with the other members; gives the average and the seconds it took. See `butterfly`."""
         started_at = time.perf_counter()
         try:
-            # The weight is not known before this.
+            # Only now is this member's weight known.
             vector_D, elsewhere = await asyncio.to_thread(self._carry, closed, shares)
         except BaseException:
             # Other members may be asking for this member's part already.
@@ -128,7 +128,7 @@ class Exchanges:
         return average, time.perf_counter() - started_at
 
     def _carry(self, closed: Closed, shares: Shares) -> tuple[torch.Tensor, list[Owed]]:
-        """The contribution with what this member owes to sums that it does not make now, and what it owes to them."""
+        """The contribution plus this member's debts to sums that it does not make now, and these debts themselves."""
         feedback = self.feedback.get(closed.contribution.fragment)
         elsewhere = feedback.elsewhere(self._own_part(shares)) if feedback else []
         if feedback is None or not elsewhere or not self._carries(shares):
@@ -136,7 +136,7 @@ class Exchanges:
         return feedback.carry(closed.vector_D, elsewhere, shares.of(self._own_id).weight), elsewhere
 
     def _settle(self, residual: Residual, shares: Shares, elsewhere: list[Owed]) -> Residual:
-        """The residual of such a contribution; if the contribution carried nothing, all stays owed as it was."""
+        """Divide a residual into the contribution's own and debts to sums. Debts that were not carried stay as is."""
         if residual.contribution_D is not None and self._carries(shares):
             weight = shares.of(self._own_id).weight
             elsewhere = ErrorFeedback.still_owed(residual.contribution_D, elsewhere, weight)
@@ -147,14 +147,14 @@ class Exchanges:
         return own.num_samples > 0 and own.weight * len(shares.senders) >= LEAST_WEIGHT
 
     def committed(self, fragment: int, residual: Residual) -> None:
-        """The exchange that left this residual was committed."""
+        """Keep the residual that a committed exchange left."""
         self._last = None
         if self.codec.needs_feedback and self._config.feedback_decay > 0:
             feedback = self.feedback.setdefault(fragment, ErrorFeedback(self._config.feedback_decay))
             feedback.commit(residual)
 
     def forget(self, fragment: int) -> None:
-        """An exchange was committed, but what it left this member owing is lost."""
+        """Drop a fragment's residual: an exchange was committed, but what it left this member owing is lost."""
         self._last = None
         self.feedback.pop(fragment, None)
 

@@ -6,9 +6,9 @@ residual, and the commit of that very exchange makes it real, so an attempt that
 
 The owner of a part encodes the sum again. What that drops is kept likewise, and added to the next sum over the same
 elements. Sometimes this member does not make that sum: parts move, and in a gather no member makes one. Then its
-contribution carries what is owed, divided by the weight with which it will be multiplied. What encoding drops of it
-there stays owed to sums, by that weight. As a residual of the contribution it would count by the weight of another
-round, and several times over where members come and go.
+contribution carries what is owed, divided by the weight with which it will be multiplied. What encoding drops there,
+times that weight, stays owed to sums. As a residual of the contribution it would be multiplied by the weight of another
+round, and would count several times over where members come and go.
 
 Shapes: D elements of the vector, P of a part.
 """
@@ -21,24 +21,24 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Owed:
-    """What encoding sums over a part's elements dropped."""
+    """What was dropped when sums over a part's elements were encoded."""
 
     part: slice
     sum_P: torch.Tensor
 
     def within(self, start: int, stop: int) -> "Owed | None":
-        """What is owed to these elements alone; shares memory."""
+        """The debt to the elements from `start` to `stop` alone, or None; shares memory."""
         start, stop = max(start, self.part.start), min(stop, self.part.stop)
         if start >= stop:
             return None
         return Owed(slice(start, stop), self.sum_P[start - self.part.start : stop - self.part.start])
 
     def outside(self, part: slice) -> "list[Owed]":
-        """What is owed to all elements but a part's."""
+        """The debt to all elements outside of a part."""
         if self.within(part.start, part.stop) is None:
             return [self]
         rests = (self.within(self.part.start, part.start), self.within(part.stop, self.part.stop))
-        # These are copies, or what was cut off would stay in memory.
+        # Copies, because views would keep in memory what was cut off.
         return [Owed(rest.part, rest.sum_P.clone()) for rest in rests if rest is not None]
 
 
@@ -70,7 +70,7 @@ class ErrorFeedback:
         self._decay = decay
         self._contribution_D: torch.Tensor | None = None
         self._sums: list[Owed] = []
-        """No two of the same elements."""
+        """Debts to sums; no element is in two of them."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +79,7 @@ class ErrorFeedback:
         return own_bytes + sum(owed.sum_P.nbytes for owed in self._sums)
 
     def compensate(self, contribution_D: torch.Tensor) -> torch.Tensor:
-        """The contribution with what earlier rounds owe; may be the same tensor, never writes to it."""
+        """Add what earlier rounds owe. May give the same tensor, and never writes to it."""
         if self._contribution_D is None:
             return contribution_D
         return torch.add(contribution_D, self._contribution_D, alpha=self._decay)
@@ -99,7 +99,7 @@ class ErrorFeedback:
         return [rest for owed in self._sums for rest in owed.outside(part)]
 
     def carry(self, vector_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> torch.Tensor:
-        """A contribution with what is owed elsewhere; never writes to it.
+        """Add debts to sums that this member does not make. Gives a copy.
 
         Args:
             weight: of the contribution in the sum.
@@ -111,14 +111,14 @@ class ErrorFeedback:
 
     @staticmethod
     def still_owed(residual_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> list[Owed]:
-        """Take out of such a contribution's residual what is owed to sums."""
+        """Take out of the residual of a contribution that carried debts what stays owed to sums."""
         still = [Owed(owed.part, residual_D[owed.part] * weight) for owed in elsewhere]
         for owed in elsewhere:
             residual_D[owed.part] = 0.0
         return still
 
     def commit(self, residual: Residual) -> None:
-        """The exchange that left this residual was committed."""
+        """Take over the residual that a committed exchange left."""
         if residual.contribution_D is not None:
             self._contribution_D = residual.contribution_D
         self._sums = list(residual.elsewhere)

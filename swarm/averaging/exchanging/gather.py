@@ -26,10 +26,10 @@ from swarm.averaging.exchanging.reduction import HandOut, MemberFailed, Payload,
 
 
 async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Average:
-    """Get every member's contribution and sum them here; as `butterfly` otherwise.
+    """Get every member's contribution and sum them here; raises and ends like `butterfly`.
 
     Args:
-        hand_out: what gives this member's contribution to the others.
+        hand_out: gives this member's contribution to the others.
     """
     own_id, shares, codec, num_elements = terms.own_id, terms.shares, terms.codec, vector_D.numel()
     own = terms.own
@@ -59,7 +59,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
     def add_up() -> tuple[torch.Tensor, Residual, float]:
         sum_D = torch.zeros(num_elements)
         for share in shares.senders:
-            # It rounds twice, for only two roundings are the same on every processor; one fused operation is not.
+            # Product and sum are two operations: one fused operation has not the same bits on every processor.
             sum_D += decoded[share.peer_id] * share.weight
         residual_D = None
         if codec.needs_feedback and own.num_samples:
@@ -70,7 +70,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
     await with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, own_id, hand_out)
     sum_D, residual, norm = await asyncio.to_thread(add_up)
     if not math.isfinite(norm):
-        # What the others sent is bounded, so this can only come from its own contribution.
+        # What the others sent is bounded, so the cause can only be this member's own contribution.
         raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
     size = codec.num_bytes(num_elements)
     sent = size * (len(shares.members) - 1) if own.num_samples else 0

@@ -24,7 +24,7 @@ class OtherMembers:
     opening: pb.ExchangeOpen
     timeout_seconds: float
     silence_seconds: float
-    """How long nothing may come from a member that waits for no other one."""
+    """How long a member that need not wait for another one may send nothing."""
 
     async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
         peer = self.records[peer_id]
@@ -52,14 +52,14 @@ class OtherMembers:
                     )
                 finally:
                     watching.cancel()
-                    del watching, scope  # Likewise.
+                    del watching, scope  # They would make such a cycle too.
         except TimeoutError:
             if not silence:
                 raise
             raise PeerUnavailable(silence[0]) from None
 
     async def _watch(self, peer: PeerRecord) -> None:
-        """Raise SwarmError once a member does not answer: that shows long before an exchange takes too long."""
+        """Ping a member, and raise SwarmError once it does not answer, long before the exchange's time is over."""
         timing = self.context.timing
         while True:
             await self.context.clock.sleep(timing.heartbeat_seconds)

@@ -1,7 +1,7 @@
 """What one member has under way in its round: the contribution that it freezes, the attempt, and the attempt's result.
 
-Used by exchanging/participant, which does what a leader says, and by catching_up/advance, which ends the round. All of
-it is of this round alone, and only one of each exists. Never decides anything about a round.
+Used by exchanging/participant, which does what a leader says, and by catching_up/advance, which ends the round. There
+is at most one of each, and none outlives the round. Never decides anything about a round.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class Result:
     """A finished exchange's result, applied or not.
 
     Attributes:
-        residual: what error feedback keeps once it is applied.
+        residual: what error feedback keeps once the result is applied.
         fragment: which part of the member's parameters it is about.
         began_at: when the contribution began to be frozen, by the member's clock.
     """
@@ -40,14 +40,14 @@ class Result:
 
 
 class Closing:
-    """A contribution that is being frozen, or is frozen, for whichever attempt comes to want it.
+    """A contribution that is being frozen, or is frozen, for any attempt that needs it.
 
-    Of a stage of several GB, or on a machine whose tasks take ten seconds, to freeze takes longer than any call: so it
-    outlives the call that asked for it, and the next one joins it.
+    For a stage of several GB, or on a machine whose tasks take ten seconds, freezing takes longer than any call. So it
+    outlives the call that asked for it, and the next call joins it.
 
     Attributes:
-        drop: microbatches that are taken out of it.
-        began_at: when it began, by the member's clock.
+        drop: microbatches that are taken out of the contribution.
+        began_at: when freezing began, by the member's clock.
     """
 
     def __init__(self, *, drop: frozenset[int], began_at: float) -> None:
@@ -57,21 +57,21 @@ class Closing:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is frozen, or could not be."""
+        """Whether the contribution is frozen, or could not be."""
         return self._outcome.done()
 
     def end(self, outcome: Closed | Exception) -> None:
-        """End the reading, once the contribution is frozen or could not be."""
+        """Note the frozen contribution, or the error of freezing it."""
         self._outcome.set_result(outcome)
 
     async def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is over, but no longer than that; says whether it is."""
+        """Wait until freezing is over, but no longer than `seconds`. Returns whether it is."""
         await asyncio.wait([self._outcome], timeout=seconds)
         return self.is_over
 
     @property
     def closed(self) -> Closed:
-        """What was frozen; once it is over. Raises what freezing it failed with."""
+        """The frozen contribution, once freezing is over. Raises the error of freezing it."""
         outcome = self._outcome.result()
         if isinstance(outcome, Exception):
             raise outcome
@@ -79,12 +79,12 @@ class Closing:
 
 
 class OwnRound:
-    """One member's work in the round at which it stands. Its callers hold the place's lock unless it says otherwise.
+    """One member's work in the round at which it stands. Callers hold the place's lock unless a method says otherwise.
 
     Attributes:
-        exchanges: how what this member contributes travels.
-        attempt: the one for which this member is closed.
-        result: of this attempt, or of an earlier one if that may have been decided.
+        exchanges: closes contributions and exchanges them.
+        attempt: the attempt for which this member is closed.
+        result: the result of this attempt, or of an earlier one if that may have been decided.
     """
 
     def __init__(self, context: Context, place: Place, member: RoundMember) -> None:
@@ -94,12 +94,12 @@ class OwnRound:
         self._member = member
         self.exchanges = Exchanges(context.config.averaging, context.own_id)
         self._closing: Closing | None = None
-        """Since it was begun, until the round is opened again; it may go on while the lock is free."""
+        """There from the beginning of freezing until the round is reopened or over. Freezing needs no lock."""
         self.attempt: Attempt | None = None
         self.result: Result | None = None
 
     def close(self, drop: frozenset[int]) -> Closing:
-        """Freeze the contribution: joins what an earlier attempt has begun, or has frozen, if it is the same."""
+        """Freeze the contribution, or join what an earlier attempt began to freeze with the same `drop`."""
         before = self._closing
         if before is None or before.drop != drop:
             self._closing = Closing(drop=drop, began_at=self._context.clock.monotonic())
@@ -120,12 +120,12 @@ class OwnRound:
             failed = True
         async with self._lock:
             if closing is self._closing and (failed or self._group.active is None):
-                # It failed, or no attempt is active any more: nothing will use the contribution.
+                # Freezing failed, or no attempt is active any more: nothing will use the contribution.
                 await self._member.reopen(self._group.round)
                 self._closing = None
 
     def closing_report(self) -> pb.Closing:
-        """How far freezing the contribution is. Needs no lock."""
+        """Report how freezing the contribution gets on. Needs no lock."""
         activity, now = self._member.activity(), self._context.clock.monotonic()
         waited_seconds = now - self._closing.began_at if self._closing is not None else math.inf
         copying_seconds = activity.num_bytes / self._context.timing.work_bytes_per_second
@@ -135,7 +135,7 @@ class OwnRound:
         )
 
     def begin(self, ballot: Ballot, closing: Closing) -> bool:
-        """Begin an attempt with what was frozen for it; False if it was given up, or another closing took its place."""
+        """Begin an attempt with the frozen contribution; False if the attempt was given up, or `closing` replaced."""
         if closing is not self._closing or self._group.active != ballot:
             return False
         self.attempt = Attempt(
@@ -149,17 +149,20 @@ class OwnRound:
             self.attempt.end(reason)
 
     def keep(self, result: Result) -> None:
-        """The exchange has come to its end."""
+        """Keep the result of an exchange that succeeded."""
         self.result = result
 
     async def stop(self, reason: str) -> None:
-        """The round ends otherwise: wait until nothing is being frozen, for calls of the stage never overlap."""
+        """End the exchange, because the round ends otherwise, and wait until nothing is being frozen.
+
+        Calls of the stage must not overlap.
+        """
         self.end_exchange(reason)
         if self._closing is not None:
             await self._closing.wait()
 
     async def reopen(self, reason: str, ballot: Ballot | None = None) -> None:
-        """The attempt came to nothing: go on training. What is prepared is kept."""
+        """Go on training after an attempt that came to nothing. A prepared result is kept."""
         self.end_exchange(reason)
         if ballot is not None:
             self._context.events.write(
@@ -171,7 +174,7 @@ class OwnRound:
         if self._closing is None or self._closing.is_over:
             self._closing = None
             await self._member.reopen(self._group.round)
-        # Else it goes on, for the next attempt; if there is none by its end, the round is opened then.
+        # Else freezing goes on, for the next attempt; if there is none when it ends, `_close` reopens the round.
 
     async def step_back(self, reason: str, *, only: Ballot | None = None) -> None:
         """Go on training, in doubt about the leader, but keep what is prepared for the next leader to find.
@@ -188,9 +191,9 @@ class OwnRound:
                 await self.reopen(reason, active)
 
     def let_go(self) -> None:
-        """What this member brought is not needed any more: applying a result takes memory."""
+        """Let go of the contribution, because applying a result takes memory."""
         self.attempt = None
 
     def end(self) -> None:
-        """The member stands elsewhere now."""
+        """Forget the round, because the member stands elsewhere now."""
         self.attempt = self.result = self._closing = None

@@ -1,7 +1,7 @@
 """A member's duties: what it does when a leader says begin, average, commit or abort.
 
-Called by averaging/handlers; the leader is a participant as well. Joins the pure group state to what this member has
-under way (exchanging/own_round) and to the exchange. Never decides anything about a round.
+Called by averaging/handlers; the leader is a participant as well. Keeps the pure group state in step with what this
+member has under way (exchanging/own_round) and with the exchange. Never decides anything about a round.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Participant:
     async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
         """Promise the attempt and close the contribution, or say how far that is.
 
-        Cancelled, it leaves the closing to go on. Raises MalformedMessage for another leader's attempt.
+        The closing goes on if this is cancelled. Raises MalformedMessage for another leader's attempt.
         """
         ballot = messages.own_ballot(request)
         clock = self._context.clock
@@ -72,7 +72,7 @@ class Participant:
             self._lock.release()
         if not await closing.wait(max(0.0, gives_up_at - clock.monotonic())):
             return pb.BeginReply(closing=self._own_round.closing_report())
-        # What freezing failed with comes first: an attempt that is merely refused would be tried again and again.
+        # An error of freezing is raised before any refusal: after a mere refusal the leader tries again and again.
         closed = closing.closed
         async with self._lock:
             if not self._own_round.begin(ballot, closing):
@@ -94,7 +94,7 @@ class Participant:
             )
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
-        """Exchange with the other members and keep the result. Ended by an abort, a doubt, or a newer attempt.
+        """Exchange with the other members and keep the result. An abort, doubt or a newer attempt ends it.
 
         Raises MalformedMessage for another leader's attempt, or for shares that make no sense.
         """
@@ -105,7 +105,7 @@ class Participant:
                 attempt = self._join(request, ballot, shares)
             average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
             result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
-            # This comes before it is prepared: if the leader ends here, no other peer may have the average.
+            # Offered before it is prepared: if the leader ends in between, no other peer may have the average.
             await self._shared.offer(request.round, average.digest, result.round_result.tensors)
             async with self._lock:
                 self._group.prepare(request.round, ballot, average.digest)
@@ -184,7 +184,7 @@ class Participant:
             squared_norm=average.squared_norm,
             total_squared_norm=average.squared_norm,
             members=tuple(member_ids),
-            # It depends on what the other stages decide.
+            # The lineage depends on what the other stages decide.
             lineage="",
             attempts=attempt.ballot.attempt,
             digest=average.digest,
@@ -202,9 +202,9 @@ class Participant:
         """Take another member's part and answer with the sum, or hand out this member's contribution.
 
         Raises:
-            Refused: not this attempt, or not these members.
-            MemberFailed: there will be no answer.
-            MalformedMessage: more bytes than the part has.
+            Refused: the call belongs to another attempt, or to other members.
+            MemberFailed: the exchange failed, so there will be no answer.
+            MalformedMessage: the caller sent more bytes than the part has.
         """
         attempt = self._own_round.attempt
         ballot = messages.unpack_ballot(opening.ballot)

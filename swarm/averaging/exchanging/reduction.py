@@ -19,9 +19,9 @@ from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage, TryLater
 
 CACHED_ELEMENTS = 1 << 17
-"""Summed at once, so that the sum stays in the processor's cache."""
+"""How many elements are summed at a time, so that the sum stays in the processor's cache."""
 LARGEST_CONTRIBUTION = 1e15
-"""Largest magnitude of what another member sends: its square, and the sum of many, is far from overflowing."""
+"""The largest magnitude that is accepted from another member. Its square, and a sum of many, do not overflow."""
 
 
 class MemberFailed(TryLater):
@@ -37,8 +37,8 @@ class MemberFailed(TryLater):
         self.noticed_by = noticed_by
 
     def anew(self) -> "MemberFailed":
-        """The same error, to be raised where this one is kept. An error that was raised holds the frames that it came
-        through, and so the vectors of a whole exchange, until Python looks for cycles."""
+        """A copy, to be raised in place of this error, which is kept. An error that was raised holds the frames that it
+        came through, and so the vectors of a whole exchange, until Python looks for cycles."""
         return MemberFailed(self.peer_id, str(self), noticed_by=self.noticed_by)
 
 
@@ -73,7 +73,7 @@ class HandOut:
         return 0
 
     def offer(self, payload: Payload) -> None:
-        """Let the others have it."""
+        """Give the payload to all members that ask for it."""
         if not self._result.done():
             self._result.set_result(payload)
 
@@ -82,7 +82,7 @@ class HandOut:
         return await _outcome(self._result)
 
     def fail(self, error: MemberFailed) -> None:
-        """End the wait of all that wait."""
+        """Raise the error in all calls that wait for the result."""
         _fail(self._result, error)
 
 
@@ -166,7 +166,7 @@ class Reduction:
         return await _outcome(self._result)
 
     def fail(self, error: MemberFailed) -> None:
-        """End the wait of all that wait."""
+        """Raise the error in all calls that wait for the result."""
         _fail(self._result, error)
 
     def _reduce(self) -> Payload:

@@ -2,8 +2,8 @@
 
 Within a stage a round's average is a mean over that stage's peers. A block with a role at several stages (tied
 embeddings: the first stage looks vectors up, the last one scores with them) has a gradient that is the sum over its
-roles. So once the stages that share it have decided their averages of a round, each member gets the others', adds
-them in the order of the stages, and commits the sum: the holders stay equal to the last bit. Used by
+roles. So once the stages that share it have decided their averages of a round, each member fetches those of the other
+stages, adds all in the order of the stages, and commits the sum: the holders stay equal to the last bit. Used by
 exchanging/participant, catching_up/advance and leading/leader. Never decides anything about a round.
 
 Shapes: S elements of the shared parameters, in the order of their names.
@@ -27,7 +27,7 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 logger = logging.getLogger(__name__)
 
 KEPT_AVERAGES = 4
-"""Averages that others may still fetch."""
+"""The number of rounds whose averages others may still fetch."""
 
 
 class SharedBlocks:
@@ -79,7 +79,7 @@ class SharedBlocks:
         return encoded
 
     async def sum(self, round_number: int, holders: Iterable[pb.Partner]) -> dict[str, torch.Tensor]:
-        """The sum over the roles, by parameter.
+        """Add up the averages of the stages that share the blocks; gives the sum by parameter.
 
         Args:
             holders: a peer of each stage that shares the blocks, this one included.
@@ -148,7 +148,7 @@ class SharedBlocks:
 
 
 def _codec(config: RunConfig) -> Codec:
-    """The average of a sparse codec is not sparse any more."""
+    """The codec of averages: that of contributions, or float16 where theirs is sparse, which an average is not."""
     codec = contribution_codec(config.averaging)
     return simple_codec("fp16") if codec.is_sparse or codec.tile > 1024 else codec
 

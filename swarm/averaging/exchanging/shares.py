@@ -19,7 +19,7 @@ BANDWIDTH_NOISE = 1.5
 PLAUSIBLE_BANDWIDTHS = 1.0, 1e12
 """Bytes a second; a line that is said to have more or less counts as not measured."""
 BANDWIDTH_RANGE = 8.0
-"""A line counts for at most so many times the median, and at least for the inverse: members may tell anything."""
+"""A line counts for at most this multiple of the median, and for at least the inverse, because members may lie."""
 ROUNDING = 1e-6
 """By how much the sum of all weights may be off."""
 
@@ -29,7 +29,7 @@ class Share:
     """One member.
 
     Attributes:
-        num_samples: behind its contribution; with none it sends nothing and receives all the same.
+        num_samples: the samples in its contribution; a member with none sends nothing, and gets the result all the same.
         round_samples: of these, the ones that count towards the round.
         weight: what its contribution is multiplied by in the sum.
         num_elements: how many elements the part has that it owns.
@@ -104,11 +104,11 @@ class Offer:
     """What a member told when it closed its contribution.
 
     Attributes:
-        num_samples: behind the contribution.
-        num_targets: how many targets these have.
+        num_samples: the samples in the contribution.
+        num_targets: how many targets these samples have.
         round_samples: of these, the ones that count towards the round.
         norm: of the contribution.
-        bytes_per_second: what its line carries away; 0 if that is not known.
+        bytes_per_second: the rate at which the member's line sends; 0 if that is not known.
     """
 
     peer_id: str
@@ -126,8 +126,9 @@ def divide(
 
     Args:
         num_elements: length of the vector.
-        tile: parts are multiples of so many elements, but for the last one.
-        clip_to_median: contributions whose norm is above so many medians count for less; 0 turns that off.
+        tile: the length of each part but the last one is a multiple of this.
+        clip_to_median: a contribution counts for less if its norm is above this multiple of the median; 0 turns that
+            off.
         only_owner: the member that owns the whole vector, so that no two others need a line between them.
     """
     weights = _weights(offers, clip_to_median)
@@ -152,7 +153,7 @@ def _weights(offers: Sequence[Offer], clip_to_median: float) -> list[float]:
     """The weight of each member: its part of all targets, so that the weighted sum of means is the mean over all of
     them."""
     assert any(offer.num_samples for offer in offers), "a round without samples is never averaged"
-    # Without any target all gradients are 0; what steps did without them is averaged by samples.
+    # Without any target all gradients are 0; what steps changed all the same is averaged by samples.
     has_targets = any(offer.num_targets for offer in offers)
     amounts = [offer.num_targets if has_targets else offer.num_samples for offer in offers]
     median = statistics.median(offer.norm for offer in offers if offer.num_samples)

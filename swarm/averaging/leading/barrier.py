@@ -1,4 +1,4 @@
-"""The barrier between stages: a round is committed only once the others have decided theirs as well.
+"""The barrier between stages: a stage commits a round only once the others have decided their results of it.
 
 In the synchronous setting it is run-wide: no stage steps before all hold their averaged gradient. With DiLoCo only
 stages that share a block wait for each other. Used by leading/leader, once its own stage's result is decided, and by
@@ -24,7 +24,7 @@ from swarm.types import PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 RELAYED = 3
-"""After so many relayed answers that did not help, the peers that could not be reached are tried again."""
+"""After this many relayed answers without a result, the peers that could not be reached are tried again."""
 
 
 class Barrier:
@@ -44,7 +44,7 @@ class Barrier:
     async def wait_for(self, stages: Collection[int], round_number: int) -> dict[int, pb.BarrierReply] | None:
         """Wait until every one of these stages has decided the round; gives their answers, in the order of stages.
 
-        Waits for as long as it takes: the own stage's result is decided, so there is no way back.
+        Waits for as long as it takes: this stage's own result is decided, so there is no way back.
 
         Returns:
             None if another leader of this stage committed the round meanwhile.
@@ -73,7 +73,7 @@ class Barrier:
         while self._place.standing.round == round_number:
             target, hint = hint or self._next_to_ask(stage, unreachable), None
             if target is not None:
-                # While one that failed before is tried again, another one may be ready.
+                # A peer that failed before is only tried for a moment, because another one may be ready.
                 is_trial = target.peer_id in failed
                 wait_seconds = 0.0 if is_trial else self._timing.barrier_seconds
                 request = pb.BarrierRequest(
@@ -83,7 +83,7 @@ class Barrier:
                     wait_seconds=wait_seconds,
                     relay=bool(unreachable),
                 )
-                # One that relays waits for another's answer.
+                # A peer that relays the question waits for its leader's answer.
                 patience_seconds = wait_seconds + self._timing.report_seconds * (1 + request.relay)
                 timeout_seconds = self._timing.call_seconds if is_trial else patience_seconds
                 try:
@@ -107,7 +107,7 @@ class Barrier:
         return None
 
     def _next_to_ask(self, stage: int, unreachable: set[str]) -> PeerRecord | None:
-        """The leader of those that can be reached as far as is known, or else of all again."""
+        """The leader among the peers that are not known to be unreachable; if none is left, among all again."""
         serving = [record for record in self._context.peers(stage) if record.state is PeerState.SERVING]
         reachable = [record for record in serving if record.peer_id not in unreachable]
         if not reachable:
@@ -118,7 +118,7 @@ class Barrier:
     # -- for another stage -------------------------------------------------------------------------------------------
 
     async def answer(self, request: pb.BarrierRequest) -> pb.BarrierReply:
-        """Say whether this stage has decided a round; waits for that for a while, at the leader or by way of it."""
+        """Say whether this stage has decided a round; if this peer leads or relays, wait for that for a while."""
         clock, own = self._context.clock, contact_of(self._context.present)
         deadline = clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
         if request.round == self._place.standing.round and self._shared.partners(request.round):

@@ -44,11 +44,11 @@ class Beginning:
         """Have members begin an attempt.
 
         Returns:
-            What those answered that did. Either something an earlier attempt left has to be finished, or they hold all
-            that the round needs, and none of them what another one has.
+            The answers of the members that began. Either a result of an earlier attempt has to be finished, or these
+            members hold all that the round needs, and hold no microbatch twice.
 
         Raises:
-            AttemptFailed: it cannot go on.
+            AttemptFailed: the attempt cannot go on.
         """
 
         def request(drop: Collection[int] = ()) -> pb.BeginRequest:
@@ -67,7 +67,7 @@ class Beginning:
         if unfinished(begun) is not None:
             return begun
         if self._rounds.synchronous:
-            # What is left they may have to compute again, a microbatch at a time.
+            # This can take long: a member computes the dropped microbatches again, or those that stay.
             drops = {peer: request(drop) for peer, drop in duplicates(begun).items()}
             for peer, reply in (await self._close(members, drops)).items():
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
@@ -97,14 +97,14 @@ class Beginning:
             failed.void = True
             raise failed
         if self._rounds.synchronous and num_samples != self._rounds.round_samples:
-            # Nobody may find out by the weights that something is in a sum and not among the ids, or twice.
+            # Some sum then holds samples that are not among the ids, or holds some twice.
             reason = f"{num_samples} samples were contributed to a round of another size"
             raise self._blame.failure(reason, unreached)
 
     async def _close(
         self, members: Members, requests: dict[PeerId, pb.BeginRequest]
     ) -> dict[PeerId, pb.BeginReply | SwarmError]:
-        """Have members close, and wait for as long as those that are still at it get on with it."""
+        """Have members close their contributions, and wait for as long as those that are not done make progress."""
         started_at = self._clock.monotonic()
         timeout_seconds = self._blame.deadline(self._timing.begin_seconds, 0.0)
         wait_seconds = min(self._timing.closing_seconds, timeout_seconds / 2)
@@ -124,18 +124,18 @@ class Beginning:
                 del waiting[peer]
                 answers[peer] = reply
                 if isinstance(reply, pb.BeginReply) and reply.HasField("refusal"):
-                    # There will be another attempt, which joins what the others have begun.
+                    # The next attempt joins the closing that the others have begun.
                     return answers
             if waiting:
-                # A member may answer at once that it is still at it.
+                # A member may answer at once that it is still closing.
                 await self._clock.sleep(max(0.0, asked_at + wait_seconds - self._clock.monotonic()))
                 self._tell_of(waiting)
         return answers
 
     def _too_late(self, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
-        """Why a member that is still closing after so many seconds is not waited for any more; None if it is."""
+        """The reason to wait no longer for a member that is still closing after `seconds`; None if there is none."""
         if seconds > self._timing.max_closing_seconds:
-            # It has only its own word that it will ever be done.
+            # That the member will ever be done is only its own word.
             return NotReady(f"it has not closed its contribution in {seconds:.0f} s")
         if closing.quiet_seconds > timeout_seconds + 3 * closing.expected_seconds:
             return DeadlineExceeded(f"it closes since {seconds:.0f} s, and does not get on with it")
@@ -148,7 +148,7 @@ class Beginning:
 
 
 def _checked(reply: pb.BeginReply | SwarmError) -> pb.BeginReply | SwarmError:
-    """An answer, or that it makes no sense."""
+    """A member's answer, or the error which says that the answer makes no sense."""
     if isinstance(reply, SwarmError) or reply.HasField("refusal") or reply.HasField("closing"):
         return reply
     try:

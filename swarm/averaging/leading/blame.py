@@ -32,11 +32,11 @@ class AttemptFailed(Exception):
         super().__init__(reason)
         self.unreachable: set[PeerId] = set()
         self.excluded: set[PeerId] = set()
-        """Alive, yet attempts fail because of them."""
+        """Members that are alive, but make attempts fail."""
         self.refused: set[PeerId] = set()
         self.promised_attempt = 0
         self.void = False
-        """Results of earlier attempts were not decided and never will be."""
+        """Whether results of earlier attempts were not decided and never will be."""
 
 
 class Blame:
@@ -55,16 +55,16 @@ class Blame:
     # -- how much longer the next attempt waits ----------------------------------------------------------------------
 
     def deadline(self, floor: float, measured: float) -> float:
-        """The deadline for a step that has taken so many seconds before."""
+        """The deadline in seconds for a step that last took `measured` seconds; never below `floor`."""
         return (floor + 3 * measured) * float(2 ** min(MOST_DOUBLINGS, self.num_timeouts))
 
     def is_first_timeout(self, timed_out: bool) -> bool:
-        """Slow is not dead: the first time-out only doubles the deadlines."""
+        """Count a time-out. Returns whether it is the first in a row, which only doubles the deadlines."""
         self.num_timeouts += timed_out
         return timed_out and self.num_timeouts == 1
 
     def exchanged(self) -> None:
-        """An exchange was in time."""
+        """Note that an exchange was done in time."""
         self.num_timeouts = 0
 
     # -- which members are left out of it ----------------------------------------------------------------------------
@@ -72,8 +72,8 @@ class Blame:
     def failure(self, reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:
         """The error which says that nothing is decided, and which members will be left out of the next attempt.
 
-        A member that answered with an error of its own would answer so again; from the second time-out in a row on the
-        same goes for one that is slow. Both are alive and go on reporting: the stage would wait for them for good.
+        These are members that answered with an error, because they would do so again, and from the second time-out in a
+        row on also those that are slow. Both are alive and go on reporting, so the stage would wait for them for good.
         """
         failed = AttemptFailed(reason)
         for peer, reply in replies.items():
@@ -97,12 +97,12 @@ class Blame:
         *,
         took_long: bool,
     ) -> AttemptFailed:
-        """The same for an exchange, in which members name others that they had nothing from.
+        """Like `failure`, for an exchange, in which members also name others from which they got nothing.
 
         Args:
-            took_long: an owner may have waited for another member in vain.
+            took_long: whether it took so long that an owner may have waited for another member in vain.
         """
-        # By the member that noticed; others were told, and pass it on.
+        # Keyed by the member that noticed the failure: others pass on what they were told.
         accusations = {
             PeerId(reply.failure.noticed_by_id): reply.failure
             for reply in replies.values()
@@ -112,7 +112,7 @@ class Blame:
         is_first = self.is_first_timeout(took_long or not is_explained)
         failed = self.failure("the exchange failed", replies)
         if not (is_explained or is_first or took_long):
-            # Twice in a row is no accident. Once it took long, the others are no wiser than these.
+            # Refusals twice in a row are no accident. Where it took long, they only say that the time was over.
             failed.excluded |= _refusing(replies, ballot)
         if failed.unreachable or failed.excluded or is_first or not accusations:
             return failed
@@ -121,10 +121,10 @@ class Blame:
         accusers = {accuser: failure for accuser, failure in accusations.items() if failure.blamed_id == blamed}
         logger.warning("the exchange failed because of %s: %s", blamed, next(iter(accusers.values())).reason)
         if self._can_sum_all(members) and self._own_id not in counts.keys() | accusations.keys():
-            # It is a line between others, and all of them have just answered this peer: nobody need be left out.
+            # The fault is a line between others, which all have just answered this peer: none need be left out.
             self._round_through_one = round_number
             return failed
-        # A single member that cannot reach its leader is cut off itself; the leader knows its own faults best.
+        # Where members accuse the leader, which itself noticed nothing, these members are cut off.
         is_cut_off = blamed == self._own_id and self._own_id not in accusers
         failed.excluded = set(accusers) if is_cut_off else {blamed}
         return failed

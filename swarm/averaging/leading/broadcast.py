@@ -38,10 +38,10 @@ class Broadcast:
         *,
         until: Callable[[Reply | SwarmError], bool] = lambda reply: True,
     ) -> dict[PeerId, Reply | SwarmError]:
-        """Call all at once; gives answers, and errors, of those that came in time.
+        """Call all members at once. Returns the answers, and the errors, that came in time.
 
         Args:
-            until: what all hope for; once an answer is not like that, the others get only a moment more.
+            until: whether an answer is as hoped for; after one that is not, the other members get only a moment more.
         """
 
         async def one(peer: PeerId) -> Reply | SwarmError:

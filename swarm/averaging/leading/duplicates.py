@@ -14,9 +14,9 @@ from swarm.types import PeerId
 def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
     """The microbatches that each member is to give up, since another one counts them as well.
 
-    Each microbatch that leaves a member's sum costs a forward and a backward, or each one that stays, whichever are
-    fewer. So a member whose sum can be emptied, or nearly, gives up all that it can, if the longest work of a member
-    gets shorter by that, or that of all together; the members share the others.
+    A member has to compute again the microbatches that leave its sum, or those that stay, whichever are fewer. So a
+    member that can give up most of its sum gives up all that it can, if that shortens the work of the member with
+    the most, or else the work of all together. The other microbatches are divided equally.
     """
     held = {peer: messages.unpack_indices(reply.committed_gaps) for peer, reply in sorted(begun.items())}
     holders: dict[int, list[PeerId]] = {}
@@ -37,7 +37,7 @@ def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
 
 
 def _shared(holders: Mapping[int, Sequence[PeerId]], emptied: Sequence[PeerId]) -> dict[PeerId, set[int]]:
-    """What each member gives up: some all that they can, one before the other; the rest they share equally."""
+    """What each member gives up: the emptied ones all that they can, the first before the next; the others share."""
     drops: dict[PeerId, set[int]] = {}
     num_taken_out = Counter[PeerId]()
     for index, peers in holders.items():

@@ -95,7 +95,7 @@ class Group:
         self.shares_digest = shares_digest
 
     def prepare(self, round_number: int, ballot: Ballot, digest: str) -> None:
-        """The exchange is done."""
+        """Note that the exchange is done, and gave a result with this digest."""
         self._require_round(round_number)
         if self.phase is not Phase.EXCHANGING or ballot != self.active:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} was given up")
@@ -104,7 +104,7 @@ class Group:
     def check_commit(self, round_number: int, digest: str) -> bool:
         """Whether the prepared result is to be applied; False if it has been already.
 
-        It does not matter which peer asks: that a result may be committed follows from its digest alone.
+        It does not matter which peer asks: the digest alone decides whether a result may be committed.
         """
         if round_number + 1 == self.round and digest == self.last_digest != "":
             return False
@@ -114,12 +114,12 @@ class Group:
         return True
 
     def commit(self, round_number: int, digest: str) -> None:
-        """The prepared result was applied."""
+        """Begin the next round, because the prepared result was applied."""
         assert self.check_commit(round_number, digest)
         self.install(round_number + 1, last_digest=digest)
 
     def abort(self, round_number: int, ballot: Ballot, *, void: bool) -> None:
-        """The leader gives its attempt up, with what that prepared, and if `void` also what earlier ones did."""
+        """Give up the leader's attempt and what it has prepared; if `void`, also what earlier attempts have."""
         self._require_round(round_number)
         if self.promised is not None and ballot < self.promised:
             raise Refused(f"attempt {self.promised.attempt} of {self.promised.leader_id} is promised")
@@ -129,7 +129,7 @@ class Group:
             self.step_back()
 
     def step_back(self) -> None:
-        """The leader is gone, or leads this attempt no more: leave it, but keep what is prepared."""
+        """Leave an attempt that its leader has left or given up, but keep what is prepared."""
         self.active = None
         self.shares_digest = ""
 

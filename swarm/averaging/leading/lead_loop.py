@@ -1,7 +1,7 @@
 """Watches the round whenever this peer leads, and has its leader try to commit it.
 
-Run by averaging/averager. After attempts that fail it waits, from the second one on, longer each time. How an attempt
-goes is the leader's affair (leading/leader).
+Run by averaging/averager. From the second failed attempt in a row on, it waits before it tries again, longer each time.
+The leader (leading/leader) carries the attempt out.
 """
 
 import logging
@@ -21,7 +21,8 @@ from swarm.errors import SwarmError
 logger = logging.getLogger(__name__)
 
 _REST_PER_LOOK = 4.0
-"""Seconds between two looks at the round, for each second that one takes: that is for the event loop's other work."""
+"""Seconds between two looks at the round for each second that a look takes, to leave time for other work of the event
+loop."""
 
 
 class LeadLoop:
@@ -71,7 +72,7 @@ class LeadLoop:
                 await clock.sleep(min(timing.max_retry_seconds, backoff))
 
     async def _attempt(self) -> bool:
-        """Try to commit the round; whether this peer has moved on."""
+        """Try to commit the round. Returns whether this peer has moved on."""
         standing, promised = self._place.standing, self._place.group.promised
         number = max(self._attempts[standing.round], promised.attempt if promised else 0) + 1
         self._attempts = Counter({standing.round: number})
@@ -94,7 +95,7 @@ class LeadLoop:
             await self._learn_from(failed)
             return False
         except SwarmError as error:
-            # As where no holder of another stage's average of a shared block answers: it may decide anew.
+            # One case: no holder of another stage's average of a shared block answers; that stage may decide anew.
             logger.warning("round %d cannot be committed yet: %s", standing.round, error)
             await self._own_round.step_back("what it takes to commit cannot be had", only=ballot)
             return False

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LeaderTimes:
-    """What attempts took, last and in all."""
+    """The seconds that the steps of attempts took: the last time, and in all."""
 
     average_seconds: float = 0.0
     commit_seconds: float = 0.0
@@ -106,7 +106,7 @@ class Leader:
         through_one = self._blame.goes_through_one(standing.round, begun)
         shares = self._shares(begun, only_owner=self._context.own_id if through_one else None)
         self._vector_bytes = 4 * shares.num_elements
-        # Every member sends all of it and gets it back; at worst all of that goes over one line.
+        # Every member sends the whole vector and gets it back; at worst all of that goes over one line.
         num_times = 2 * (len(begun) - 1) if through_one else 4
         num_bytes = num_times * self._codec.num_bytes(shares.num_elements)
         floor = self._timing.average_seconds + num_bytes / self._timing.bytes_per_second
@@ -164,7 +164,7 @@ class Leader:
             )
             for peer, reply in sorted(begun.items())
         ]
-        # Clipped, the gradients would not add up to that of a single process.
+        # If they were clipped, the gradients would not add up to that of a single process.
         clip_to_median = 0.0 if self._config.rounds.synchronous else self._config.averaging.clip_to_median
         return divide(
             offers, num_elements=size, tile=self._codec.tile, clip_to_median=clip_to_median, only_owner=only_owner
@@ -181,10 +181,10 @@ class Leader:
         )
         await self._broadcast(members, ABORT, dict.fromkeys(members, request), self._timing.begin_seconds)
 
-    # -- once it is ---------------------------------------------------------------------------------------------------
+    # -- once a result is decided --------------------------------------------------------------------------------------
 
     async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
-        """Commit what is decided, once the stages that have to be waited for have decided theirs."""
+        """Commit the decided result, once the stages that it waits for have decided theirs."""
         started_at = self._clock.monotonic()
         stage = self._context.own.stage
         norm = prepared.squared_norm
@@ -198,7 +198,7 @@ class Leader:
             return replies is not None
 
         if self._shared.counts_norm(round_number):
-            # The others need this stage's norm, and that needs the partners' averages: they decide without this stage.
+            # Other stages wait for this one's norm, and it needs the partners' averages; the partners wait for neither.
             if not await wait_for(partners):
                 return
             norm += await self._shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
@@ -236,7 +236,7 @@ class Leader:
         digests: dict[str, list[PeerId]] = {}
         for peer, reply in replies.items():
             if isinstance(reply, SwarmError):
-                # It finds out from any answer to its next report.
+                # The member finds out from any answer to its next report.
                 logger.warning("the commit did not reach %s: %s", peer, reply)
             elif not reply.HasField("refusal"):
                 digests.setdefault(reply.state_digest, []).append(peer)

@@ -1,4 +1,5 @@
-"""The rules of a group's rounds: who leads, when a round is complete, who may commit it, and what has to be finished.
+"""The rules of a group's rounds: which peer leads, when a round is complete, which members may commit it, and which
+earlier result has to be finished first.
 
 Asked by the parts of an averager, by members/roster and leading/barrier, and by a peer that would leave its stage.
 Pure.
@@ -13,13 +14,13 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
 Begun = Mapping[PeerId, pb.BeginReply]
-"""What members answered that began an attempt."""
+"""The answers of the members that began an attempt."""
 
 _Id = TypeVar("_Id", bound=str)
 
 
 def leader_of(peer_ids: Iterable[_Id]) -> _Id:
-    """Who leads these peers of a stage: the one with the lowest id. There must be one at least."""
+    """The leader of these peers of a stage: the one with the lowest id. There must be one at least."""
     return min(peer_ids)
 
 
@@ -35,19 +36,19 @@ def is_complete(
     """Whether a group holds everything that a round needs.
 
     Synchronous: all its microbatches. DiLoCo: its number of samples; but a stage that lost some with a peer ends its
-    round early when it is late, or it would stay behind the others for good. One that shares a block with it cannot be
-    ahead of it: that one waits, and after a round's worth of samples lets none through any more.
+    round early when it is late, or it would stay behind the others for good. A stage that shares a block with it cannot
+    get ahead: that one waits for it, and stops training once it has a round's worth of samples.
 
     With DiLoCo a round that has its samples is not committed while members that are left out hold more of it than the
-    others, and one that ends early ends with everybody: else a newcomer with one inner step would commit a round in
-    place of the member that has nearly all of it.
+    others, and a round that ends early leaves no living member out. Otherwise a newcomer with one inner step would
+    commit a round in place of the member that has nearly all of it.
 
     Args:
-        committed: microbatches of those that would commit it.
-        num_samples: how many samples those have that would commit it.
-        absent_samples: how many samples of the round are at living members that would be left out.
-        is_late: whether another stage is at a later round, or has waited for long for this one to decide a round; asked
-            only where it matters.
+        committed: microbatches of the members that would commit the round.
+        num_samples: samples of the members that would commit the round.
+        absent_samples: samples of the round at living members that would be left out.
+        is_late: tells whether another stage is at a later round, or has waited long for this one to decide; called only
+            where it matters.
     """
     if config.rounds.synchronous:
         size = config.microbatches_per_round
@@ -60,7 +61,7 @@ def is_complete(
 def has_quorum(
     quorum: Quorum, present: Collection[str], *, last_members: Collection[str], announced: Callable[[], Collection[str]]
 ) -> bool:
-    """Whether those that are present may commit a round.
+    """Whether the peers that are present may commit a round.
 
     With a majority no two parts of a group commit the same round, as long as its members stay: one that is started
     again forgets what it had prepared, and may be in the majority for another result of that round.
@@ -68,7 +69,8 @@ def has_quorum(
     Args:
         last_members: of the round before; empty for a peer that knows of none. Most of them have to be there if a
             majority is wanted.
-        announced: gives all that are, this peer included; asked only where they count, as long as no round is known.
+        announced: gives all peers that the stage has announced, this one included; called only where no round before
+            is known.
     """
     if quorum == "available":
         return True
@@ -77,7 +79,7 @@ def has_quorum(
 
 
 def unfinished(begun: Begun) -> pb.Prepared | None:
-    """The newest result of an earlier attempt, if it may have been decided: no member of its exchange knows better."""
+    """The newest result of an earlier attempt, if it may have been decided: no member of its exchange denies that."""
     prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
     if not prepared:
         return None

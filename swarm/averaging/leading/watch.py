@@ -49,7 +49,7 @@ class RoundWatch:
         num_samples = sum(p.num_samples for p in progress.values())
         decision = self._place.decision
         if decision is not None and decision.round == standing.round and self._config.rounds.synchronous:
-            # A member may have left since: what is decided holds all of the round's microbatches, and none is missing.
+            # A member may have left since, but a decided result holds all microbatches of the round.
             size = self._config.microbatches_per_round
             committed = shown = committed | frozenset(range(standing.round * size, (standing.round + 1) * size))
         leader_id = self.leader_id
@@ -60,7 +60,7 @@ class RoundWatch:
             progress=progress,
             committed=committed,
             shown=shown,
-            # Also what this peer has while it is left out: it may be back with that before the round ends.
+            # What this peer has counts even while it is left out: it may come back before the round ends.
             counted=self._roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
             lost=self._roster.reports.lost - committed,
             complete=self.is_complete(standing.round, committed, num_samples, progress.keys()),
@@ -69,7 +69,7 @@ class RoundWatch:
         )
 
     def _overdue(self) -> Set[PeerId]:
-        # A peer that was stopped has heard of nobody, and during an attempt nothing can be added to a round.
+        # A peer that stood still has heard of no other meanwhile, and during an attempt nothing is added to a round.
         is_of_use = not self._reporter.may_be_behind and self._place.leads is None
         return self._roster.overdue(self._place.standing) if is_of_use else frozenset()
 
@@ -77,11 +77,11 @@ class RoundWatch:
 
     @property
     def leader_id(self) -> PeerId:
-        """The group's leader as far as this peer knows: this one for as long as an attempt of its own lasts."""
+        """The group's leader as far as this peer knows; while this peer leads an attempt, it is this one."""
         return self._context.own_id if self._place.leads else self._roster.leader(self._place.standing)
 
     def leader_contact(self) -> pb.Contact:
-        """How the leader is reached."""
+        """How others reach the leader."""
         return contact_of(self._roster.contacts.record(self.leader_id) or self._context.present)
 
     # -- what may be done --------------------------------------------------------------------------------------------
@@ -89,7 +89,12 @@ class RoundWatch:
     def is_complete(
         self, round_number: int, committed: Collection[int], num_samples: int, present: Collection[PeerId]
     ) -> bool:
-        """Whether those that are present, with so much of a round, have all it needs; see rules.is_complete."""
+        """Whether the peers that are present hold all that a round needs; see rules.is_complete.
+
+        Args:
+            committed: the microbatches that they have committed in the round.
+            num_samples: the samples that they have in it.
+        """
         return is_complete(
             self._config,
             round_number,
@@ -102,7 +107,7 @@ class RoundWatch:
     def _absent_samples(self, present: Collection[PeerId]) -> int:
         """Samples of the round at living members, this peer included, that are not `present`.
 
-        None in the synchronous setting, where others have the microbatches of an absent one replayed.
+        Zero in the synchronous setting, where the microbatches of an absent member are replayed.
         """
         if self._config.rounds.synchronous:
             return 0
@@ -123,7 +128,7 @@ class RoundWatch:
         return any(record.round > round_number for record in records if record.state is PeerState.SERVING)
 
     def has_quorum(self, present: Collection[str]) -> bool:
-        """Whether those that are present may commit the round."""
+        """Whether the peers that are present may commit the round."""
         return has_quorum(
             self._config.averaging.quorum,
             present,
@@ -137,11 +142,11 @@ class RoundWatch:
         if not view.is_leader or self._reporter.may_be_behind or place.group.active is not None:
             return False
         if place.branches.is_in_doubt:
-            # If it is this peer that was left behind, it would commit another result of a round that is over.
+            # If this peer is the one that was left behind, it would commit another result of a round that is over.
             return False
         members = self._roster.members(place.standing)
         is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
-        # To begin without a sign of life of some member would hold up the replays of what it has.
+        # An attempt without some member's sign of life would hold up the replays of that member's microbatches.
         is_ready = view.complete and not self._overdue() and not self._roster.awaits_members(place.standing)
         if not (is_unfinished or is_ready):
             return False

@@ -1,7 +1,7 @@
 """How the peers of a stage are reached: as the directory lists them, and as they say themselves.
 
-Part of a roster (members/roster). With what peers say themselves a group goes on when the directory is out of reach.
-Bounded: a peer that speaks in the name of others that it made up does not fill the memory.
+Part of a roster (members/roster). What peers say themselves lets a group go on when the directory is out of reach. Its
+size is bounded, so a peer that makes up others and speaks in their name does not fill the memory.
 """
 
 from collections.abc import Iterable, Set
@@ -12,8 +12,8 @@ from swarm.averaging.messages import Standing
 from swarm.types import PeerId, PeerRecord, PeerState
 
 MOST_UNLISTED = 64
-"""Peers that are remembered though the directory has not listed them: many more than join within the seconds that a
-record takes to spread."""
+"""How many peers that the directory has not listed are remembered: many more than join within the seconds that a record
+takes to spread."""
 
 
 class Contacts:
@@ -27,23 +27,23 @@ class Contacts:
         self._heard_of: dict[PeerId, tuple[PeerRecord, float]] = {}
         """What peers said of themselves, and when each gave its last sign of life."""
         self._listed_at: dict[str, float] = {}
-        """When the directory listed a peer last, as far as was looked."""
+        """When each peer was last seen to be listed in the directory."""
 
     # -- news --------------------------------------------------------------------------------------------------------
 
     def add(self, record: PeerRecord) -> bool:
-        """Remember a peer that gave a sign of life; says whether others had to be forgotten for it."""
+        """Remember a peer that gave a sign of life. Returns whether others had to be forgotten for it."""
         peer_id = PeerId(record.peer_id)
         if peer_id == self._own_id:
             return False
-        # Reports come many times a second, newcomers seldom.
+        # Making room is slow: reports come many times a second, but newcomers seldom.
         is_new = peer_id not in self._heard_of
         num_forgotten = self._make_room(peer_id) if is_new and len(self._heard_of) >= MOST_UNLISTED else 0
         self._heard_of[peer_id] = record, self._clock.monotonic()
         return num_forgotten > 0
 
     def _make_room(self, peer_id: PeerId) -> int:
-        """Forget, of those that the directory has not listed, the ones heard of longest ago; gives how many."""
+        """Forget the unlisted peers heard of longest ago, until there is room for one more. Returns how many."""
         self._see_listed()
         unlisted = sorted(self._heard_of.keys() - self._listed_at.keys(), key=lambda peer: self._heard_of[peer][1])
         num_needless = len(unlisted) + (peer_id not in self._listed_at) - MOST_UNLISTED
@@ -53,18 +53,18 @@ class Contacts:
         return len(needless)
 
     def answered(self, peer_id: PeerId) -> None:
-        """A peer gave a sign of life. One that leads does not report: it may be known by its answers alone."""
+        """Note a peer's sign of life. A leader sends no reports, so it may be known by its answers alone."""
         if (known := self._heard_of.get(peer_id)) is not None:
             self._heard_of[peer_id] = known[0], self._clock.monotonic()
 
     def forget_the_gone(self) -> None:
-        """Let go of peers that are not announced and were not heard of for long: in weeks they would become many."""
+        """Forget peers that were not heard of for long: over weeks they would become many."""
         self._see_listed()
         oldest = self._clock.monotonic() - self._timing.forget_seconds
         self._heard_of = {peer: contact for peer, contact in self._heard_of.items() if contact[1] >= oldest}
 
     def _see_listed(self) -> None:
-        """Remember whom the directory lists: where it is out of reach for a while, these are no strangers."""
+        """Remember which peers the directory lists, so that they count as listed while it is out of reach."""
         now = self._clock.monotonic()
         oldest = now - self._timing.forget_seconds
         self._listed_at = {peer: at for peer, at in self._listed_at.items() if at >= oldest}
@@ -73,14 +73,14 @@ class Contacts:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def all(self) -> dict[PeerId, PeerRecord]:
-        """All other peers of which it is known how they are reached."""
+        """All other peers with known endpoints."""
         known = {peer_id: record for peer_id, (record, _) in self._heard_of.items()}
         known |= {PeerId(record.peer_id): record for record in self._directory()}
         known.pop(self._own_id, None)
         return known
 
     def serving(self) -> dict[PeerId, PeerRecord]:
-        """The peers that serve: those that announce it, or were heard of lately and do not announce that they leave."""
+        """The peers that announce that they serve, or were heard of lately and do not announce that they leave."""
         serving = {peer_id: self._heard_of[peer_id][0] for peer_id in self.recent()}
         for record in self._directory():
             if record.state is PeerState.SERVING:
@@ -96,21 +96,21 @@ class Contacts:
         return {peer_id for peer_id, (_, heard_at) in self._heard_of.items() if heard_at >= oldest}
 
     def is_recent(self, peer_id: PeerId) -> bool:
-        """Whether one of them is this; does not go through all."""
+        """Whether this peer gave a sign of life lately; fast, because it looks at this one alone."""
         known = self._heard_of.get(peer_id)
         return known is not None and known[1] >= self._clock.monotonic() - self._timing.fresh_seconds
 
     def record(self, peer_id: PeerId) -> PeerRecord | None:
-        """How a peer is reached."""
+        """A peer's record; None if it is not known."""
         return self.all().get(peer_id)
 
     def records(self, peer_ids: Iterable[PeerId]) -> dict[PeerId, PeerRecord]:
-        """How these are reached, those of them that are known."""
+        """The records of these peers, as far as they are known."""
         known = self.all()
         return {peer_id: known[peer_id] for peer_id in peer_ids if peer_id in known}
 
     def standings_announced(self) -> dict[PeerId, Standing]:
-        """Where they were when they announced themselves last, by records that they signed."""
+        """Where the other peers said that they were, in the last records that they signed."""
         return {
             PeerId(record.peer_id): Standing(run_samples=record.samples, round=record.round, lineage=record.lineage)
             for record in self._directory()

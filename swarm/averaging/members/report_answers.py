@@ -1,6 +1,6 @@
 """What one peer answers to a report: where it stands itself, which peer leads, and what is known of the round.
 
-Used by averaging/handlers; the other end is members/survey. Takes in what the report tells.
+Used by averaging/handlers; the other end is members/survey. It also notes what the report tells.
 """
 
 import math
@@ -18,7 +18,7 @@ from swarm.types import PeerId
 
 
 class ReportAnswers:
-    """What one peer answers to reports."""
+    """Answers the reports that reach one peer."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class ReportAnswers:
         self._changes = context.changes
         self._told_round = -1
         self._told_at: dict[PeerId, float] = {}
-        """When members last heard, in that round, what all of them have committed."""
+        """When each member last heard from this one, in `_told_round`, what all members have committed."""
 
     async def answer(self, request: pb.ReportRequest) -> pb.ReportReply:
         """Take a report in and answer it. Raises NotReady while this peer catches up, and MalformedMessage."""
         if self._place.is_catching_up:
-            # It neither leads nor takes part: a peer that believes so is to look for another one.
+            # This peer neither leads nor takes part: a peer that takes it for the leader is to look for another one.
             raise NotReady("this peer is catching up")
-        # A peer that has no answers from this one would only hold up what it leads.
+        # A sender that gets no answers from this peer would only hold up this peer's attempts as a member.
         if not request.unanswered and self._roster.hear(request):
             self._changes.progressed()
         peer_id, standing = PeerId(request.sender.peer_id), self._place.standing
@@ -69,7 +69,7 @@ class ReportAnswers:
         return reply
 
     def _tell_of_microbatches(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
-        """Add what is committed, where this peer leads: any member may lead after it."""
+        """Add what is committed to the reply, if this peer leads: whichever member leads after it has to know."""
         view, now = self._watch.view(), self._context.clock.monotonic()
         if not view.is_leader:
             return

@@ -1,7 +1,7 @@
 """Tells the leader how far this peer is, and acts on the answer: goes where the group is, or leaves a dead attempt.
 
-Run by averaging/averager. A report holds everything, so one that is lost costs nothing. Where an answer comes from
-another place in the run, all holders are asked before anything follows (catching_up/catch_up). Never leads.
+Run by averaging/averager. Each report holds everything, so a lost one costs nothing. Where an answer comes from another
+place in the run, all holders are asked before this peer goes there (catching_up/catch_up). Never leads.
 """
 
 import asyncio
@@ -48,31 +48,31 @@ class Reporter:
         self._under_way: set[PeerId] = set()
         self._nudges: set[PeerId] = set()
         self._connected: set[PeerId] = set()
-        """As of the last turn."""
+        """The members to which there was a connection when `_cut_off` last looked."""
         self._turn_at = context.clock.monotonic()
-        """The last turn of `run`: nothing else here is as regular."""
+        """When the loop of `run` last had a turn. A gap shows that this process stood still."""
         self._is_waking = False
         self.num_alive = 1
-        """Members alive, as the last answer had it."""
+        """How many members are alive, by the last answer."""
 
     @property
     def may_be_behind(self) -> bool:
-        """Whether the group may have gone on without this peer: it catches up, or was stopped and asks the others."""
+        """Whether the group may have gone on without this peer, because it catches up, or stood still for a while."""
         return self._place.is_catching_up or self._is_waking or self._was_stopped()
 
     def nudge(self, peer_id: PeerId) -> None:
-        """A peer is ahead: report to it, since its answer says how to get there."""
+        """Report to a peer that is elsewhere, since its answer tells where."""
         self._nudges.add(peer_id)
         self._changes.report_again()
 
     async def run(self) -> None:
-        """Report on every change, yet not too often, and now and then without one."""
+        """Report on every change, though not too often, and now and then without one. Until cancelled."""
         clock, timing = self._context.clock, self._context.timing
         last_heartbeat, last_progress = -math.inf, None
         self._turn_at = clock.monotonic()
         while True:
             if self._was_stopped():
-                # It is noted at once: whatever begins before that task has its turn may be behind.
+                # Noted at once, because something may begin before the spawned task has its turn.
                 self._is_waking = True
                 self._context.tasks.spawn(self._wake())
             self._turn_at = now = clock.monotonic()
@@ -119,7 +119,7 @@ class Reporter:
         return targets
 
     def _cut_off(self) -> set[PeerId]:
-        """Members to which the connection broke: whether they are still there shows as soon as they are called."""
+        """Members to which the connection broke: a call to each shows at once whether it is still there."""
         members = self._roster.members(self._place.standing)
         records, is_connected = self._roster.contacts.records(members), self._context.transport.is_connected
         connected = {peer for peer, record in records.items() if is_connected(record)}
@@ -134,12 +134,12 @@ class Reporter:
         group = self._place.group
         active = group.active
         if peer is None and active is not None and active.leader_id == peer_id:
-            # Nobody can be asked how this attempt ends.
+            # There is no peer to ask how this attempt ends.
             await self._own_round.step_back("the leader is not known", only=active)
         if peer is None or peer_id in self._under_way or progress.round != standing.round:
             return
         if self._place.is_catching_up:
-            # Others would take this peer for a member, or wait for it.
+            # If it reported now, others would take this peer for a member, or wait for it.
             return
         is_leader = peer_id == self._target()
         timeout_seconds = self._context.timing.report_seconds if is_leader else self._context.timing.call_seconds
@@ -149,7 +149,7 @@ class Reporter:
             reply = await self._survey.tell(peer, request, timeout_seconds)
             await self._act_on(peer_id, standing, active, reply)
             if request.unanswered:
-                # The request is answered now, so the next report counts.
+                # The peer has answered by now, so the next report counts.
                 self._changes.report_again()
         except SwarmError as error:
             self._survey.lost(peer_id, error)

@@ -22,14 +22,14 @@ from swarm.training.round_member import Progress
 from swarm.types import PeerId, PeerRecord
 
 MOST_ASKED = 32
-"""Peers that are asked at once where they stand."""
+"""The most peers that are asked at once where they stand."""
 
 
 class Roster:
     """The peers of one stage.
 
     Attributes:
-        contacts: how they are reached.
+        contacts: how these peers are reached.
         reports: what they have told of the round.
         suspicions: which of them are not counted on.
     """
@@ -37,7 +37,7 @@ class Roster:
     def __init__(self, context: Context, is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False) -> None:
         """
         Args:
-            is_elsewhere: whether it is settled that a peer is in another place in the run, however far it says it is.
+            is_elsewhere: tells whether a peer is known to be on another branch, which this peer does not follow.
         """
         config = context.config
         self.contacts = Contacts(context)
@@ -51,7 +51,7 @@ class Roster:
         self._is_elsewhere = is_elsewhere
         self._standings: dict[PeerId, Standing] = {}
         self._answered_at: dict[PeerId, float] = {}
-        """The last sign of life."""
+        """When each peer gave its last sign of life."""
         self._moved_at = context.clock.monotonic()
 
     # -- news --------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Roster:
         return record
 
     def hear(self, request: pb.ReportRequest) -> bool:
-        """Take a report; whether it tells of anything new. Raises MalformedMessage for one that makes no sense."""
+        """Take a report in. Returns whether it tells anything new. Raises MalformedMessage if it makes no sense."""
         standing, prepared = messages.unpack_standing(request.standing), messages.unpack_ballot(request.prepared)
         peer_id = PeerId(self.learn(request.sender).peer_id)
         progress = Progress(
@@ -83,7 +83,7 @@ class Roster:
         return previous is None or dataclasses.replace(previous, heard_at=report.heard_at) != report
 
     def answered(self, peer_id: PeerId, standing: Standing | None) -> None:
-        """A peer gave a sign of life; `standing` is None while it is about to move."""
+        """Note a peer's sign of life, and where it stands; `standing` is None while the peer is about to move."""
         self.suspicions.answered(peer_id)
         self._answered_at[peer_id] = self._clock.monotonic()
         self.contacts.answered(peer_id)
@@ -91,7 +91,7 @@ class Roster:
             self._standings[peer_id] = standing
 
     def heard_of_round(self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply) -> None:
-        """A peer told what it has of the round, a leader also what all have: whichever leads next has to know."""
+        """Note what a peer told of the round. A leader tells what all members have, since any may lead next."""
         progress = Progress(
             round=standing.round,
             lineage=standing.lineage,
@@ -104,10 +104,10 @@ class Roster:
         self.reports.hear(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
 
     def suspect(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
-        """A call to a peer failed: it neither leads nor takes part until it gives a sign of life.
+        """Note that a call to a peer failed: the peer neither leads nor takes part until it gives a sign of life.
 
         Args:
-            is_gone: nothing listens where it was: what it had committed in this round is lost.
+            is_gone: whether nothing listens at its endpoint, so that what it had committed in this round is lost.
         """
         self.suspicions.suspect(peer_id)
         self.reports.current.pop(peer_id, None)
@@ -116,16 +116,16 @@ class Roster:
         self._standings.pop(peer_id, None)
 
     def forget_report(self, peer_id: PeerId) -> None:
-        """What a peer reported turned out to be out of date."""
+        """Forget what a peer reported, because it turned out to be out of date."""
         self.reports.current.pop(peer_id, None)
 
     def forget(self) -> None:
-        """This peer heard nothing for a while, through no fault of the others: all have to be asked again."""
+        """Forget all reports and suspicions, because this peer itself stood still and has to ask all others again."""
         self.suspicions.suspect_none()
         self.reports.current.clear()
 
     def moved(self, own: Standing, members: Collection[str] = ()) -> None:
-        """This peer is at a new round: what is known of others at earlier ones is out of date.
+        """Begin a new round, and forget what is known of others at earlier ones.
 
         Args:
             members: the members of the round before.
@@ -138,7 +138,7 @@ class Roster:
         self._forget_unknown()
 
     def _forget_unknown(self) -> None:
-        """Let go of all that was noted of peers of which it is not known any more how they are reached."""
+        """Forget everything about peers that `contacts` no longer knows."""
         known = self.contacts.all().keys()
         self.reports.forget_others(known)
         self.suspicions.forget_others(known)
@@ -148,20 +148,20 @@ class Roster:
 
     @property
     def num_remembered(self) -> int:
-        """Peers of which anything is noted; bounded, whatever others say."""
+        """The number of peers about which anything is noted; it is bounded, whatever others say."""
         noted = (self.reports.current, self.reports.last, self._standings, self._answered_at)
         return len(self.contacts.all().keys() | self.suspicions.suspected | set[PeerId]().union(*noted))
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def is_ahead(self, one: Standing, other: Standing) -> bool:
-        """Whether a peer standing at `other` should become what `one` is."""
+        """Whether a peer that stands at `other` should go to `one`."""
         return one > other if self._branches_yield else one.round > other.round
 
     def leader(self, own: Standing) -> PeerId:
         """The leader of the peers that serve, are not suspected, and stand where this one does, or ahead of it.
 
-        This peer is one of them, unless another one is ahead of it. A peer that is elsewhere never is.
+        This peer is one of them, unless another one is ahead of it. A peer on another branch never is.
         """
         there, ahead = {self._own_id}, set[PeerId]()
         for peer_id in self.contacts.serving():
@@ -186,20 +186,20 @@ class Roster:
         }
 
     def overdue(self, own: Standing) -> Set[PeerId]:
-        """Members that have missed a heartbeat: they may just have been frozen or cut off."""
+        """Members that have missed a heartbeat, perhaps because they were just frozen or cut off."""
         oldest = self._clock.monotonic() - 2 * self._timing.heartbeat_seconds
         return {peer_id for peer_id in self.members(own) if self._answered_at[peer_id] < oldest}
 
     def awaits_reports(self, own: Standing) -> bool:
-        """Whether a serving peer has not told what it has, and nothing speaks against its being alive."""
-        # A peer that is left out has told, and one that is known to be elsewhere has nothing of this round.
+        """Whether some serving peer has not told what it has, though it may well be alive."""
+        # A peer that is left out has told that, and a peer that stands elsewhere has nothing of this round.
         return any(
             not self.suspicions.is_excluded(peer) and self._standings.get(peer, own) == own
             for peer in self._silent(own, self._timing.fresh_seconds)
         )
 
     def misses_member(self, own: Standing) -> bool:
-        """Whether a peer that has told what it has of this round fell silent of late, and is not known to be gone."""
+        """Whether some peer that reported from this round has fallen silent, but may come back."""
         now = self._clock.monotonic()
         return any(
             last.standing == own
@@ -209,10 +209,10 @@ class Roster:
         )
 
     def absent_samples(self, own: Standing, present: Collection[PeerId]) -> int:
-        """Samples of this round that would be left out with peers that live and are not `present`.
+        """Samples of this round at living peers that are not `present`, and would be left out.
 
-        Peers for which nothing waits any more, since attempts failed because of them, are not counted. All that have
-        not told yet what they have count as one sample: they may have some.
+        Peers that made too many attempts fail are not counted. All peers that have not yet told what they have count as
+        one sample together, because they may have some.
         """
         told = sum(
             last.progress.num_samples
@@ -225,15 +225,15 @@ class Roster:
         return told + self.awaits_reports(own)
 
     def _may_come_back(self, peer_id: PeerId) -> bool:
-        """Whether a member gave a sign of life not too long ago."""
+        """Whether a member's last sign of life is so recent that it may still come back."""
         silent_seconds = self._clock.monotonic() - self._answered_at.get(peer_id, -math.inf)
         return silent_seconds < self._timing.missed_seconds
 
     def awaits_members(self, own: Standing) -> bool:
         """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.
 
-        Without it, its contribution would be lost to a round that is complete at once. It may also be that it does not
-        know yet of this peer, which has only asked it where it stands: then both would lead.
+        A round that is complete at once would lose the contribution of that peer. Or the peer may not yet know this one,
+        which has only asked it where it stands: then both would lead.
         """
         oldest = self._clock.monotonic() - self._timing.fresh_seconds
         if self._moved_at <= oldest:
@@ -248,23 +248,23 @@ class Roster:
         return self.suspicions.is_excluded(self._own_id)
 
     def holders(self) -> list[PeerRecord]:
-        """The peers to ask where the stage is: all that may answer, or MOST_ASKED drawn by their ids' hashes."""
+        """The peers to ask where they stand: all that are not suspected, or MOST_ASKED of them, drawn by hash."""
         known = {peer: record for peer, record in self.contacts.all().items() if peer not in self.suspicions.suspected}
         drawn = sorted(known, key=lambda peer: hashlib.sha256(f"{self._own_id} {peer}".encode()).digest())
         return [known[peer] for peer in sorted(drawn[:MOST_ASKED])]
 
     def strangers(self, own: Standing) -> list[PeerId]:
-        """Peers that should be members, or were in this round, and have not reported of late: a leader calls them.
+        """Peers that should be members, or were in this round, and have not reported lately: a leader calls them.
 
-        So it makes itself known, and learns soon that one has died, or left with what it had.
+        So a leader makes itself known, and soon learns that a member has died, or has left with what it had.
         """
         return self._silent(own, 1.5 * self._timing.heartbeat_seconds)
 
     def _silent(self, own: Standing, seconds: float) -> list[PeerId]:
-        """The members of those, not suspected, that have not reported for so long."""
+        """Peers that should be members, or were, are not suspected, and have not reported for this many seconds."""
         oldest = self._clock.monotonic() - seconds
         members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
-        # A leaver is left alone while it may report by itself: a call would have it believe that all is well.
+        # A peer that leaves is not called while it may still report: a call would tell it that it is in touch.
         latest = self._clock.monotonic() - self._timing.fresh_seconds
         unheard = {peer for peer, report in self.reports.last.items() if report.heard_at < latest}
         known = set(self.contacts.serving())
@@ -273,11 +273,11 @@ class Roster:
         return [p for p in known if p not in members and p not in self.suspicions.suspected]
 
     def is_suspected(self, peer_id: PeerId) -> bool:
-        """Whether a call to a peer failed, and there was no sign of life since."""
+        """Whether a call to a peer failed, and the peer has given no sign of life since."""
         return peer_id in self.suspicions.suspected
 
     def due_suspects(self) -> list[PeerId]:
-        """Suspected peers, still announced or heard of, that should be called again."""
+        """Suspected peers that should be called again, as far as `contacts` still knows them."""
         known = self.contacts.all()
         return [peer for peer in self.suspicions.due() if peer in known]
 
@@ -288,7 +288,7 @@ class Roster:
     def is_silent(self, peer_id: PeerId) -> bool:
         """Whether another peer is not `alive`: it gave no sign of life lately, though peers do so all the time.
 
-        Asked of every member again and again while an attempt lasts, so that it does not go through all of them.
+        An attempt asks this about every member again and again, so it looks at the one peer alone.
         """
         if peer_id == self._own_id:
             return False

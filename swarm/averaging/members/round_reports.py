@@ -1,4 +1,4 @@
-"""What the other peers of a stage have told of the present round: what each has of it, and what has died with one.
+"""What the other peers of a stage have told of the present round: what each has of it, and what was lost with a peer.
 
 Part of a roster (members/roster). Pure.
 """
@@ -16,7 +16,7 @@ from swarm.types import PeerId
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The newest word of a member."""
+    """The newest report of a member."""
 
     progress: Progress
     prepared: Ballot | None
@@ -24,22 +24,22 @@ class Report:
 
     @property
     def standing(self) -> Standing:
-        """Where its sender is."""
+        """Where the sender stands."""
         return messages.standing_of(self.progress)
 
 
 class RoundReports:
-    """What was told of one round after the other.
+    """What was told of the present round; begun anew with each round.
 
     Attributes:
         current: the newest report of each peer that is not suspected.
-        last: the newest of all that were heard of in this round, present or not.
+        last: the newest report of each peer that was heard of in this round, even if it is gone.
     """
 
     def __init__(self, round_microbatches: int | None) -> None:
         """
         Args:
-            round_microbatches: of a synchronous round; None with DiLoCo.
+            round_microbatches: the number of microbatches of a synchronous round; None with DiLoCo.
         """
         self._round_microbatches = round_microbatches
         self.current: dict[PeerId, Report] = {}
@@ -48,54 +48,54 @@ class RoundReports:
         self._lost: set[int] = set()
 
     def named(self, round_number: int, gaps: Iterable[int]) -> frozenset[int]:
-        """The microbatches of a round that a peer names; with DiLoCo none, whatever it names: nobody asks which."""
+        """Read which microbatches of a round a peer names; with DiLoCo none, because only their number matters."""
         size = self._round_microbatches
         if size is None:
             return frozenset()
         return messages.unpack_indices_of(range(round_number * size, (round_number + 1) * size), gaps)
 
     def hear(self, peer_id: PeerId, report: Report) -> None:
-        """A peer has told what it has of the round."""
+        """Note what a peer has told that it has of the round."""
         before = self.last.get(peer_id)
         if before is not None and before.standing == report.standing:
-            # Started again, or it gave up what others had.
+            # The peer was started again, or gave up microbatches that others had as well.
             _add(self._lost, before.progress.committed - report.progress.committed)
         self.count(report.progress.committed)
         self.last[peer_id] = report
 
     def count(self, committed: Set[int]) -> None:
-        """Somebody has committed these, though it may be gone with them."""
+        """Note that some peer has committed these microbatches; the peer may be gone since."""
         _add(self._counted, committed)
 
     def lose(self, peer_id: PeerId) -> None:
-        """A peer is gone, and what it had committed in this round with it."""
+        """Note that a peer is gone, and with it what it had committed in this round."""
         if (last := self.last.pop(peer_id, None)) is not None:
             _add(self._lost, last.progress.committed)
 
     def begin_round(self) -> None:
-        """What was told of the round before is out of date, but not which peers are there."""
+        """Forget what was told of the round before, but not which peers are there."""
         self.last.clear()
         self._counted.clear()
         self._lost.clear()
 
     def forget_others(self, known: Collection[PeerId]) -> None:
-        """Let go of what was told by peers that are not among these."""
+        """Forget what peers that are not in `known` have told."""
         self.current = {peer: report for peer, report in self.current.items() if peer in known}
         self.last = {peer: report for peer, report in self.last.items() if peer in known}
 
     @property
     def counted(self) -> frozenset[int]:
-        """What any of them has committed in this round, though it may be gone with it."""
+        """The microbatches that any peer has committed in this round, even if that peer is gone."""
         return frozenset(self._counted)
 
     @property
     def lost(self) -> frozenset[int]:
-        """What has died with a peer, and none of the others has told that it has it."""
+        """The microbatches that were lost with a peer, and that no other peer has told that it has."""
         return frozenset(self._lost.difference(*(last.progress.committed for last in self.last.values())))
 
 
 def _add(known: set[int], more: Set[int]) -> None:
-    """Remember more microbatches of a round. No round has so many: a peer that says so does not fill the memory."""
+    """Remember more microbatches of a round, but at most LONGEST_LIST, so that no peer can fill the memory."""
     known |= more
     if len(known) > LONGEST_LIST:
         known.clear()

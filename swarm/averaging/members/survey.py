@@ -1,7 +1,7 @@
 """Asks other peers where they stand, by telling them where this one does, and takes their answers in.
 
-Used by members/reporter for each report, and by catching_up/catch_up before it goes anywhere. An answer to a report
-holds all that the other peer wants known; what follows from it is decided elsewhere.
+Used by members/reporter for each report, and by catching_up/catch_up before it goes anywhere. What follows from an
+answer is decided there.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Survey:
         self._changes = context.changes
 
     async def choose(self) -> Standing | None:
-        """Ask all holders where they stand; gives where this peer should go, None if it should stay."""
+        """Ask all holders where they stand. Returns where this peer should go; None if it should stay."""
         branches = self._place.branches
         branches.listen()
         async with asyncio.TaskGroup() as calls:
@@ -56,7 +56,7 @@ class Survey:
     async def _ask(self, peer: PeerRecord) -> None:
         peer_id, standing = PeerId(peer.peer_id), self._place.standing
         request = self.request(peer_id)
-        # A peer that only looks around does not become a member by it.
+        # A peer that only looks around must not become a member by that.
         request.unanswered = True
         try:
             timeout_seconds = self._context.timing.call_seconds
@@ -66,7 +66,7 @@ class Survey:
             self.lost(peer_id, error)
 
     def request(self, peer_id: PeerId) -> pb.ReportRequest:
-        """What a peer is told: where this one stands, and what it has of the round."""
+        """Make a report: where this peer stands, and what it has of the round."""
         progress, prepared = self._member.progress(), self._place.group.prepared
         return pb.ReportRequest(
             address=self._context.address,
@@ -80,32 +80,36 @@ class Survey:
         )
 
     async def tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
-        """Send a report, and once more where the connection breaks. Raises what the peer or the transport does."""
+        """Send a report, and send it again if the connection breaks. Raises what the peer or the transport raises."""
         clock, reconnect_seconds = self._context.clock, self._context.timing.reconnect_seconds
         started_at = clock.monotonic()
         try:
             return await self._call(peer, REPORT, request, timeout_seconds=timeout_seconds)
         except PeerUnavailable as error:
             is_stale = messages.unpack_standing(request.standing) != self._place.standing
-            # A peer that was silent until the connection broke will not answer on another one.
+            # A peer that was silent until the connection broke will not answer on a new one.
             was_silent = clock.monotonic() - started_at >= reconnect_seconds
             if error.is_gone or is_stale or was_silent or self._place.is_catching_up:
                 raise
-            # A connection broke: whether the peer is still there shows as soon as another one is made, or is not.
+            # The connection broke: a new one shows at once whether the peer is still there.
             return await self._call(peer, REPORT, request, timeout_seconds=reconnect_seconds)
 
     async def take_in(
         self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply
     ) -> tuple[Standing, Ballot | None]:
-        """Where a peer stands, and what it leads; commits what this peer has prepared, if that was decided.
+        """Note where a peer stands, and commit what this peer has prepared if the answer says that it was decided.
 
         Args:
             standing: where this peer was when it asked.
+
+            Returns:
+                Where the other peer stands, and the attempt that it leads.
         """
         voice, leading = voice_of(reply), messages.unpack_ballot(reply.active)
         theirs = voice.standing
         self._place.branches.heard(peer_id, voice)
-        # A leader in the middle of a commit stands where its members no longer do; one that is ahead is a donor.
+        # In the middle of a commit a leader still stands where its members no longer do. If it is ahead, it can give
+        # the state.
         is_ahead = self._roster.is_ahead(theirs, self._place.standing)
         self._roster.answered(peer_id, None if leading and not is_ahead else theirs)
         decided, prepared = reply.outcome.prepared.digest, self._place.group.prepared
@@ -113,12 +117,12 @@ class Survey:
             try:
                 await self._advance.apply(reply.outcome)
             except Refused as refused:
-                # Something it takes is not to be had any more: then the whole state is downloaded.
+                # Something that the commit needs cannot be had any more, so the whole state will be downloaded.
                 logger.info("round %d cannot be committed here: %s", standing.round, refused)
         return theirs, leading
 
     def lost(self, peer_id: PeerId, error: SwarmError) -> None:
-        """A peer does not answer."""
+        """Note that a peer does not answer."""
         logger.debug("report to %s: %s", peer_id, error)
         self._roster.suspect(peer_id)
-        self._changes.signal()  # The others may have waited for it.
+        self._changes.signal()  # What waits for that peer need not wait any more.

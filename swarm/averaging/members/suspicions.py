@@ -12,17 +12,17 @@ from swarm.machine.clock import Clock
 from swarm.types import PeerId
 
 MOST_FAILURES = 5
-"""Attempts that may fail because of the same member. Then the others go on without it, whatever it holds, until it has
-taken part in a round: where they ran out of time, the last of them had eight times the patience of the first."""
+"""Attempts that may fail because of the same member. After these the others go on without it, whatever it holds, until
+it takes part in a round again. The last attempt that ran out of time was eight times as patient as the first."""
 PROBE_SHARE = 0.05
-"""A suspected peer is left alone for this share of the time for which it has not answered."""
+"""The pause between calls to a suspected peer, as a share of the time for which it has not answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Suspicion:
     since: float
     called_at: float
-    """The last attempt to reach the peer."""
+    """When the peer was last called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class _Exclusion:
 
 
 class Suspicions:
-    """What one peer holds against the others."""
+    """Why one peer does not count on others."""
 
     def __init__(self, clock: Clock, timing: Timing) -> None:
         self._clock = clock
@@ -44,16 +44,16 @@ class Suspicions:
 
     @property
     def suspected(self) -> Set[PeerId]:
-        """Peers of which a call failed, and that have given no sign of life since."""
+        """Peers that a call failed to reach, and that have given no sign of life since."""
         return self._suspected.keys()
 
     def suspect(self, peer_id: PeerId) -> None:
-        """A call to a peer failed."""
+        """Note that a call to a peer failed."""
         now, before = self._clock.monotonic(), self._suspected.get(peer_id)
         self._suspected[peer_id] = _Suspicion(since=before.since if before else now, called_at=now)
 
     def answered(self, peer_id: PeerId) -> None:
-        """A peer gave a sign of life."""
+        """Note that a peer gave a sign of life."""
         self._suspected.pop(peer_id, None)
 
     def suspect_none(self) -> None:
@@ -61,7 +61,7 @@ class Suspicions:
         self._suspected.clear()
 
     def due(self) -> list[PeerId]:
-        """Suspected peers that should be called again: the longer they are gone, the rarer that is."""
+        """Suspected peers that should be called again: less often, the longer they have been gone."""
         now, least = self._clock.monotonic(), self._timing.probe_seconds
         return [
             peer
@@ -83,7 +83,7 @@ class Suspicions:
         return exclusion is not None and exclusion.ends_at > self._clock.monotonic()
 
     def failed(self, peer_id: PeerId) -> None:
-        """An attempt came to nothing because of a peer, or was carried on without it."""
+        """Note that an attempt failed because of a peer, or committed without it."""
         self._num_failures[peer_id] += 1
 
     def has_failed_for_good(self, peer_id: PeerId) -> bool:
@@ -91,13 +91,13 @@ class Suspicions:
         return self._num_failures[peer_id] >= MOST_FAILURES
 
     def begin_round(self, members: Collection[str]) -> None:
-        """None is left out of a new round yet, and what the members of the one before have failed in is over."""
+        """Begin a round from which no peer is left out, and forgive the members of the last one their failures."""
         for peer_id in self._num_failures.keys() & set(members):
             del self._num_failures[peer_id]
         self._excluded.clear()
 
     def forget_others(self, known: Collection[PeerId]) -> None:
-        """Let go of what was noted of peers that are not among these."""
+        """Forget what was noted about peers that are not in `known`."""
         for by_peer in (self._suspected, self._num_failures):
             for peer_id in by_peer.keys() - known:
                 del by_peer[peer_id]
