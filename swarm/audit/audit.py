@@ -46,7 +46,7 @@ def audit(paths: Sequence[Path]) -> Report:
     readings = [_Reading(path, log_file.read(path), History(called[path], findings, rounds)) for path in paths]
     order = [(0, number) for number in range(len(readings))]
     seen: set[int] = set()
-    """Stages at which a process was; TRAINER_STAGE for trainers."""
+    """Stages at which some process was; TRAINER_STAGE stands for trainers."""
     while order:
         _, number = heapq.heappop(order)
         reading = readings[number]

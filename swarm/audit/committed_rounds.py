@@ -20,7 +20,7 @@ Ballot = tuple[int, str]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contribution:
-    """What one member gave to one attempt, as its own events have it.
+    """What one member gave to one attempt, by its own events.
 
     Attributes:
         parent: the lineage that the attempt's result would follow.
@@ -66,7 +66,7 @@ class CommittedRound:
     def violation(
         self, findings: Findings, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()
     ) -> None:
-        """Note something that refutes the round. Unless files are named, it is in all that tell of the round."""
+        """Note something that refutes the round, with `files`, or else with all files that tell of the round."""
         files = files or self.files
         findings.violation(what, microbatches=microbatches, stage=self.stage, round=self.number, files=files)
 
@@ -79,7 +79,7 @@ class CommittedRounds:
         self.rounds: dict[tuple[int, str], CommittedRound] = {}
         """The committed rounds by stage and by the lineage to which each led."""
         self._offers: dict[tuple[int, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
-        """What was given to each attempt, whatever came of it: by stage and parent, then by attempt and member."""
+        """Contributions promised to attempts, whatever came of these, by stage and parent, then attempt and member."""
         self._waiting: dict[tuple[int, str, str], dict[str, _Prepared]] = defaultdict(dict)
         """Contributions to results of which no commit is known yet, by stage, parent and result."""
         self._unmerged: dict[tuple[int, str, str], CommittedRound] = {}
@@ -88,7 +88,7 @@ class CommittedRounds:
         self._ballots: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
         self._given_up: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
         self.renamed: dict[tuple[int, str], str] = {}
-        """The lineage that a checkpoint went on from, by stage and lineage."""
+        """The lineage that a checkpoint went on from, by stage and by its new lineage."""
         self.beginnings: set[tuple[int, str]] = set()
         """Stages with the lineages that peers began with: initial ones, and those of checkpoints."""
         self._held: list[tuple[int, int, int, IdSet]] = []
@@ -98,29 +98,29 @@ class CommittedRounds:
     # -- what the files tell -------------------------------------------------------------------------------------------
 
     def acknowledged(self, microbatch: int, *, by_trainer: bool) -> None:
-        """A process acknowledged a microbatch."""
+        """Note that a process acknowledged a microbatch."""
         (self.acknowledged_by_trainers if by_trainer else self.acknowledged_by_stages).add(microbatch)
 
     def begun(self, stage: int, parent: str, ballot: Ballot) -> None:
-        """A member promised an attempt."""
+        """Note that a member promised an attempt."""
         self._ballots[stage, parent].add(ballot)
 
     def given_up(self, stage: int, parent: str, ballot: Ballot) -> None:
-        """A member gave an attempt up."""
+        """Note that a member gave an attempt up."""
         self._given_up[stage, parent].add(ballot)
 
     def offered(self, offer: Contribution) -> None:
-        """A member promised an attempt this contribution; a later promise of the same attempt takes its place."""
+        """Note what a member promised to contribute to an attempt, in place of an earlier promise to the same one."""
         self._offers[offer.stage, offer.parent][offer.ballot, offer.peer] = offer
 
     def prepared(self, contribution: Contribution, digest: str, members: tuple[str, ...]) -> None:
-        """A member prepared a result that holds its contribution and these members'."""
+        """Note that a member prepared a result, made of its own contribution and those of `members`."""
         key = contribution.stage, contribution.parent, digest
         self._waiting[key][contribution.peer] = _Prepared(contribution, members)
         self._merge(key)
 
     def committed(self, stage: int, event: Commit, *, file: str, at: tuple[str, float] | None) -> None:
-        """A peer applied a result.
+        """Note that a peer applied a result.
 
         Args:
             at: boot and monotonic time; None if it does not matter when.
@@ -141,10 +141,10 @@ class CommittedRounds:
             known.committed_at[boot] = min(monotonic, known.committed_at.get(boot, monotonic))
 
     def entered(self, stage: int, lineage: str, *, renamed_from: str | None, is_beginning: bool) -> None:
-        """A peer took over a state as a whole.
+        """Note that a peer installed a whole state.
 
         Args:
-            renamed_from: the lineage that this one goes on from under another name.
+            renamed_from: the lineage that this one continues under another name.
             is_beginning: whether the state is an initial one or a checkpoint's, and no other peer's.
         """
         if is_beginning:
@@ -153,10 +153,10 @@ class CommittedRounds:
             self.renamed[stage, lineage] = renamed_from
 
     def stood(self, stage: int, round_number: int, lineage: str, digest: str, file: str) -> None:
-        """A peer reached a state."""
+        """Note the digest of a state that a peer reached."""
         first, first_file = self._states.setdefault((stage, lineage), (digest, file))
         if (first, first_file) == (digest, file):
-            return  # It is the same process, or the one before it in its file.
+            return  # The same process told this, or an earlier one in the same file.
         self._findings.digests_compared += 1
         if first != digest:
             self._findings.digests_differing += 1
@@ -165,14 +165,14 @@ class CommittedRounds:
             self._findings.violation(what, stage=stage, round=round_number, files=[file, first_file])
 
     def held(self, stage: int, fragment: int, round_number: int, microbatches: Collection[int]) -> None:
-        """A process ended at this round with microbatches that no round had taken yet."""
+        """Note that a process ended at this round with microbatches that no round had taken yet."""
         if microbatches:
             self._held.append((stage, fragment, round_number, IdSet(microbatches)))
 
     # -- merging -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Once all is read: a member of an exchange that never had its result gave to it what it had promised."""
+        """Once all files are read, count what a member had promised if it never got the result of its exchange."""
         for (stage, parent, digest), round_ in list(self._unmerged.items()):
             if not (given := self._waiting.get((stage, parent, digest))):
                 continue
@@ -228,7 +228,7 @@ class CommittedRounds:
             yield round_, [peer for peer in round_.event.members if peer not in given]
 
     def decided(self) -> Iterator[tuple[int, int, dict[str, float]]]:
-        """Every result that all its members held, committed or not: its stage, its round, and when that was so."""
+        """Every result that all its members held, committed or not: its stage, its round, and since when, by boot."""
         for round_ in self.rounds.values():
             yield round_.stage, round_.number, round_.prepared_at
         for given in self._waiting.values():
@@ -238,7 +238,7 @@ class CommittedRounds:
                 yield first.contribution.stage, first.contribution.round, _latest(held)
 
     def held_back(self, stage: int, fragment: int, since_round: int) -> IdSet:
-        """What processes that ended at this round or later held then, and no round had taken."""
+        """The microbatches of `held` that processes ended with at this round or later."""
         ids = IdSet()
         for held_stage, held_fragment, round_number, microbatches in self._held:
             if (held_stage, held_fragment) == (stage, fragment) and round_number >= since_round:
@@ -246,7 +246,7 @@ class CommittedRounds:
         return ids
 
     def num_aborted(self) -> int:
-        """Attempts that came to nothing: those before the one that a round was committed with, or given up since."""
+        """Attempts that came to nothing: those before the one that committed, or, without one, those given up."""
         committed = {(r.stage, r.event.parent): r.ballot for r in self.rounds.values()}
         total = 0
         for key, ballots in self._ballots.items():
@@ -257,7 +257,7 @@ class CommittedRounds:
         return total
 
     def is_first_attempt(self, round_: CommittedRound) -> bool:
-        """Whether no attempt at it came to nothing."""
+        """Whether the first attempt at the round succeeded."""
         ballots = self._ballots[round_.stage, round_.event.parent]
         return round_.ballot is not None and round_.ballot == min(ballots, default=round_.ballot)
 

@@ -43,7 +43,7 @@ class History:
         self._begin_life(-1)
 
     def _begin_life(self, stage: int) -> None:
-        """A process that has just begun, or moved, has nothing."""
+        """Begin with nothing, like a process that has just begun, or moved."""
         self.stage = stage
         self.round = 0
         """The round at which it stands."""
@@ -112,7 +112,7 @@ class History:
                 pass
 
     def finish(self) -> None:
-        """The file ends here, or another life of the process begins.
+        """Note that the process ends, because its file ends or tells of another life from here on.
 
         What the process holds now will be in no round, unless the round under way still takes it.
         """
@@ -168,8 +168,8 @@ class History:
         if event.lineage != lineage:
             self._violation(f"lineage {event.lineage[:12]} does not follow from what was committed")
         is_member = self.start.peer in event.members
-        # In the round at which it entered, an earlier life may have taken part, and then that one's file tells so. A
-        # member whose part of an exchange failed prepared no result, and takes it from the others if these commit it.
+        # In the round at which this life entered, an earlier one may have taken part, as that one's file tells. And a
+        # member that failed in an exchange prepared no result, but takes it from the others if these commit it.
         took_part = event.attempt in self._attempts or event.round == self._entered_round
         if is_member and not took_part:
             self._violation("committed a result as its member and had not begun its attempt")

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from swarm.events.kinds import Accumulate, Close, Commit, RollBack, Step, ranges
 
 Report = Callable[[str, Collection[int]], None]
-"""Called with what must not be, and the microbatches that it is about."""
+"""Called with what is wrong, and the microbatches that are concerned."""
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """Microbatches whose gradients are in it, each as often as it was added."""
+    """A bucket: which microbatches' gradients are in it, and how often each."""
 
     counts: Counter[int] = field(default_factory=Counter)
     acked: set[int] = field(default_factory=set)
@@ -51,7 +51,7 @@ class Closing:
 
 
 class Holdings:
-    """What a process holds that has just begun, or moved to its stage: at first nothing."""
+    """What a process holds since it began, or moved to its stage; at first nothing."""
 
     def __init__(self, *, is_synchronous: bool, num_fragments: int, report: Report) -> None:
         self._is_synchronous = is_synchronous
@@ -61,12 +61,12 @@ class Holdings:
         self._steps: list[_Step] = []
         self._num_steps = 0
         self._bases = [0] * num_fragments
-        """By fragment, the number of the last inner step that an average has, or that was lost for it."""
+        """By fragment, the number of the last inner step that is in an average, or was lost."""
         self._round_samples = 0
         """Samples of the inner steps that count towards the round."""
 
     def accumulate(self, event: Accumulate) -> None:
-        """A gradient was added to a bucket."""
+        """Note that a gradient was added to a bucket."""
         self._highest_bucket = max(self._highest_bucket, event.bucket)
         bucket = self._buckets.setdefault(event.bucket, _Bucket())
         bucket.counts[event.microbatch] += 1
@@ -75,7 +75,7 @@ class Holdings:
             bucket.replays.add(event.microbatch)
 
     def roll_back(self, event: RollBack) -> None:
-        """A gradient was taken out of its bucket again."""
+        """Note that a gradient was taken out of its bucket again."""
         bucket = self._buckets.get(event.bucket)
         if bucket is None:
             # A bucket of a round that is over, or of a state that was given up, counts nowhere any more.
@@ -90,7 +90,7 @@ class Holdings:
         bucket.replays.discard(event.microbatch)
 
     def acknowledge(self, microbatch: int) -> None:
-        """A microbatch counts from now on."""
+        """Note that a microbatch counts from now on."""
         for bucket in self._buckets.values():
             if bucket.counts[microbatch] > 0:
                 bucket.acked.add(microbatch)
@@ -98,7 +98,7 @@ class Holdings:
         self._report("acknowledged, and is in no bucket", [microbatch])
 
     def step(self, event: Step) -> None:
-        """An inner step was taken with a bucket."""
+        """Note that an inner step was taken with a bucket."""
         bucket = self._buckets.pop(event.bucket, _Bucket())
         if tentative := bucket.ids - bucket.acked:
             self._report("stepped with before it was acknowledged", tentative)
@@ -112,7 +112,7 @@ class Holdings:
         self._steps.append(_Step(self._num_steps, +bucket.counts, bucket.samples))
 
     def close(self, event: Close) -> Closing:
-        """A contribution was frozen as things are now."""
+        """Recompute a contribution that is frozen now, and check what the event says of it."""
         if self._is_synchronous:
             buckets = self._buckets.values()
             counts, samples = _sum(+bucket.counts for bucket in buckets), sum(bucket.samples for bucket in buckets)
@@ -134,7 +134,7 @@ class Holdings:
         return Closing(event.round, event.fragment, counts, replays, round_samples, self._num_steps)
 
     def commit(self, event: Commit, closing: Closing | None, *, is_member: bool) -> None:
-        """A round was committed: what it took counts towards no later one, and neither does what was learnt in vain.
+        """Note that a round was committed: what it took, or what was lost at its end, counts towards no later round.
 
         Args:
             closing: the contribution that the process closed last in this round.
@@ -144,11 +144,11 @@ class Holdings:
             self._buckets.clear()
             return
         if event.carried and not is_member:
-            # Nothing of its own is in the result: it goes on with all that it has learnt.
+            # Nothing of this process is in the result: it goes on with all that it has learnt.
             self._check_carried(event.carried)
             return
         fragment = event.round % len(self._bases)
-        # What came after the last closing is carried over, or lost together with what came before it.
+        # Steps after the last closing are carried over, or are lost together with those before it.
         last = closing.last_step if closing is not None else self._num_steps
         after = sum(step.samples for step in self._steps if step.number > last)
         if event.carried not in (0, after):
@@ -158,7 +158,7 @@ class Holdings:
         self._steps = [step for step in self._steps if step.number > min(self._bases)]
 
     def install(self, carried: int) -> None:
-        """A state became the process's as a whole, of which this many samples count towards the round."""
+        """Note that the process installed a whole state, and that `carried` of its samples count towards the round."""
         self._buckets.clear()
         if carried:
             self._check_carried(carried)

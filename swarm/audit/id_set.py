@@ -1,4 +1,4 @@
-"""A set of microbatch ids that are nearly consecutive, kept as ranges: its size follows the gaps, not the ids.
+"""A set of microbatch ids that are nearly consecutive, kept as ranges: its size depends on the gaps, not on the ids.
 
 Used by the audit, where a set may hold all microbatches of a run of weeks.
 """
@@ -29,17 +29,17 @@ class IdSet:
         return zip(self._starts, self._ends, strict=True)
 
     def copy(self) -> "IdSet":
-        """Another set of the same ids."""
+        """Make another set of the same ids."""
         same = IdSet()
         same._starts, same._ends = self._starts.copy(), self._ends.copy()
         return same
 
     def add(self, index: int) -> None:
-        """One more id."""
+        """Add an id."""
         self.add_range(index, index + 1)
 
     def add_range(self, start: int, end: int) -> None:
-        """All ids from `start` to just before `end`."""
+        """Add all ids from `start` to just before `end`."""
         low = bisect_right(self._ends, start - 1)
         high = bisect_right(self._starts, end)
         if low < high:
@@ -47,7 +47,7 @@ class IdSet:
         self._starts[low:high], self._ends[low:high] = [start], [end]
 
     def update(self, other: "IdSet") -> None:
-        """All ids of another set."""
+        """Add all ids of another set."""
         for start, end in other.ranges():
             self.add_range(start, end)
 

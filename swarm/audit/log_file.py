@@ -1,7 +1,7 @@
 """Reading one process's event log, line by line.
 
-Used by audit/audit. A last line that a kill or a full disk cut short is passed over, wherever a later process went on
-behind it; anything else that is no event is an error with the line's number. Keeps nothing in memory.
+Used by audit/audit. A line that a kill or a full disk cut short is passed over, at the end of the file or where a later
+process went on after it; anything else that is no event is an error with the line's number. Keeps nothing in memory.
 """
 
 from collections.abc import Iterator
@@ -31,11 +31,11 @@ class Line:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The events of a file; none if it holds nothing but one unfinished line.
+    """Read the events of a file; there are none if it holds nothing but one unfinished line.
 
     Raises:
         ValueError: the file is no event log, or is broken; the message is one line.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     broken: str | None = None
     started, text = False, b""

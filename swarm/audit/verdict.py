@@ -1,7 +1,7 @@
 """What a run's committed rounds prove or refute, taken together: the last step of an audit.
 
     exactly once    synchronous: a committed round holds all its microbatches, at every stage, and no stage is ahead
-    at most once    no microbatch is in two rounds of one branch; with DiLoCo, which share is in none
+    at most once    no microbatch is in two rounds of one branch; with DiLoCo the report tells which share is in none
 
 Called by audit/audit once all files are read.
 """
@@ -49,7 +49,8 @@ class Report:
     replayed: int
     rolled_back: int
     lost_share: float
-    """Share of what was acknowledged, mean over the stages; what living peers held in the end is not lost."""
+    """The share of acknowledged microbatches that are lost, mean over the stages. What living peers held in the end is not
+    lost."""
     digests_compared: int
     digests_differing: int
     stages: tuple[StageReport, ...]
@@ -62,7 +63,7 @@ class Report:
         return not self.num_violations
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+        """The report as a JSON object."""
         return asdict(self) | {"proven": self.proven}
 
 
@@ -110,7 +111,7 @@ def _acknowledged(rounds: CommittedRounds) -> IdSet:
 
 
 def _check_all_seen(start: Start, seen: Set[int], findings: Findings) -> None:
-    """Where no file tells of a stage or of the trainers, nothing can be refuted, and nothing is proven either."""
+    """Note if no file tells of a stage or of the trainers: then nothing is refuted, but nothing is proven either."""
     if TRAINER_STAGE not in seen:
         findings.violation("no file of any was given, so nothing tells what they acknowledged", stage=TRAINER_STAGE)
     for stage in range(start.num_stages):
@@ -150,7 +151,7 @@ def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -
 
 
 def _main_branch(stage: int, start: Start, rounds: CommittedRounds, findings: Findings) -> list[CommittedRound]:
-    """The branch of a stage that has come farthest. What counts twice on any branch is found on the way."""
+    """Find the branch of a stage that has come farthest, and note what counts twice on any branch."""
     children: dict[str, list[CommittedRound]] = defaultdict(list)
     for (at, _), round_ in rounds.rounds.items():
         if at == stage:
@@ -164,7 +165,7 @@ def _main_branch(stage: int, start: Start, rounds: CommittedRounds, findings: Fi
             for round_ in children[root]:
                 round_.violation(findings, "follows from a state of which no file tells how it came about")
         for samples, branch in _branches(root, children, start, findings):
-            # A stage that had lost all its peers begins again at the present round, with fewer samples.
+            # Rounds decide: a stage that had lost all its peers begins again at the present one, with fewer samples.
             if (reached_round := (branch[-1].number + 1, samples)) > most:
                 most, best = reached_round, branch
     return best

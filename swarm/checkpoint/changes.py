@@ -16,11 +16,11 @@ Difference = tuple[Any, Any]
 _FREE_SECTIONS = ("stages", "optimizer", "outer", "averaging", "wire")
 _FREE_FIELDS = (
     "owner",
-    # These change how gradients come about, and neither the parameters nor what is known of them.
+    # These change how gradients are computed, but neither the parameters nor what optimizers remember of them.
     "model.dropout",
     "model.autocast",
     "model.gradient_checkpointing",
-    # They are for what is written with the model. Earlier releases did not have them.
+    # These matter only to texts that the model writes. Earlier releases did not have them.
     "model.bos_token_id",
     "model.eos_token_ids",
     "model.pad_token_id",
@@ -36,12 +36,12 @@ _NO_CHANGE = (
     "data.tokenizer_identity",
     "data.tokenizer_files",
 )
-"""They say where the text and the tokenizer lie, and `data.digest` is over the contents of both. Earlier releases did
-not write all of them."""
+"""No change of these matters: they say where the text and the tokenizer lie, and `data.digest` is over the contents of
+both. Earlier releases did not write all of them."""
 
 
 def forbidden(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    """The differences that make it the checkpoint of another run, by field."""
+    """The differences that make the checkpoint one of another run, by field."""
     return {name: pair for name, pair in _differences(checkpoint, run).items() if not _is_free(name, run)}
 
 
@@ -51,7 +51,7 @@ def allowed(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
 
 
 def _differences(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    # What was left out of [outer] counts as what it means in that run: earlier releases wrote it so.
+    # Whatever [outer] leaves out counts with the value that it stands for: earlier releases wrote these values.
     differing = configs.differences(*(dataclasses.replace(each, outer=each.outer_step) for each in (checkpoint, run)))
     return {name: pair for name, pair in differing.items() if name not in _NO_CHANGE}
 
@@ -60,6 +60,6 @@ def _is_free(name: str, run: RunConfig) -> bool:
     if name in _DILOCO_FIELDS:
         return not run.rounds.synchronous
     if "parallel" in run.model.types_of_blocks and name.startswith("stages."):
-        # The shards of such blocks meet at the ends of stages: cut elsewhere it is another function.
+        # The shards of such blocks meet at the ends of stages, so the model is another function if it is cut elsewhere.
         return False
     return name in _FREE_FIELDS or name.partition(".")[0] in _FREE_SECTIONS

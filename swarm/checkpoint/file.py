@@ -35,7 +35,7 @@ TEXT = "data.digest"
 SET_ASIDE = ".set-aside"
 """Added to the name of a checkpoint that the run has no use for as it goes on, but its owner may have."""
 ABANDONED_SECONDS = 3600.0
-"""A temporary file that has not changed for so long is not being written any more."""
+"""A temporary file that has not changed for this long is not being written any more."""
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -108,7 +108,7 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
     metadata["sha256"] = _sha256(metadata, whole)
     try:
         tensor_file.write(temporary, whole, metadata)
-        # Before the other one is set aside, so that a power cut in between costs neither.
+        # Before the former file is set aside, so that a power cut in between costs neither of the two.
         sync(temporary)
         if lineage(path) not in ("", header.lineage):
             logger.warning("%s is of another branch of the run: it is kept, as %s", path, set_aside(path).name)
@@ -133,7 +133,7 @@ def remove_unfinished(folder: Path, owner: str) -> None:
 
 
 class OfAnotherRun(IntegrityError):
-    """A sound file that does not belong here, as those beside it may not."""
+    """A sound file of another run; those beside it may be of that run as well."""
 
 
 def read_header(path: Path, config: RunConfig) -> Header:

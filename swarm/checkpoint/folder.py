@@ -1,7 +1,7 @@
 """A folder of checkpoints, and the state of a stage put together from it, under the same cut or another one.
 
-Used by peers/stage_peer when it starts. The newest round that is sound is taken, and files that are not sound are named
-in the log, of those of another run one. Nothing is written.
+Used by peers/stage_peer when it starts. The newest round that is sound is taken. Files that are not sound are named in
+the log, but of those of another run only the first. Nothing is written.
 """
 
 import hashlib

@@ -26,13 +26,13 @@ DEFAULT_EVERY = 10
 
 
 class CheckpointWriter:
-    """One stage peer's folder, from its side. Several peers may have the same one."""
+    """Writes the checkpoints of one stage peer into its folder. Several peers may have the same folder."""
 
     def __init__(self, folder: Path, *, every: int, keep: int, owner: str) -> None:
         """
         Args:
             every: rounds from one checkpoint to the next.
-            keep: how many of these stay.
+            keep: how many checkpoints stay.
             owner: as for file.write. What its last process left unfinished is removed.
 
         Raises:
@@ -66,7 +66,7 @@ class CheckpointWriter:
         return True
 
     def newest_round(self, stage: int) -> int:
-        """The newest round of which this peer has written a checkpoint of a stage; 0 if there is none."""
+        """The newest round at which this peer wrote a checkpoint of a stage; 0 if there is none."""
         return self._newest.get(stage, 0)
 
     async def write(self, header: Header, tensors: Tensors) -> bool:
@@ -99,14 +99,14 @@ class CheckpointWriter:
         return True
 
     def _foreign(self, header: Header) -> str:
-        """Says which checkpoint here is of another run, which would be taken for an old one of this run and deleted."""
+        """Say which checkpoint here, if any, is of another run: as an old one of this run it would be deleted."""
         for name in self._former:
             if difference := file.difference(self.folder / str(name), header.config):
                 return f"{name} in {self.folder} is of another run ({difference}); give --checkpoint another folder"
         return ""
 
     def went_back(self, config: RunConfig, round_number: int, *, stage: int | None = None) -> None:
-        """The run goes on from this round: set aside the checkpoints of later rounds, of one stage or of all.
+        """Set aside checkpoints of later rounds than the one that the run goes on from, of one stage or of all.
 
         Under their old names they would be taken for the newest, or be mixed with those still to come. Checkpoints of
         another run are left alone.
@@ -122,9 +122,10 @@ class CheckpointWriter:
             file.set_aside(path)
 
     def _tidy(self, config: RunConfig, written: FileName) -> None:
-        """Delete all but the newest few, and of those that a leaving peer wrote in between, all but the newest one.
+        """Delete all but the newest few; of those that a leaving peer wrote in between, keep only the newest one.
 
-        Of those that were here before, as many may stay: perhaps `every` was another number then.
+        Of those in between that were here before this peer started, `keep` may stay, in case `every` was another
+        number then.
         """
         self.went_back(config, written.round, stage=written.stage)
         cut = (written.stage, written.num_stages)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_SOURCES = 4
 """Peers that are asked, and send, at the same time."""
 PATIENCE_SECONDS = 3600.0
-"""How long a peer is waited for that serves others first."""
+"""How long a fetch waits for a peer that serves others first."""
 LONGEST_RETRY_SECONDS = 5.0
 
 
@@ -33,7 +33,7 @@ class Piece:
     """One thing to fetch.
 
     Attributes:
-        keep: is handed it, once it is here and checked.
+        keep: is handed the bytes, once they are here and checked.
     """
 
     sha256: str
@@ -42,7 +42,7 @@ class Piece:
 
 
 class Fetcher:
-    """One process's downloads of one kind, and what it has learnt of those that it asked."""
+    """One process's downloads of one kind, and what it has learnt about the peers that it asked."""
 
     def __init__(
         self, line: Line, kind: Kind, donors: Callable[[], Sequence[PeerRecord]], clock: Clock, rng: random.Random
@@ -50,7 +50,7 @@ class Fetcher:
         """
         Args:
             donors: gives the peers that may be asked now.
-            rng: orders them; another one at each process, so that not all of them ask the same peer.
+            rng: orders the peers; each process has another one, so that not all processes ask the same peer.
         """
         self._line = line
         self._kind = kind
@@ -63,13 +63,13 @@ class Fetcher:
         """Peers that have sent something, and are asked first."""
 
     async def fetch(self, pieces: Sequence[Piece], arriving: Arriving | None = None) -> None:
-        """Fetch all of them, in any order. Cancelled, or when it fails, it has handed over those that had come.
+        """Fetch all pieces, in any order. If it fails or is cancelled, the pieces that came were handed over already.
 
         Args:
             arriving: is told of each piece that has come.
 
         Raises:
-            PeerUnavailable: there is one that no peer sends.
+            PeerUnavailable: there is a piece that no peer sends.
         """
         missing, donors = Segments(range(len(pieces))), self._ranked()
         async with asyncio.TaskGroup() as workers:

@@ -17,7 +17,7 @@ from swarm.rpc.v1.content_pb2_grpc import ContentServiceStub
 from swarm.types import PeerRecord
 
 SILENCE_SECONDS = 20.0
-"""Longest wait for a peer's next piece: four times as long as it lets one wait for an exchange."""
+"""Longest wait for a peer's next piece: four times as long as the peer holds a piece back for an exchange."""
 
 
 class Kind(StrEnum):
@@ -31,19 +31,19 @@ class Line(Protocol):
     """Calls to other peers."""
 
     async def ask(self, peer: PeerRecord, kind: Kind, sha256: str, *, max_bytes: int) -> bytes:
-        """What has this digest.
+        """Get the content that has this digest.
 
         Raises:
             NotReady: the peer does not have it.
-            Overloaded: it serves others first.
-            IntegrityError, MalformedMessage: what it sent is something else.
-            PeerUnavailable, DeadlineExceeded: it is gone, or was silent.
+            Overloaded: the peer serves others first.
+            IntegrityError, MalformedMessage: the peer sent something else.
+            PeerUnavailable, DeadlineExceeded: the peer is gone, or was silent.
         """
         ...
 
 
 class GrpcLine:
-    """The real one. It uses the connections for bulk transfers."""
+    """Calls over gRPC, on the connections for bulk transfers."""
 
     def __init__(self, run_id: str, channels: ChannelPool, *, own_id: str) -> None:
         self._run_id = run_id
@@ -60,7 +60,7 @@ class GrpcLine:
                 if not 0 < len(piece.data) <= max_bytes - len(content):
                     raise MalformedMessage(f"{peer.peer_id} sends more than {max_bytes} bytes, or nothing")
                 content += piece.data
-        # A thread's, since it takes milliseconds.
+        # In a thread, since it takes milliseconds.
         if (await asyncio.to_thread(hashlib.sha256, content)).hexdigest() != sha256:
             raise IntegrityError(f"what {peer.peer_id} sent does not match its digest")
         return bytes(content)

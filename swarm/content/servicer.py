@@ -25,8 +25,8 @@ from swarm.rpc.wire import CHUNK_BYTES
 logger = logging.getLogger(__name__)
 
 Shelf = Callable[[str], bytes | None]
-"""Reads what has a digest, SHA-256 in hexadecimal; None where it is not here. Blocks. Raises SwarmError, ValueError or
-OSError where it cannot be read."""
+"""Reads the content that has a digest, SHA-256 in hexadecimal; None if it is not here. Blocks. Raises SwarmError,
+ValueError or OSError if it cannot be read."""
 
 MOST_CALLS = 16
 """The most calls that are served at one time; each holds a segment of a tensor in memory, or a file of a tokenizer."""
@@ -56,7 +56,7 @@ class ContentServicer(ContentServiceServicer):
     ) -> None:
         """
         Args:
-            turns: whose turn it is to fetch weights.
+            turns: decide which peer may fetch weights now.
         """
         self._run_id = run_id
         self._shelves = shelves

@@ -14,7 +14,7 @@ from swarm.errors import Fatal
 
 
 async def have(digest: str, folder: Path, fetcher: Fetcher) -> None:
-    """Have a tokenizer's files in a folder: what is not there is fetched. Cancelled, it leaves the folder as it was.
+    """Fetch a tokenizer's files into a folder, unless they are there. If cancelled, it leaves the folder as it was.
 
     Raises:
         PeerUnavailable: no peer that answers has them.
@@ -26,7 +26,7 @@ async def have(digest: str, folder: Path, fetcher: Fetcher) -> None:
     await fetcher.fetch([Piece(sha256=digest, max_bytes=MOST_LIST_BYTES, keep=lists.append)])
     contents: dict[str, bytes] = {}
     for name, sha256 in tokenizer_files.digests_of(lists[0]).items():
-        # One after the other, so that their bound is one for all.
+        # One after the other, so that one bound holds for all files together.
         left = MOST_BYTES - sum(map(len, contents.values()))
         await fetcher.fetch([Piece(sha256=sha256, max_bytes=left, keep=partial(contents.__setitem__, name))])
     try:

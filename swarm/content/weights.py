@@ -1,7 +1,7 @@
 """The weights that a run begins with, as one peer has them: in a model's folder, or fetched from others into a cache.
 
-Used by swarm-peer. What is fetched lies in a folder as an import writes it, part by part, so that a peer which starts
-again, and others that ask this one, find it there. Every byte is checked before it is written.
+Used by swarm-peer. Fetched weights lie in a folder as an import writes them, part by part, so that a peer that starts
+again, and others that ask this one, find them there. Every byte is checked before it is written.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class WeightsCache:
         Args:
             folder: where to keep what is fetched; made if it is not there.
             digest: `model.weights` of the run.
-            waits: are told how far a download is.
+            waits: are told how far a download has come.
             own: the weights of the run folder that the user has named, if any.
             source: the model's folder that the user has named, if any.
         """
@@ -62,7 +62,7 @@ class WeightsCache:
     async def of(self, shapes: Mapping[str, Size]) -> Weights:
         """Where these parameters can be read; those that are not on this machine are fetched first.
 
-        Cancelled, it keeps the parts that are whole, and goes on with them when it is called again.
+        If cancelled, it keeps the parts that are whole, and the next call goes on with them.
 
         Raises:
             PeerUnavailable: no peer that answers has them all.
@@ -77,7 +77,7 @@ class WeightsCache:
                 raise Fatal(f"the weights cannot be kept in {self._folder}: {error.strerror or error}") from None
 
     def content(self, sha256: str) -> bytes | None:
-        """What others ask for; see Weights.content."""
+        """The content that another peer asks for; see Weights.content."""
         found = (place.content(sha256) for place in self._places)
         return next((content for content in found if content is not None), None)
 
@@ -85,7 +85,7 @@ class WeightsCache:
     def _places(self) -> list[Weights]:
         places = [place for place in (self._own, self._kept) if place is not None]
         if self._source is not None and self._kept is not None:
-            # By its index other peers tell whether the user's model is the run's.
+            # With the index, which came from other peers, it shows whether the user's model is the run's.
             places.insert(0, Weights(self._kept.index, self._source.tensors, place=self._source.folder))
         return places
 
@@ -104,7 +104,7 @@ class WeightsCache:
         if shutil.disk_usage(self._folder).free < total:
             raise Fatal(f"no room in {self._folder} for {total / 1e6:.0f} MB of weights")
         if total != self._said_bytes:
-            # It is tried again and again while no peer answers that has them.
+            # Said once only: this is tried again and again until some peer that has them answers.
             logger.info("fetching %.1f MB of the weights that the run begins with from other peers", total / 1e6)
             self._said_bytes = total
         arriving = Arriving("the weights that the run begins with", total)

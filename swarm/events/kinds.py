@@ -1,7 +1,7 @@
 """What a process can put on record: the events of a microbatch, of a round, and of the process itself.
 
-Whatever does these things writes them to an `Events` that it was given. swarm/events/log makes lines of them, which
-swarm/audit reads. They are plain records, which do not change.
+The parts of a process write events of what they do to the `Events` that they were given. swarm/events/log makes lines
+of events, which swarm/audit reads. Events are plain records, which do not change.
 """
 
 import itertools
@@ -34,7 +34,7 @@ class Start(Event):
     """synchronous or diloco."""
     num_stages: int
     num_fragments: int
-    """A stage has so many parts, which are averaged in turn, a round each."""
+    """How many parts a stage has, which are averaged in turn, one in each round."""
     round_microbatches: int
     """Microbatches of a synchronous round."""
     software: str
@@ -47,7 +47,7 @@ class Start(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Gap(Event):
-    """So many events before this one were not written, because the disk was full."""
+    """Events before this one were not written, because the disk was full; `lost` tells how many."""
 
     lost: int
 
@@ -86,14 +86,14 @@ class RollBack(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Ack(Event):
-    """A stage peer counts a microbatch, whose answer was acknowledged; a trainer is about to acknowledge it."""
+    """A stage peer counts a microbatch, the answer of which was acknowledged; or a trainer is about to acknowledge it."""
 
     microbatch: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat(Event):
-    """A microbatch came that is known already."""
+    """A microbatch came that this peer knows already."""
 
     microbatch: int
     state: str
@@ -118,7 +118,7 @@ class Step(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Close(Event):
-    """The contribution to a round was frozen as it is now. A later one takes its place."""
+    """The contribution to a round was frozen as it is now. A later Close takes the place of this one."""
 
     round: int
     samples: int
@@ -168,7 +168,7 @@ class Commit(Event):
     """A result was applied, and the next round began."""
 
     round: int
-    """The one that ended."""
+    """The round that ended."""
     parent: str
     """The lineage before the commit."""
     lineage: str
@@ -189,10 +189,10 @@ class Commit(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class State(Event):
-    """What a commit led to. The digest is computed beside training, so steps of the new round may come first."""
+    """The state that a commit led to. The digest is computed beside training, so steps of the new round may be first."""
 
     round: int
-    """The one that began with it."""
+    """The round that began with this state."""
     lineage: str
     digest: str
     """The digest of anchor and outer state."""
@@ -203,13 +203,13 @@ class Install(Event):
     """A peer took over a whole state. What it had accumulated, and not stepped with, is gone."""
 
     round: int
-    """The one that begins with it."""
+    """The round that begins with this state."""
     lineage: str
     state: str
     source: str
     """initial, checkpoint or download."""
     parent: str | None = None
-    """The lineage that this one continues under another name: that of a checkpoint which entered at a later round."""
+    """The lineage that this one continues under another name: that of a checkpoint that entered at a later round."""
     carried: int = 0
     """Samples that count towards the round, because what was learnt from them was kept and is in no average yet."""
 
@@ -238,7 +238,7 @@ NAMES: dict[str, type[Event]] = {
 
 
 class Events(Protocol):
-    """Where events go. Any thread may write to it."""
+    """Takes events. Any thread may write to it."""
 
     def write(self, event: Event) -> None:
         """Put an event on record. Never raises."""
@@ -253,9 +253,9 @@ class NoEvents:
 
 
 def ranges(microbatches: Iterable[int]) -> str:
-    """A set of ids in short: 0-7 9 12-15."""
+    """Write a set of ids in short: 0-7 9 12-15."""
     words = []
-    # Ids that follow each other are all as far ahead of their places.
+    # Consecutive ids all differ by the same number from their places in the sorted list.
     for _, run in itertools.groupby(enumerate(sorted(microbatches)), key=lambda place: place[1] - place[0]):
         ids = [index for _, index in run]
         words.append(str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}")

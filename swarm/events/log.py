@@ -1,7 +1,7 @@
 """The event log: what a process did, one line of JSON each, in the order in which it did it.
 
 Peers and trainers append to a file of their own (`--events FILE`), and swarm/audit reads the files of a run. A log
-never stops a process: while its disk is full, events are counted, and the log says so later.
+never stops a process: while its disk is full, events are only counted, and later a Gap says how many were lost.
 """
 
 import json
@@ -45,7 +45,7 @@ class EventLog:
 
 
 def boot_id() -> str:
-    """An id of this machine that is another one after every boot. Empty if the machine does not say it."""
+    """An id of this boot of the machine; every boot has another one. Empty if the machine does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,8 +1,8 @@
 """Whether a stage peer takes a microbatch: whether it serves, has memory, and has a slot for its caller.
 
-Used by stage/servicer. How many slots there are and who gets one is in stage/slots, what the peer does when its memory
-runs out in stage/shortage, and which rounds are taken in the setting. Nothing here waits: a caller that was refused
-asks again.
+Used by stage/servicer. stage/slots decides how many slots there are and which caller gets one, stage/shortage what the
+peer does when its memory runs out, and the setting which rounds are taken. Nothing here waits: a caller that was
+refused asks again.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Admission:
             setting.room,
         )
         self._slots: dict[int, Slots] = {}
-        """By Setting.queue_of their microbatches' rounds."""
+        """By what `Setting.queue_of` gives for the rounds of their microbatches."""
         self._shortage = Shortage(context.stage, context.backend.budget)
         self._has_given_up = asyncio.Event()
         self.is_open = False
@@ -62,7 +62,7 @@ class Admission:
         self.is_open = True
 
     def close(self) -> None:
-        """Admit none until `open` is called: the peer is joining or leaving, as it was at first."""
+        """Admit nothing until `open` is called, because the peer is joining or leaving. It is so at first."""
         self.is_open = False
 
     @property
@@ -87,7 +87,7 @@ class Admission:
         return 0 if self._lacks_memory(slots) else slots.grants(has_others=has_others)
 
     def admit(self, microbatch: Microbatch, caller: str = "", *, has_others: bool = False) -> Slot:
-        """Take a slot for a caller's microbatch, unless it had better ask another peer; give it back with `leave`.
+        """Take a slot for a microbatch, unless the caller had better ask another peer; `leave` gives the slot back.
 
         Raises:
             MalformedMessage, Overloaded, NotReady, StaleMicrobatch.
@@ -102,7 +102,7 @@ class Admission:
         slots = self._slots[queue] = self._slots_of(queue)
         if self._lacks_memory(slots):
             raise Overloaded("there is no memory for more", retry_after_seconds=SHORTAGE_RETRY_SECONDS)
-        # One of the next round waits for the end of this one, however little there is to do.
+        # A microbatch of the next round would wait for the end of this one, so it gives an idle peer nothing to do.
         idle = microbatch.round <= self._round.number and self._is_idle
         busy_seconds = (self._records.seconds_per_sample.value or 0.0) * microbatch.num_samples
         slots.take(caller, busy_seconds=busy_seconds, idle=idle, has_others=has_others)
@@ -113,26 +113,26 @@ class Admission:
         self._slots[slot.queue].give_back(slot.caller)
 
     def ran_out_of_memory(self, error: Exception, slot: Slot) -> None:
-        """A microbatch that has this slot failed for want of memory: less is taken, or the peer gives up."""
+        """Note that a microbatch with this slot failed for want of memory: admit fewer from now on, or give up."""
         in_flight = self._slots_of(slot.queue).num_held
         self._shortage.failed(error, num_reductions=slot.num_reductions, in_flight=in_flight)
         if self._shortage.fault is not None:
             self._has_given_up.set()
 
     def had_memory(self) -> None:
-        """A microbatch was computed."""
+        """Note that a microbatch was computed without running out of memory."""
         self._shortage.succeeded()
 
     def _slots_of(self, queue: int) -> Slots:
         return self._slots.get(queue) or Slots(self._count, self._context.clock)
 
     def _lacks_memory(self, slots: Slots) -> bool:
-        """Whether memory ran out with no more microbatches than there are now."""
+        """Whether there are as many microbatches now as memory is known to suffice for."""
         return slots.num_held >= self._shortage.most_in_flight
 
     @property
     def _is_idle(self) -> bool:
-        """Whether more microbatches would have the peer do more: they would wait for nothing here, and fit."""
+        """Whether one more microbatch would give the peer more to do, because it need not wait and fits in memory."""
         hop = self._context.hop
         return not (
             not self._count.lacks_work

@@ -27,7 +27,7 @@ class Anchors:
         self._by_round: dict[int, Tensors] = {}
 
     def begin(self, round_number: int, weights: Tensors) -> None:
-        """A round begins with these weights."""
+        """Keep the weights with which a round begins."""
         self._by_round[round_number] = moved(weights, self._device)
         for number in sorted(self._by_round)[:-KEPT_ANCHORS]:
             del self._by_round[number]
@@ -37,10 +37,10 @@ class Anchors:
         return self._by_round.get(round_number)
 
     def clear(self) -> None:
-        """Forget all of them: another state takes their place."""
+        """Forget all anchors, because another state takes their place."""
         self._by_round.clear()
 
 
 def moved(tensors: Tensors, device: torch.device) -> Tensors:
-    """The tensors on a device; those that are there already are no copies."""
+    """The tensors on a device; those that are there already are not copied."""
     return {name: value if value.device == device else value.detach().to(device) for name, value in tensors.items()}

@@ -3,9 +3,9 @@
 Runs on the compute thread only; called by stage/computation. Knows nothing of the network, of queues or of
 which call asked. Backward uses the weights that forward used, whatever steps came between.
 
-A GPU goes on while this thread prepares what comes next. For each microbatch the thread waits for it once, before a
-gradient is added to the sum; at the last stage a second time, to see the loss; and in stage/staging so that it is not
-too far ahead. Every other check is made on the CPU, of what came from there.
+A GPU goes on while this thread prepares what comes next. For each microbatch the thread waits for the GPU once, before
+a gradient is added to the sum; at the last stage a second time, to see the loss; and in stage/staging so as not to get
+too far ahead of it. Every other check is made on the CPU, before tensors go to the GPU.
 
 Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that travel, V vocabulary.
 """
@@ -94,7 +94,7 @@ class StageBackend:
         """Compute the stage's output, keeping the graph if the budget allows.
 
         Args:
-            has_backward: whether a backward will follow, or `release`; otherwise nothing is kept for one.
+            has_backward: whether `backward` or `release` will follow; if not, nothing is kept for them.
 
         Raises:
             MalformedMessage: the inputs hold numbers out of range, or an unknown token.
@@ -111,7 +111,7 @@ class StageBackend:
             with torch.no_grad():
                 outputs = self._apply(forward, self._inputs.hidden_or_tokens(wire_inputs))
         forward.wire_hidden = self._boundary.encode(outputs, self.staging)
-        # Last: what fails before is not released.
+        # These come last, because no caller releases a forward that failed.
         if keeps_graph:
             forward._outputs = outputs
             self.budget.keep()
@@ -122,7 +122,7 @@ class StageBackend:
     def backward(
         self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None
     ) -> tuple[Download | None, Accumulated | None]:
-        """The gradient of the stage's input (None at stage 0); if wanted, that of the weights into the open bucket.
+        """Compute the gradient of the stage's input (None at stage 0); if wanted, add the weights' to the open bucket.
 
         The forward is released, whatever happens.
 
@@ -130,7 +130,7 @@ class StageBackend:
             only_at: the stage that lacks the microbatch, for the record, if it is a replay.
 
         Raises:
-            MalformedMessage: the gradient is none, or the weights would get one that is not finite.
+            MalformedMessage: the gradient cannot be decoded, or that of the weights is not finite.
         """
         try:
             if forward._outputs is None:
@@ -152,9 +152,9 @@ class StageBackend:
         accumulate: bool,
         only_at: int | None = None,
     ) -> tuple[float, Download | None, Accumulated | None]:
-        """The last stage: forward, loss and backward at once. Gives the mean loss in nats per target as well.
+        """Compute forward, loss and backward of the last stage at once. Gives the mean loss in nats per target as well.
 
-        The gradients are those of the sum over the targets. Without any they are 0, and so is the loss.
+        The gradients are those of the sum over the targets. Without any target they are 0, and so is the loss.
 
         Raises:
             MalformedMessage: inputs out of range, or a loss or gradient that is not finite.
@@ -169,7 +169,7 @@ class StageBackend:
             forward._inputs, loss = self._graph(forward)
             forward._outputs = loss
             self.budget.keep()
-            # Waits for the device: nothing may come of a loss that is not finite. It is read once.
+            # Waits for the device, but only once: a loss that is not finite must have no effect.
             loss_on_cpu = loss.detach().cpu() / max(1, samples.amount(wire_inputs).targets)
             require_in_range("loss", loss_on_cpu)
             gradient, accumulated = self._collect(forward, loss, None, accumulate=accumulate, only_at=only_at)
@@ -178,7 +178,7 @@ class StageBackend:
             self.release(forward)
 
     def release(self, forward: Forward) -> None:
-        """Forget a forward's graph and version; for one whose gradient will never come, too."""
+        """Forget a forward's graph and version, after its backward or because its gradient will never come."""
         if forward._outputs is not None:
             self.budget.let_go()
         forward._inputs = forward._outputs = None
@@ -188,7 +188,7 @@ class StageBackend:
     # -- what became of an accumulated gradient ------------------------------------------------------------------
 
     def settle(self, accumulated: Accumulated) -> None:
-        """The microbatch was acknowledged: it stays, and steps need not wait for it."""
+        """Note that a gradient is tentative no longer: it stays or was taken out, and no step need wait for it."""
         if not accumulated.settled:
             accumulated.settled = True
             accumulated.bucket.settled(accumulated.source)
@@ -197,7 +197,8 @@ class StageBackend:
     def roll_back(self, all_accumulated: Sequence[Accumulated]) -> None:
         """Take gradients out of the sum.
 
-        Computed again and subtracted; or what stays is, and added to an empty sum, where that is less.
+        Each is computed again and subtracted. If fewer stay than leave, those that stay are computed again instead, and
+        added to an empty sum.
         """
         leaving: dict[GradientBucket, dict[Source, None]] = {}
         for accumulated in all_accumulated:
@@ -215,7 +216,7 @@ class StageBackend:
     def _take_out(self, bucket: GradientBucket, leaving: Set[Source]) -> None:
         staying = [source for source in bucket.sources if source not in leaving]
         left, kept = (sum((source.amount for source in some), start=NOTHING) for some in (leaving, staying))
-        # With DiLoCo `sources` is empty: what stays is not known, and nothing is summed anew unless all leaves.
+        # With DiLoCo `sources` is empty, so what stays is not known: a sum is made anew only if nothing stays.
         if len(staying) < len(leaving) and left + kept == bucket.amount:
             bucket.clear(kept)
             for source in staying:
@@ -237,7 +238,7 @@ class StageBackend:
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, wire_inputs: WireInputs, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Forward without dropout on given weights, an anchor's as a rule.
+        """Compute a forward without dropout, with the given weights: as a rule an anchor.
 
         Args:
             parameters: on the stage's device.
@@ -300,7 +301,7 @@ class StageBackend:
         answer = self._boundary.encode(gradients[0], self.staging) if inputs else None
         if not accumulate:
             return answer, None
-        # Waits for the device: what is in the sum cannot be taken out again if it is not finite.
+        # Waits for the device, because a gradient that is not finite could not be taken out of the sum again.
         if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
             raise MalformedMessage("the gradient of the weights is not finite")
         source = Source(

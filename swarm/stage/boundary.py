@@ -2,7 +2,7 @@
 
 Called by stage/backend on the compute thread. Floating-point types are converted, and fp16 scaled, where the stage
 computes; blocks are made and read on the CPU. Encoding rounds the same way every time: a microbatch that is computed
-again with the same weights gives the same bytes, and the same bytes give the same numbers. Never talks to anyone.
+again with the same weights gives the same bytes, and the same bytes give the same numbers. Never uses the network.
 
 Shapes: B samples of a microbatch, T tokens, R numbers a token that travel, N all numbers of a tensor.
 """
@@ -27,13 +27,13 @@ _FP16 = ScaledHalf()
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """A run's way to hand on hidden states and gradients: `width` numbers a token, as `encoding` has them."""
+    """How the stages of a run hand on hidden states and gradients: `width` numbers a token, encoded as `encoding`."""
 
     encoding: str
     width: int
 
     def spec(self, num_samples: int, length: int) -> TensorSpec:
-        """What travels: a tensor of the encoding's type, with fp16 a row of numbers, and bytes with a codec."""
+        """The tensor that travels: of the encoding's type, but with fp16 a row of numbers, and with a codec bytes."""
         num_numbers = num_samples * length * self.width
         if self.encoding == _FP16.name:
             return TensorSpec(shape=(_FP16.num_elements(num_numbers),), encoding=self.encoding)
@@ -42,7 +42,7 @@ class Boundary:
         return TensorSpec(shape=(num_samples, length, self.width), encoding=self.encoding)
 
     def encode(self, tensor_BTR: torch.Tensor, staging: Staging) -> Download:
-        """What travels of a tensor, on its way to the CPU. Float32 on the CPU is not copied."""
+        """Encode a tensor, and begin to bring it to the CPU. Float32 on the CPU is not copied."""
         if self.encoding == _FP16.name:
             return staging.download(_FP16.encode(tensor_BTR))
         if self.encoding in DTYPES:
@@ -53,10 +53,10 @@ class Boundary:
         return torch.frombuffer(simple_codec(self.encoding).encode(tensor_BTR.reshape(-1)), dtype=torch.uint8)
 
     def decode(self, wire: torch.Tensor, num_samples: int, length: int, staging: Staging) -> torch.Tensor:
-        """What `encode` gave, as float32 (B, T, R) on the device.
+        """Decode what `encode` gave, to float32 (B, T, R) on the device.
 
         Raises:
-            MalformedMessage: what nothing encodes to.
+            MalformedMessage: `wire` is the encoding of no tensor.
         """
         shape = (num_samples, length, self.width)
         if self.encoding == _FP16.name:

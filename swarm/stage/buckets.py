@@ -26,7 +26,7 @@ class Version:
     Attributes:
         number: counts the versions of this peer, from 0.
         users: unfinished microbatches that may still need it.
-        casts: with autocast, what products of matrices take instead of some parameters: made once, for all of them.
+        casts: with autocast, copies of some parameters that all matrix products use in their place; made once.
     """
 
     parameters: Tensors
@@ -35,11 +35,11 @@ class Version:
     casts: Tensors = field(default_factory=dict)
 
     def taken(self) -> None:
-        """One more microbatch may need this version."""
+        """Note that one more microbatch may need this version."""
         self.users += 1
 
     def left(self) -> None:
-        """One microbatch needs this version no longer."""
+        """Note that a microbatch needs this version no longer."""
         self.users -= 1
 
 
@@ -68,13 +68,13 @@ class Versions:
         """Make a version of the masters as they are; the one before stays for the microbatches that use it.
 
         Args:
-            copies: of some masters, to which nobody writes: those on the same device are taken.
+            copies: copies of some masters, which nothing writes to; those on the masters' device are used as they are.
         """
         self._old.add(self.newest)
         self.newest = self._make(copies or {})
 
     def restart(self) -> None:
-        """Make a version of the masters as they are; those before count no more."""
+        """Make a version of the masters as they are; earlier versions no longer count as old ones in use."""
         self._old.clear()
         self.newest = self._make({})
 
@@ -92,7 +92,7 @@ class Source:
 
     Attributes:
         wire_inputs: what the stage received, CPU.
-        wire_gradient: of its output, likewise; None at the last stage.
+        wire_gradient: the gradient of the stage's output, as received; None at the last stage.
         version: the weights that were used.
     """
 
@@ -111,8 +111,9 @@ class GradientBucket:
         number: counted from 0 at each peer.
         sums: for each parameter the sum over the targets.
         amount: what is in the sum.
-        num_tentative: microbatches in the sum that nobody has acknowledged yet; no step while there are any.
-        sources: where what is in the sum came from, in the order of its coming; kept in the synchronous setting alone.
+        num_tentative: microbatches in the sum that are not acknowledged yet; while there are any, no step is taken.
+        sources: the sources of the gradients in the sum, in the order in which these came; kept in the synchronous
+            setting alone.
         versions: how many microbatches in the sum were computed with each version, by its number.
     """
 
@@ -129,10 +130,10 @@ class GradientBucket:
         return self.amount.samples
 
     def add(self, gradients: Iterable[torch.Tensor], amount: Amount, *, is_counted: bool = False) -> None:
-        """Add the sum of the gradients of so many targets, in the order of `sums`.
+        """Add gradients, summed over the targets of `amount`, in the order of `sums`.
 
         Args:
-            is_counted: `amount` of this bucket has them already.
+            is_counted: whether this bucket's own `amount` includes them already.
         """
         torch._foreach_add_(list(self.sums.values()), list(gradients))
         if not is_counted:
@@ -151,23 +152,23 @@ class GradientBucket:
         source.version.taken()
 
     def settled(self, source: Source) -> None:
-        """A gradient is tentative no longer: it stays, or it was taken out."""
+        """Note that a gradient is tentative no longer, because it stays or was taken out."""
         self.num_tentative -= 1
         source.version.left()
 
     def withdrawn(self, source: Source) -> None:
-        """A gradient was taken out of the sum."""
+        """Note that a gradient was taken out of the sum."""
         self.versions[source.version.number] -= 1
         self.sources.pop(source, None)
 
     def clear(self, amount: Amount = NOTHING) -> None:
-        """Take all gradients out; so much is about to be added again, and counted as if it were there."""
+        """Take all gradients out. `amount` of them will be added again, and counts as if they were there already."""
         torch._foreach_zero_(list(self.sums.values()))
         self.amount = amount
 
     @property
     def scale(self) -> float:
-        """What the sums are to be multiplied by to be means."""
+        """The factor that turns the sums into means."""
         return 1.0 / max(1, self.amount.targets)
 
     def mean(self) -> Tensors:
@@ -179,7 +180,7 @@ class Buckets:
     """The buckets of a stage that no step has emptied yet, oldest first.
 
     Args:
-        new: gives sums to fill, of any values.
+        new: gives tensors for the sums; their values do not matter.
         batch_samples: samples of one batch, at which a bucket is full; None: a bucket is never full (synchronous).
     """
 
@@ -190,9 +191,9 @@ class Buckets:
         self._buckets: list[GradientBucket] = []
 
     def open(self) -> GradientBucket:
-        """The one that a gradient goes into: the first that is not full, or a new one.
+        """Give the bucket that the next gradient goes into: the first that is not full, or a new one.
 
-        That may be an older one, of which a gradient was taken out again.
+        The first may be older than others, if a gradient was taken out of it again.
         """
         for bucket in self._buckets:
             if not self._is_full(bucket):
@@ -206,7 +207,7 @@ class Buckets:
         return [bucket for bucket in self._buckets if self._is_full(bucket) and not bucket.num_tentative]
 
     def remove(self, bucket: GradientBucket) -> None:
-        """A step is about to be taken with this one."""
+        """Remove a bucket with which a step is about to be taken."""
         self._buckets.remove(bucket)
 
     def clear(self) -> None:
@@ -223,8 +224,8 @@ class Buckets:
         """The samples in full buckets and in the one that the next gradient goes into. May be asked from another
         thread.
 
-        What waits for a step waits for these. Later buckets that are not full are left out: no step can empty them
-        before more gradients have come, the first of which go into an older bucket.
+        Forwards that wait for a step wait until these are used. Later buckets that are not full are left out: no step
+        can empty them before more gradients have come, the first of which go into an older bucket.
         """
         buckets = tuple(self._buckets)
         following = next((bucket for bucket in buckets if not self._is_full(bucket)), None)

@@ -2,8 +2,8 @@
 
     forward -> hop to the next stage -> backward -> (tentative) -> acknowledged | undone
 
-It belongs to the stage, not to the call that asked for it: a call that dies leaves it running, so that a retry can
-join. Begun by stage/stage, ended by stage/endings, watched by stage/servicer.
+A computation belongs to the stage, not to the call that asked for it: it goes on when that call dies, so that a retry
+can join it. Begun by stage/stage, ended by stage/endings, watched by stage/servicer.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ class Order:
     Attributes:
         wire_inputs: what the stage received, on the CPU.
         accumulate: whether the gradient joins this stage's sum.
-        answers_gradient: whether the stage before wants the gradient of its output. What is accumulated has it in any
-            case: another replay may want it.
+        answers_gradient: whether the stage before wants the gradient of its output. With `accumulate` that is computed
+            in any case, because another replay may want it.
         age: its age at the compute thread; smaller is older.
         hints: which peers of later stages know the microbatch already.
         adopts: a computation of the same microbatch, accumulated earlier with other activations, that stands or falls
@@ -70,7 +70,7 @@ class Order:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a gradient is needed from here; of a replay for a later stage it is not."""
+        """Whether this stage has to run a backward; in a replay for a later stage it has not."""
         return self.accumulate or self.answers_gradient
 
 
@@ -79,7 +79,7 @@ class Computation(Watched):
 
     Args:
         turn: is entered before the forward, and left once the gradient is in the sum or will never be.
-        on_accumulated: called once the gradient is there.
+        on_accumulated: called once the gradient is in the sum.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Computation(Watched):
 
     @property
     def microbatch(self) -> Microbatch:
-        """The one that is computed."""
+        """The microbatch that is computed."""
         return self.order.microbatch
 
     @property
@@ -131,7 +131,7 @@ class Computation(Watched):
 
     @property
     def has_forward(self) -> bool:
-        """Whether a forward is computed for it; if not, an earlier one serves."""
+        """Whether it computes a forward; if not, the result of an earlier one is used."""
         return self._earlier_answer() is None and self._earlier_hidden() is None
 
     @property
@@ -145,7 +145,7 @@ class Computation(Watched):
         return self._error is not None
 
     def result(self) -> Result:
-        """The answer; raises what went wrong. Only once `done`."""
+        """The answer. Raises the error that ended the computation. Only once `done`."""
         if self._error is not None:
             raise self._error
         assert self._result is not None, "asked for a result before there is one"
@@ -158,7 +158,7 @@ class Computation(Watched):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     async def settle(self, *, keep_answer: bool) -> None:
-        """The gradient stays, here; nothing is said downstream.
+        """Note that the gradient stays in the sum. Nothing is sent downstream.
 
         Args:
             keep_answer: keep the answer for a later computation of the same microbatch.
@@ -176,7 +176,7 @@ class Computation(Watched):
             await reply.ack()
 
     def close_downstream(self) -> None:
-        """Give up what downstream did for this computation; whatever another one adopted there stays."""
+        """Have later stages give up what they did for this computation, unless another one has adopted it there."""
         if self._reply is not None:
             self._reply.close()
             self._reply = None
@@ -188,13 +188,13 @@ class Computation(Watched):
         self.close_downstream()
 
     async def stopped(self) -> None:
-        """Return when it has stopped; what it has begun on the compute thread may go on there."""
+        """Wait until it has stopped. A task that it has begun on the compute thread may still run."""
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 
     def give_up(self) -> Accumulated | None:
-        """Give up, once stopped. Runs on the compute thread. Gives what the sum has of this microbatch, which the
-        caller now has to take out."""
+        """Give up, once stopped. Runs on the compute thread. Returns what the sum has of this microbatch, which the
+        caller has to take out."""
         if self._forward is not None:
             self._backend.release(self._forward)
         accumulated, self._accumulated, self._forward = self._accumulated, None, None
@@ -213,14 +213,14 @@ class Computation(Watched):
             self._backend.weights.require_sound()
 
     def _earlier_answer(self) -> Result | None:
-        """What was answered before, unless a stage behind this one lacks the microbatch."""
+        """What an earlier computation answered; None without one, or if a later stage lacks the microbatch."""
         only_at = self.microbatch.accumulate_only_at
         if self.order.earlier is None or only_at is None or only_at > self._backend.stage:
             return None
         return self.order.earlier.result()
 
     def _earlier_hidden(self) -> torch.Tensor | None:
-        """What the next stage got before, unless the forward has to be there for its backward."""
+        """What an earlier computation sent to the next stage; None without one, or if a backward needs a forward."""
         return None if self.order.earlier is None or self.order.has_backward else self.order.earlier._wire_hidden
 
     async def _run_last(self) -> Result:
@@ -279,7 +279,7 @@ class Computation(Watched):
         try:
             self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self.order.hints)
         except MalformedMessage as error:
-            # It was computed here, from inputs that were fine: another peer of this stage may do better.
+            # This peer computed it from sound inputs, so another peer of this stage may do better.
             raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
         self.waiting_stage, self.obstacle = self._backend.stage, None
         gradient, backward_seconds = None, 0.0
@@ -301,10 +301,10 @@ class Computation(Watched):
         )
 
     async def _compute(self, work: Callable[[], _Result], priority: Priority) -> tuple[_Result, float]:
-        """Have the compute thread do `work`, unless its turn comes while nobody wants it; gives the seconds as well.
+        """Have the compute thread do `work` in its turn, once some call wants it; gives the seconds as well.
 
-        After a freeze, or with its trainer, most of what a peer has under way is gone: to compute it would only give
-        it more to take out again.
+        After a freeze, or the death of a trainer, no call wants most of what a peer has under way. If the peer computed
+        that, it would only have more to take out again.
         """
         while True:
             await self.wanted()

@@ -18,10 +18,10 @@ class StageLimits:
     max_in_flight: int
     """Microbatches admitted at once; more if that many do not keep the peer busy, up to `largest_in_flight`."""
     largest_in_flight: int = 0
-    """No more than `max_in_flight` if that is larger."""
+    """The most microbatches admitted at once; or `max_in_flight`, if that is larger."""
     orphan_seconds: float = 2.5
     """How long, at least, an answer whose call died waits for a retry before it is rolled back. Inner steps, and
-    so the round, wait for it; a retry that comes later is merely computed again."""
+    so the round, wait that long too; a retry that comes later is merely computed again."""
     round_wait_seconds: float = 30.0
     """How long a microbatch of the next round waits for this peer to commit the current one."""
 
@@ -32,7 +32,7 @@ class StageContext:
 
     Attributes:
         hop: to the next stage; None at the last one.
-        tasks: hold all that outlives the call that asked for it.
+        tasks: the group of all tasks that outlive the call that asked for them.
     """
 
     config: RunConfig

@@ -1,8 +1,8 @@
-"""The next positions of sessions, computed on the compute thread with the keys and values of those before.
+"""Computes the next positions of sessions on the compute thread, with the keys and values of earlier positions.
 
 Used by stage/session. Single tokens of several sessions that wait there together are computed side by side: a token
 takes as long as reading the weights, and so do several. A longer piece is a task of its own, so that training has its
-turn after it. Nothing of it counts, and no graph is made.
+turn after it. No graph is made, and no gradient comes of it.
 
 Shapes: B sessions, T positions, R numbers a token that travel, V vocabulary.
 """
@@ -64,10 +64,10 @@ class Decoder:
         self._waiting: deque[_Step] = deque()
 
     async def compute(self, computed: Computed, pieces: Sequence[Piece], *, sample: bool) -> Piece | Token | None:
-        """The next positions of a session, which are at least one.
+        """Compute the next positions of a session, at least one.
 
         Returns:
-            What the next stage gets; at the last one the token after them, if it is wanted.
+            What the next stage gets; at the last stage the token after these positions, or None unless `sample`.
 
         Raises:
             MalformedMessage: hidden states hold numbers out of range.
@@ -79,7 +79,7 @@ class Decoder:
             self._runtime.submit(lambda: self._run([step]), priority=Priority.GENERATION)
         else:
             self._waiting.append(step)
-            # The first of these that has its turn computes all that wait.
+            # The first of these tasks to have its turn computes all steps that wait.
             self._runtime.submit(self._run_waiting, priority=Priority.GENERATION)
         return await asyncio.wrap_future(step.future)
 
@@ -103,7 +103,7 @@ class Decoder:
                     step.future.set_exception(error)
 
     def _inputs(self, step: _Step) -> torch.Tensor | None:
-        """What the module takes of a step; None where that cannot be, and its caller is told."""
+        """The module's input for a step. If it cannot be decoded, None, and the step's caller gets the error."""
         if self._is_first:
             return self._staging.upload(torch.tensor([step.tokens]))
         try:
@@ -143,6 +143,6 @@ class Decoder:
 
 
 def session_bytes(config: RunConfig, stage: int, num_positions: int) -> int:
-    """What a session takes at a stage, at most: keys and values in float32, and what it was handed on."""
+    """The most bytes that a session takes at a stage: keys and values in float32, and what it hands on."""
     kept = cache_bytes(config.model, len(layer_ranges(config)[stage]))
     return num_positions * (kept + boundary_of(config).spec(1, 1).num_bytes)

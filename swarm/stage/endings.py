@@ -31,12 +31,12 @@ class Endings:
         self._records = records
         self._undoing: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Task[None]] = set()
-        """For retries, one task for each answer that may get one."""
+        """One task for each answer that waits for a retry."""
         self._has_ended = False
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Gradients were acknowledged, stepped with or taken out: what waits for that goes on."""
+        """Wake what waits for gradients to be acknowledged, stepped with or taken out."""
         self._setting.look()
         self._changed.set()
 
@@ -50,18 +50,18 @@ class Endings:
     # -- acknowledged ------------------------------------------------------------------------------------------------
 
     def acknowledge(self, computation: Computation) -> None:
-        """The answer was acknowledged: the microbatch counts here from now on, and downstream will be told."""
+        """Count a microbatch here from now on, and pass the acknowledgement of its answer on downstream."""
         computation.subscribe(_ACKNOWLEDGED)
         holder = computation.adopts or computation
         holder.subscribe(_ACKNOWLEDGED)
         microbatch, ledger = computation.microbatch, self._records.ledger
         entry = ledger.find(microbatch.index)
-        # It may have been taken out of the round meanwhile, as a double of another member's.
+        # The microbatch may have been taken out of the round meanwhile, because another member counts it too.
         if entry is not None and entry.computation is holder and entry.state is EntryState.TENTATIVE:
             self._setting.acknowledged(microbatch)
             self._records.counters.add("committed")
             self._context.events.write(Ack(microbatch=microbatch.index))
-            if not microbatch.is_replay:  # It takes less.
+            if not microbatch.is_replay:  # A replay takes less.
                 self._records.seconds_per_sample.observe(computation.result().busy_seconds / microbatch.num_samples)
             self._pass_on(self._settle(holder, keep_answer=entry.computation is not None))
         if computation.adopts is not None:
@@ -78,12 +78,12 @@ class Endings:
     # -- abandoned ---------------------------------------------------------------------------------------------------
 
     def abandon(self, computation: Computation, subscriber: object) -> None:
-        """The call that waited for the answer is gone: keep it a while for a retry, if one can use it; then undo it."""
+        """Undo a computation because the call that waited for it is gone; keep it for a while if a retry can use it."""
         if computation.subscriber is subscriber:
             self._context.tasks.create_task(self._expire(computation, computation.orphan()))
 
     def end(self) -> None:
-        """Admit nothing any more: no retry will come, and none is waited for."""
+        """Wait for no retry any more, because this peer admits nothing from now on."""
         self._has_ended = True
         for waiting in self._waiting:
             waiting.cancel()
@@ -126,7 +126,7 @@ class Endings:
         if computations:
             self.discard(*computations)
         if self._undoing:
-            # What was being undone already as well: the ledger knows it no more, and it is still in the sum.
+            # Also those that were being undone before: the ledger has forgotten them, but the sum still has them.
             await asyncio.wait(set(self._undoing))
 
     async def _undo(self, computations: Sequence[Computation]) -> None:
@@ -138,8 +138,8 @@ class Endings:
             given_up = [computation.give_up() for computation in computations]
             backend.roll_back([accumulated for accumulated in given_up if accumulated is not None])
 
-        # After whatever the compute thread is still doing for them: there is only one thread.
+        # This runs after any task of theirs that is still running, because there is only one compute thread.
         await self._context.runtime.control(undo)
-        # The computations' own tasks, which are cancelled, did not hear of a step that failed.
+        # The tasks of these computations are cancelled, so none of them reports a step that failed.
         backend.weights.require_sound()
         self.changed()

@@ -1,7 +1,6 @@
 """Evaluation of held-out text at one stage: a forward without dropout on a round's weights, and on to the next stage.
 
-Used by stage/servicer. Nothing of it counts, and nothing is kept but a round's weights, for as long as a caller holds
-them.
+Used by stage/servicer. No gradient comes of it. Only a round's weights are kept, for as long as a caller holds them.
 """
 
 import asyncio
@@ -48,10 +47,10 @@ class Evaluation:
         self._hop = stage.context.hop
         self._rounds = stage.held_rounds
         self._evaluating = asyncio.Lock()
-        """Held by the one evaluation that is at the compute thread, so that evaluations take no more of it from
-        training."""
+        """Held by the one evaluation that is at the compute thread, so that evaluations take little of the thread's
+        time from training."""
         self._turns: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
-        """One of each caller waits for that, so that the many of one keep no other waiting."""
+        """By caller: of each caller one evaluation waits for `_evaluating`, so a caller with many delays no other."""
 
     # -- a round's weights ---------------------------------------------------------------------------------------------
 
@@ -59,8 +58,8 @@ class Evaluation:
         """Hold a round, here and at the next stages, until this is cancelled.
 
         Raises:
-            RoundMismatch, Overloaded: it cannot be held here.
-            NotReady: it has not begun here, or was held for as long as it may be.
+            RoundMismatch, Overloaded: the round cannot be held here.
+            NotReady: the round has not begun here, or was held for as long as it may be.
             SwarmError: what the next stages raise.
         """
         check_address(request.address, run_id=self._config.run_id, stage=self._backend.stage)
@@ -86,7 +85,7 @@ class Evaluation:
     # -- microbatches --------------------------------------------------------------------------------------------------
 
     async def answer(self, context: Context, incoming: Incoming) -> pb.Evaluated:
-        """Read a request and compute, here and at the next stages; gives the answer. Cancellation stops all of them.
+        """Read a request, compute it here and at the next stages, and give the answer. Cancellation stops all stages.
 
         Raises:
             MalformedMessage, RoundMismatch, DeadlineExceeded; what the next stages raise.
@@ -136,9 +135,9 @@ class Evaluation:
     ) -> torch.Tensor:
         async with self._turns.setdefault(caller, asyncio.Lock()), self._evaluating:
             output, _ = await self._runtime.run(
-                # The weights not before: what waits must not keep a round's.
+                # The weights are looked up only now, because an evaluation that waits must not keep a round's weights.
                 lambda: self._backend.evaluate(tensors, self._rounds.find(opening.round).on(self._device)),
-                # A forward among the others: behind all of them it would never have its turn at a bottleneck.
+                # It queues among the other forwards: behind all of them it would never have a turn at a bottleneck.
                 priority=Priority.FORWARD,
                 age=self._runtime.next_age(),
             )

@@ -43,12 +43,12 @@ class GenerationServicer(GenerationServiceServicer):
         self._num_tokens = 0
 
     def counters(self) -> stage_pb2.GenerationCounters:
-        """What there is now, and was since the peer started."""
+        """The sessions and rounds that there are now, and the tokens since the peer started."""
         return stage_pb2.GenerationCounters(
             sessions=len(self._places), tokens=self._num_tokens, rounds=len(self._rounds)
         )
 
-    # The generated type knows only iterators; grpc takes a coroutine that reads and writes the context as well.
+    # The generated type knows only iterators, but grpc also takes a coroutine that uses the context to read and write.
     async def Generate(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         caller = SessionCaller(context)
         try:

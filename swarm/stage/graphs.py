@@ -30,12 +30,12 @@ class GraphBudget:
         return (self.num_kept + 1) * self.graph_bytes <= self.limit_bytes
 
     def keep(self, *, recomputed: bool = False) -> None:
-        """Count one more graph that is kept, be there room or not."""
+        """Count one more graph that is kept, even beyond the limit."""
         self.num_kept += 1
         self.num_recomputed += recomputed
 
     def let_go(self) -> None:
-        """A graph is kept no longer."""
+        """Count one graph less."""
         self.num_kept -= 1
 
     def halve(self) -> None:
@@ -43,9 +43,9 @@ class GraphBudget:
         self.limit_bytes = self.num_kept // 2 * self.graph_bytes
 
     def build(self, compute: Callable[[], torch.Tensor], version: Version) -> torch.Tensor:
-        """What `compute` gives with these weights; the first time it is measured what autograd saves for the backward.
+        """Run `compute` with these weights. The first time, measure what autograd saves for the backward.
 
-        The weights are left out of that.
+        The weights themselves are left out of that.
         """
         if self.graph_bytes:
             return compute()
@@ -58,7 +58,7 @@ class GraphBudget:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = compute()
-        # Afterwards: `compute` may have made the casts.
+        # Only now, because `compute` may have made the casts.
         for tensor in (*version.parameters.values(), *version.casts.values()):
             storages.pop(tensor.untyped_storage().data_ptr(), None)
         self.graph_bytes = max(1, sum(storages.values()))
@@ -78,10 +78,10 @@ class _Scalar(torch.autograd.Function):
 
 
 def with_gradient(outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A number whose gradient by `outputs` is `gradient`.
+    """Make a scalar that has `gradient` as its gradient by `outputs`.
 
-    For torch.autograd.grad, which imports sympy, hundreds of modules, when it is given a gradient to begin with: for a
-    second or more a new peer's compute thread would stand still at its first backward.
+    torch.autograd.grad takes such a gradient itself, but then imports sympy, with hundreds of modules: a new peer's
+    compute thread would stand still for a second or more at its first backward.
     """
     scalar: torch.Tensor = _Scalar.apply(outputs, gradient)  # type: ignore[no-untyped-call]  # torch's
     return scalar

@@ -1,8 +1,8 @@
 """Rounds whose weights are held for texts and evaluations, while training goes on to later ones.
 
-Used by stage/generation and stage/evaluation on the event loop. Anchors are never written to, so to hold one is to keep
-it: it takes memory once the stage itself has let go of it. A text's round is held for a while after its last session,
-since a text whose path broke elsewhere comes back.
+Used by stage/generation and stage/evaluation on the event loop. Anchors are never written to, so a held one needs no
+copy: it takes memory only once the stage itself has let go of it. A text's round is held for a while after its last
+session, because a text comes back if its path broke elsewhere.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class HeldRound:
     Attributes:
         anchor: the weights as the stage had them.
         num_users: sessions and evaluations that compute with it, or may have to.
-        wanted_until: it is held so long although nobody uses it, by the loop's clock.
+        wanted_until: until when it is held although nothing uses it, by the loop's clock.
     """
 
     def __init__(self, number: int, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -43,13 +43,13 @@ class HeldRound:
         self._module: StageModule | None = None
 
     def on(self, device: torch.device) -> Tensors:
-        """The weights on a device, where they stay. On the compute thread."""
+        """The weights, brought to a device for good. To be called on the compute thread."""
         if any(value.device != device for value in self._parameters.values()):
             self._parameters = moved(self._parameters, device)
         return self._parameters
 
     def module(self, own: StageModule, device: torch.device) -> StageModule:
-        """The stage's module with these weights, on a device, where it stays. On the compute thread."""
+        """The stage's module with these weights, brought to a device for good. To be called on the compute thread."""
         if self._module is None:
             self._module = with_weights(own, self.on(device))
         return self._module
@@ -61,8 +61,8 @@ class HeldRounds:
     def __init__(self, anchor: Callable[[int], Mapping[str, torch.Tensor] | None], present: Callable[[], int]) -> None:
         """
         Args:
-            anchor: the weights that began a round, if the stage has them.
-            present: the round that it is at.
+            anchor: gives the weights that began a round, if the stage has them.
+            present: gives the round that the stage is at.
         """
         self._anchor = anchor
         self._present = present
@@ -72,9 +72,10 @@ class HeldRounds:
         return len(self._held)
 
     def choose(self, newest: int) -> int:
-        """The round of a new session: that or an earlier one, if a session has that already and it is recent.
+        """Choose the round of a new session: `newest`, or an earlier round that some session uses already.
 
-        Recent is one that every peer of a stage has, whether or not it is held there.
+        The earlier round is chosen if it is the one before, which every peer of a stage still has, held or not; or if
+        no more rounds can be held.
         """
         used = [number for number, held in self._held.items() if held.num_users and number <= newest]
         if used and (max(used) >= newest - 1 or sum(held.num_users > 0 for held in self._held.values()) >= MAX_ROUNDS):
@@ -82,7 +83,7 @@ class HeldRounds:
         return newest
 
     def nearest(self, number: int) -> int:
-        """The round that is nearest to a number, of those whose weights are here.
+        """The round nearest to `number`, of those with weights here.
 
         With DiLoCo stages are rounds apart, and one that is ahead has let go of the round that another one is at.
         """
@@ -98,15 +99,15 @@ class HeldRounds:
         if anchor is None:
             present = self._present()
             raise RoundMismatch(f"round {number} is not kept, this peer is at {present}", peer_round=present)
-        # The stage may have become another state, with another round of this number.
+        # If another round of this number is held, it is of a state that the stage had before.
         return HeldRound(number, anchor)
 
     @contextmanager
     def held(self, number: int, *, linger_seconds: float = LINGER_SECONDS) -> Iterator[HeldRound]:
-        """A round's weights, held inside the block and for a while after it.
+        """Hold a round's weights while the block runs, and for a while after it.
 
         Raises:
-            RoundMismatch: they are not here.
+            RoundMismatch: the weights are not here.
             Overloaded: too many other rounds are held.
         """
         found = self.find(number)

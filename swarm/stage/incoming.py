@@ -20,18 +20,17 @@ FIRST_SECONDS = 10.0
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """A caller that sends tensors more slowly than this, beyond the wait for a message, is cut off: it may hold a slot."""
 DRAIN_SECONDS = 5.0
-"""Longest wait for a refused caller to finish sending, beyond what all of it takes at the slowest rate."""
+"""Longest wait for a refused caller to finish sending, beyond the time for its whole request at the slowest rate."""
 
 Context = Any
-"""grpc.aio.ServicerContext; its type arguments differ between calls."""
+"""Stands for grpc.aio.ServicerContext, which has other type arguments in each call."""
 
 
 def max_kept_bytes(specs: Mapping[str, TensorSpec], max_in_flight: int) -> int:
-    """The most bytes that are kept of one caller's microbatches: so many that slots alone hold back the microbatches of
-    an honest one.
+    """The most bytes that are kept of one caller's microbatches: enough that only slots limit an honest caller.
 
-    A request is kept until it is acknowledged, and its slot is free once it is answered. So to those that have a slot
-    here come those that were answered: as many as may still have one on their way back through the stages before.
+    A request is kept until it is acknowledged, but its slot is free once it is answered. So beside the requests that
+    have a slot here there are answered ones: as many as may still have slots at earlier stages, on their way back.
 
     Args:
         specs: of one request.
@@ -53,13 +52,13 @@ class Incoming:
         self._callers = callers
         self._reader: TensorReader | None = None
         self._expected_bytes = 0
-        """Still to come, of what was announced; negative when more has come."""
+        """The announced bytes that are still to come; negative when more has come."""
         self._kept_bytes = 0
         self._training = False
         self._first: Any = None
         """The first message, while it has chunks to be read."""
         self._due = 0.0
-        """When all that is expected is there at the slowest rate, by the loop's clock."""
+        """When all that is expected will be here, at the slowest rate, by the loop's clock."""
 
     async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
         """The next message, or None at the end of the stream. Raises DeadlineExceeded."""
@@ -72,8 +71,8 @@ class Incoming:
     async def opening(self) -> Any:
         """What the first message opens with; None if it does not. Raises DeadlineExceeded.
 
-        A copy: as a part it would keep the whole message, with the chunks that came along, for as long as it is kept
-        itself. They wait for `tensors`.
+        Gives a copy, because a part would keep alive the whole message, with the chunks that came along. `tensors`
+        reads these.
         """
         message = await self.read(FIRST_SECONDS)
         if message is None or not message.HasField("open"):
@@ -84,10 +83,10 @@ class Incoming:
         return opening
 
     def expect(self, specs: Mapping[str, TensorSpec], *, training: bool) -> None:
-        """The caller has begun to send these tensors. Raises Overloaded if too much is kept for it already.
+        """Note that the caller has begun to send these tensors. Raises Overloaded if too much is kept for it already.
 
         Args:
-            training: whether they are a microbatch's, of which slots hold back the rest.
+            training: whether they are a microbatch's, which slots limit in number.
         """
         if self._reader is None:
             num_bytes = _num_bytes(specs)
@@ -118,10 +117,10 @@ class Incoming:
             raise DeadlineExceeded(f"the tensors were not whole after {seconds:.0f} s") from None
 
     async def drain(self) -> None:
-        """Read away what the caller is still sending.
+        """Read and drop what the caller is still sending.
 
-        A call that ends while its caller writes ends for the caller with an internal error of gRPC's, not with
-        what we have to say: it would take a busy peer for a broken one. Nothing of it is kept.
+        If a call ends while its caller still writes, the caller gets an internal error of gRPC and not the answer. So
+        it would take a busy peer for a broken one.
         """
         self.close()
         self._first = None
@@ -136,6 +135,6 @@ class Incoming:
             pass
 
     def close(self) -> None:
-        """The call has ended: nothing is kept for it any more."""
+        """Note that the call has ended, and nothing is kept for it any more."""
         self._callers.release(self.caller, self._kept_bytes, training=self._training)
         self._kept_bytes = 0

@@ -31,8 +31,8 @@ class StageInputs:
     staging: Staging
 
     def check(self, wire_inputs: WireInputs) -> None:
-        """Raises MalformedMessage: numbers are out of range, or a token is unknown."""
-        # On the CPU, where it waits for nothing; and a GPU that is asked for an unknown token is lost to the process.
+        """Raise MalformedMessage if numbers are out of range, or a token is unknown."""
+        # On the CPU, where the check waits for nothing. A GPU that looks up an unknown token is lost to the process.
         samples.require_sound(wire_inputs, self.config.model.vocab_size)
         if self.stage:
             require_in_range(HIDDEN, wire_inputs[HIDDEN])
@@ -44,7 +44,7 @@ class StageInputs:
         return self.decode(wire_inputs[HIDDEN], wire_inputs).detach()
 
     def context(self, wire_inputs: WireInputs) -> dict[str, torch.Tensor]:
-        """What the module wants beside that, by the names of its arguments."""
+        """The module's other arguments, by name."""
         wanted = {}
         if self.config.model.bottleneck_dim and self.stage:
             wanted["tokens_BT"] = self._tokens(wire_inputs)
@@ -60,7 +60,7 @@ class StageInputs:
         )
 
     def decode(self, wire: torch.Tensor, wire_inputs: WireInputs) -> torch.Tensor:
-        """A hidden state of the microbatch, or a gradient of one. Raises MalformedMessage if it is none."""
+        """Decode a hidden state of the microbatch, or its gradient. Raises MalformedMessage if `wire` is neither."""
         num_samples, num_tokens = wire_inputs[TOKENS].shape
         return self.boundary.decode(wire, num_samples, num_tokens - 1, self.staging)
 

@@ -27,8 +27,8 @@ class Entry(Generic[_Computation]):
     """One microbatch that is, or will be, accumulated here.
 
     Attributes:
-        round: the round it counts for; known once it is committed, the admitting one before.
-        computation: what answers repeats and undoes it; dropped when neither can be asked for any more.
+        round: the round that it counts for; before it is committed, the round in which it was admitted.
+        computation: answers repeats, and is undone if need be; dropped when neither can be asked for any more.
     """
 
     microbatch: int
@@ -43,7 +43,7 @@ class Ledger(Generic[_Computation]):
     def __init__(self) -> None:
         self._entries: dict[int, Entry[_Computation]] = {}
         self.highest_microbatch = -1
-        """Highest id ever seen; where another trainer's range may safely begin above."""
+        """The highest id ever seen; another trainer's range may safely begin above it."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -59,17 +59,17 @@ class Ledger(Generic[_Computation]):
         self.saw(microbatch)
 
     def saw(self, microbatch: int) -> None:
-        """New microbatches are to have higher ids than this one, known here or not."""
+        """Note an id, known here or not: new microbatches are to have higher ones."""
         self.highest_microbatch = max(self.highest_microbatch, microbatch)
 
     def accumulated(self, microbatch: int) -> None:
-        """The microbatch's gradient is in a bucket now."""
+        """Note that the microbatch's gradient is in a bucket."""
         entry = self._entries[microbatch]
         assert entry.state is EntryState.RUNNING
         entry.state = EntryState.TENTATIVE
 
     def commit(self, microbatch: int, round_number: int, *, keep_computation: bool) -> None:
-        """The microbatch was acknowledged; `keep_computation` while it may still have to be taken out of the round."""
+        """Note that a microbatch was acknowledged. Its computation is kept if it may have to leave the round again."""
         entry = self._entries[microbatch]
         assert entry.state is EntryState.TENTATIVE
         entry.state, entry.round = EntryState.COMMITTED, round_number
@@ -77,7 +77,7 @@ class Ledger(Generic[_Computation]):
             entry.computation = None
 
     def forget(self, microbatch: int) -> None:
-        """The microbatch was rolled back, or never accumulated: the id may come again."""
+        """Forget a microbatch that was rolled back, or never accumulated, so that its id may come again."""
         self._entries.pop(microbatch, None)
 
     def committed(self, round_number: int) -> frozenset[int]:

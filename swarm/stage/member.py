@@ -1,8 +1,8 @@
 """The stage as a member of its averaging group: closes rounds, applies their result, hands out its state.
 
 Called by averaging/ through the RoundMember protocol. Every change of the weights runs on the compute thread;
-this file only decides in which order. What only reads the state at a round's beginning, to digest or to copy it, runs
-beside: nothing writes to that state until the next commit.
+this file only decides in which order. To digest or copy the state at a round's beginning, other threads read it beside
+training: nothing writes to that state until the next commit.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ class StageMember:
     ) -> None:
         """
         Args:
-            on_commit: called whenever a round has been committed; what it starts may copy the state, for the next
-                round is far away.
+            on_commit: called whenever a round has been committed. It may start to copy the state, for the next commit
+                is far away.
         """
         self._stage = stage
         self._num_alive = num_alive
@@ -58,7 +58,7 @@ class StageMember:
         self.exchanged_bytes = 0
         """What was sent and received for the averages of all committed rounds."""
         self._digest: asyncio.Future[str] | None = None
-        """Of the state at the beginning of the round; None while nobody has asked for that of the initial one."""
+        """The digest of the state at the beginning of the round; of the initial state only once it is asked for."""
         self._readings: set[asyncio.Future[Any]] = set()
         """The readings of the state on other threads: no round is committed before they are done."""
         self._may_commit = asyncio.Lock()
@@ -89,7 +89,7 @@ class StageMember:
         )
 
     def set_behind(self, is_behind: bool) -> None:
-        """Whether the group is at a later round: microbatches of it had better go to another peer meanwhile."""
+        """Note whether the group is at a later round, so that microbatches of that round should go to other peers."""
         self._stage.present_round.set_behind(is_behind)
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
@@ -127,9 +127,9 @@ class StageMember:
         return closing
 
     async def reopen(self, round_number: int) -> None:
-        """The attempt was aborted: go on in the same round.
+        """Go on in the same round, because the attempt was aborted.
 
-        Also where nothing is known of a contribution: the leader may have gone while it was being closed.
+        There need not be a contribution yet: the leader may have gone while it was being closed.
         """
         if round_number == self._stage.round:
             self._closed = None
@@ -152,8 +152,8 @@ class StageMember:
     async def _apply(self, result: RoundResult) -> asyncio.Future[str]:
         start = time.perf_counter()
         self._closed = None
-        # As in `close`, after which the round may have been reopened: what would arrive behind our back counts in this
-        # round, and would be added to the next one's sum.
+        # Sealed again, because the round may have been reopened since `close`. What arrived from now on would count in
+        # this round, but its gradient would be added to the next one's sum.
         await self._stage.seal(frozenset())
 
         def commit() -> tuple[float, InnerSteps, Tensors, HostReader]:
@@ -210,7 +210,7 @@ class StageMember:
     def _report(
         self, result: RoundResult, learning_rate: float, seconds: float, inner_steps: InnerSteps
     ) -> pb.RoundReport:
-        """What trainers and status are told of a round that was committed, which took this peer so long."""
+        """What trainers and status are told of a committed round; `seconds`: how long the commit took this peer."""
         cost = result.cost
         return pb.RoundReport(
             round=result.round,
@@ -235,7 +235,7 @@ class StageMember:
         )
 
     async def snapshot(self) -> Snapshot:
-        """The state at the last committed round; nobody writes to its tensors. They are copied beside training."""
+        """Copy the state at the last committed round, beside training. Nothing writes to the copies."""
 
         def pin() -> tuple[Round, Tensors, HostReader]:
             return self._weights.round, self._weights.state(), self._staging.reader()
@@ -255,13 +255,13 @@ class StageMember:
         )
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
-        """Become the state of a snapshot; what was in flight here is undone.
+        """Install the state of a snapshot, and undo what was in flight here.
 
         Args:
             carry: with DiLoCo, keep what inner steps have learnt: the rounds between took nothing from this member.
 
         Raises:
-            IntegrityError: it is of another model, or its digest does not fit. Nothing has changed then.
+            IntegrityError: the snapshot is of another model, or its digest does not fit. Nothing has changed then.
         """
         await self._install(snapshot, source="download", carry=carry)
 
@@ -291,7 +291,7 @@ class StageMember:
         self._stage.round_began()
 
     async def begin(self, *, highest_microbatch: int = -1) -> None:
-        """Enter a run with the initial state, as every peer does that no other one can give a better one.
+        """Enter a run with the initial state, because no other peer can give a later one.
 
         Args:
             highest_microbatch: new microbatches are to have higher ids.
@@ -307,11 +307,11 @@ class StageMember:
 
         Args:
             source: `initial` or `checkpoint`, for the record.
-            parent: the lineage that the state had, for the record, if it has a new one.
+            parent: the lineage that the state had before, for the record, if it gets a new one.
             highest_microbatch: new microbatches are to have higher ids.
 
         Raises:
-            IntegrityError: it is of another model, or its digest does not fit.
+            IntegrityError: the snapshot is of another model, or its digest does not fit.
         """
         await self._install(snapshot, source=source, parent=parent)
         self._ledger.saw(highest_microbatch)

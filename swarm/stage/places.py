@@ -1,7 +1,7 @@
 """How many sessions a stage peer takes, in all and of one caller.
 
 Used by stage/generation. Memory is counted when a session begins, for all positions that it may come to have, so that
-none ends for want of it.
+no session ends for want of memory.
 """
 
 from collections import Counter
@@ -21,9 +21,9 @@ class SessionLimits:
     """How much of a peer sessions may take; one caller has at most half of each, or one session."""
 
     max_sessions: int = 64
-    """Sessions at once, those included for which it only stands by; 0 takes none."""
+    """Sessions at once, including those for which the peer only stands by; with 0 it takes none."""
     max_bytes: int = 1 << 30
-    """The bytes for the texts' keys and values, and for what they were sent."""
+    """The bytes for the texts' keys and values, and for the hidden states that are kept of them."""
     max_seconds: float = 600.0
     """A longer session has to begin again, at this peer or another one."""
 
@@ -41,7 +41,7 @@ class Places:
 
     @contextmanager
     def taken(self, caller: Caller, num_bytes: int) -> Iterator[None]:
-        """A session has a place inside the block. Raises Overloaded."""
+        """Hold a place for a session while the block runs. Raises Overloaded if there is no room."""
         self._require_room(caller, num_bytes)
         self._num_sessions[caller] += 1
         self._num_bytes[caller] += num_bytes

@@ -11,7 +11,7 @@ from swarm.errors import NotReady
 from swarm.stage.weights import StageWeights
 
 _LOOK_SECONDS = 0.25
-"""Time between two looks at whether this peer, which a microbatch of the next round waits at, has fallen behind."""
+"""How often a microbatch that waits here for the next round looks whether this peer has fallen behind."""
 
 
 class PresentRound:
@@ -32,15 +32,15 @@ class PresentRound:
         return self._weights.round.number
 
     def set_behind(self, is_behind: bool) -> None:
-        """The group has gone on without this peer, or is reached again."""
+        """Note whether the group has gone on without this peer."""
         self.is_behind = is_behind
 
     def began(self) -> None:
-        """The weights are at a new round."""
+        """Wake all that wait for a round, because the weights are at a new one."""
         self._new.set()
 
     async def reach(self, number: int, seconds: float) -> None:
-        """Wait until this peer is at a round, or a later one. Raises TimeoutError after so many seconds."""
+        """Wait until this peer is at a round, or a later one. Raises TimeoutError after `seconds`."""
         async with asyncio.timeout(seconds):
             while self.number < number:
                 self._new.clear()
@@ -53,7 +53,7 @@ class PresentRound:
             still_waiting: called at once and every now and then meanwhile. What it raises ends the wait.
 
         Raises:
-            NotReady: this peer is behind its group, or so many seconds have passed.
+            NotReady: this peer is behind its group, or `seconds` have passed.
         """
         now = asyncio.get_running_loop().time
         deadline = now() + seconds

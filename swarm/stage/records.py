@@ -18,17 +18,17 @@ Counted = Literal["forwards", "backwards", "rerouted_backwards", "committed", "r
 
 
 class Counters:
-    """What happened since the peer started."""
+    """Counts what has happened since the peer started."""
 
     def __init__(self) -> None:
         self._counts: Counter[Counted] = Counter()
 
     def add(self, counted: Counted, number: int = 1) -> None:
-        """Count an event so many times more."""
+        """Count an event, `number` times."""
         self._counts[counted] += number
 
     def by_name(self) -> Mapping[str, int]:
-        """All counters by name; those of what never happened may be left out."""
+        """All counters by name; those that are zero may be missing."""
         return {str(counted): number for counted, number in self._counts.items()}
 
     def __getitem__(self, counted: Counted) -> int:
@@ -39,8 +39,8 @@ class Answers:
     """Answers on their way back, until their acknowledgement is passed on.
 
     Attributes:
-        num_written: answers that are being written: the line takes no more.
-        num_unacknowledged: calls that have their answer, and whose acknowledgement is waited for.
+        num_written: tensors of answers that are being written, because the line takes no more for now.
+        num_unacknowledged: calls that have their answer, and have not acknowledged it yet.
         num_settling: consequences of acknowledgements that are still under way.
     """
 
@@ -51,12 +51,12 @@ class Answers:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether something would be lost with this peer though it has given its answer."""
+        """Whether something would be lost with this peer, though the answer to it was sent."""
         return self.num_unacknowledged > 0 or self.num_settling > 0
 
     @contextmanager
     def written(self, num_tensors: int) -> Iterator[None]:
-        """An answer of so many tensors is being written inside."""
+        """Count an answer's tensors as being written while the block runs."""
         self.num_written += num_tensors
         try:
             yield
@@ -65,7 +65,7 @@ class Answers:
 
     @contextmanager
     def unacknowledged(self) -> Iterator[None]:
-        """An acknowledgement is waited for inside."""
+        """Count an acknowledgement as outstanding while the block runs."""
         self.num_unacknowledged += 1
         try:
             yield
@@ -73,7 +73,7 @@ class Answers:
             self.num_unacknowledged -= 1
 
     def settle(self, consequence: "asyncio.Task[None]") -> None:
-        """A task does what follows from an acknowledgement: its sender need not wait for that."""
+        """Count a task that does what follows from an acknowledgement, until it ends. Its sender does not wait."""
         self.num_settling += 1
         consequence.add_done_callback(self._settled)
 
@@ -89,4 +89,4 @@ class Records:
     counters: Counters = field(default_factory=Counters)
     answers: Answers = field(default_factory=Answers)
     seconds_per_sample: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
-    """What the compute thread takes, forward and backward."""
+    """The compute thread's time for one sample, forward and backward."""

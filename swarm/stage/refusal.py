@@ -1,4 +1,4 @@
-"""How a call to a stage ends that comes to nothing. Used by its servicers."""
+"""Ends calls to a stage that fail. Used by its servicers."""
 
 import logging
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 async def refuse(context: Context, error: Exception) -> None:
-    """End a call with an error; one that is not ours is a bug, and this peer's fault."""
+    """End a call with an error. Any error but a SwarmError or lack of memory is a bug of this peer."""
     if is_out_of_memory(error):
         logger.warning("a call failed for want of memory: no room for %s", what_was_asked(error))
         error = PeerUnavailable("this peer is out of memory")

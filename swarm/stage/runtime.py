@@ -23,7 +23,7 @@ class Runtime:
     """Runs tasks in order of priority on a thread of its own.
 
     Args:
-        stopwatch: begins to measure a task; of the device that does the work.
+        stopwatch: begins to measure a task, on the device that does the work.
         now: seconds on a monotonic clock.
     """
 
@@ -60,7 +60,7 @@ class Runtime:
 
     @property
     def quiet_seconds(self) -> float:
-        """Since a task ended, or the thread began."""
+        """The seconds since a task ended, or since this was made."""
         return self._now() - self._ended_at
 
     @property
@@ -70,14 +70,14 @@ class Runtime:
             return len(self._queue) + self._running
 
     def next_age(self) -> int:
-        """The age of new work: it comes after what was there before, of the same kind."""
+        """The age of new work: it comes after earlier work of the same kind."""
         return next(self._ages)
 
     async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
         """Have the thread do `work`; gives its result and the seconds it took, once the device has done it.
 
         Raises whatever `work` raises, Overloaded, or CancelledError if the thread stops first. Cancellation drops
-        work that has not started; work that has runs to its end and its result is lost.
+        work that has not started; work that has started runs to its end, and its result is lost.
         """
 
         def timed() -> tuple[_Result, Stopwatch]:
@@ -153,9 +153,9 @@ class Runtime:
 def _let_go(error: BaseException) -> None:
     """Empty the frames in which a task failed: they hold a microbatch's graph or gradients.
 
-    The caller keeps the error, whose traceback leads back to the caller: only the search for cycles would find them.
-    That does not know how large tensors are, and after one failure for want of memory the next microbatch would fail
-    as well.
+    The caller keeps the error, and the error's traceback leads to the caller's frame, so only Python's search for
+    cycles would free these frames. It does not know how large tensors are and may come late: after one failure for
+    want of memory the next microbatch would fail as well.
     """
     failed: BaseException | None = error
     while failed is not None:

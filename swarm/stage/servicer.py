@@ -40,7 +40,7 @@ from swarm.training.microbatch import Microbatch
 PROGRESS_SECONDS = 1.0
 """Time between two looks at what a microbatch waits for."""
 UNCHANGED = 3
-"""Looks that find nothing new before the caller hears of it all the same: a sign of life. Each costs both ends half a
+"""After this many looks that find nothing new the caller gets a sign of life. Each message costs both ends half a
 millisecond or so, for each microbatch in flight."""
 MAX_WAIT_SECONDS = 5.0
 """Longest wait for the next round."""
@@ -48,13 +48,13 @@ TRAINER_ACK_SECONDS = 7.0
 """A trainer acknowledges an answer as soon as it has it, and stage 0 takes no acknowledgement later than this: the
 network may have held it back until another trainer was given the microbatch."""
 ACK_SECONDS = 120.0
-"""Other stages' upstream waits for its own acknowledgement first; but it may also be frozen for good. So much at least:
-see `ack_seconds`."""
+"""How long, at least, stages after stage 0 wait for an acknowledgement (see `ack_seconds`): their caller first waits
+for its own, but it may also be frozen for good."""
 WAY_BACK = 6.0
-"""The stages before take up to so many times longer for the way back than they took for the way there: a backward is
-two forwards' work, or three with the forward computed again, and what is begun at each of them is finished first."""
+"""How many times longer than the way there the stages before may take for the way back: a backward is two forwards'
+work, or three with the forward computed again, and each stage first finishes what it has begun."""
 LONGEST_ACK_SECONDS = 3600.0
-"""However long the way was: it may have been waiting for a stage without peers."""
+"""The longest wait for an acknowledgement: on a long way, the microbatch may have waited for a stage without peers."""
 
 
 class StageServicer(StageServiceServicer):
@@ -70,8 +70,8 @@ class StageServicer(StageServiceServicer):
     ) -> None:
         """
         Args:
-            rival_of: finds the process that serves under the identity of a peer that asks, if that is not the same.
-            callers: counts what is kept for each of them; the guard's.
+            rival_of: finds another process that serves under the identity of the peer that asks, if there is one.
+            callers: counts what is kept for each caller; shared with the guard.
         """
         self._config = stage.context.config
         self._stage = stage
@@ -84,13 +84,12 @@ class StageServicer(StageServiceServicer):
         self._evaluation = Evaluation(stage)
         self._describe = describe
         self._rival_of = rival_of
-        # One that counts nothing yet is false.
         self._callers = Callers() if callers is None else callers
         self._specs = request_specs(self._config, stage.number)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         if request.HasField("after_round"):
-            # Negative or no number, as a stranger may send: no wait.
+            # A stranger may send a negative number or NaN: then there is no wait.
             seconds = min(MAX_WAIT_SECONDS, request.wait_seconds) if request.wait_seconds > 0 else 0.0
             with contextlib.suppress(TimeoutError):
                 await self._present_round.reach(request.after_round + 1, seconds)
@@ -101,7 +100,7 @@ class StageServicer(StageServiceServicer):
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    # The generated type knows only iterators; grpc takes a coroutine that reads and writes the context as well.
+    # The generated type knows only iterators, but grpc also takes a coroutine that uses the context to read and write.
     async def Train(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         incoming = Incoming(context, caller_of(context), self._callers)
         try:
@@ -144,7 +143,7 @@ class StageServicer(StageServiceServicer):
         if message is None:
             return False
         if now() > deadline:
-            # It came while this process was stopped; the time-out may be noticed after it.
+            # It came while this process stood still, which may notice the message before the time-out.
             raise DeadlineExceeded("an acknowledgement came too late")
         if not message.HasField("ack"):
             raise MalformedMessage("after Done only an Ack is expected")
@@ -156,7 +155,7 @@ class StageServicer(StageServiceServicer):
         """Compute from the admission to Done; the slot is free again when the answer is sent."""
         slot = self._admission.admit(microbatch, incoming.caller, has_others=opening.has_others)
         try:
-            # What comes at once has to be read.
+            # Tensors that come with the opening have to be read in any case.
             tensors = await incoming.tensors() if opening.eager else self._stage.known_inputs(microbatch)
             if tensors is None:
                 incoming.expect(self._specs, training=True)
@@ -184,8 +183,8 @@ class StageServicer(StageServiceServicer):
             self._admission.leave(slot)
 
     def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
-        """Send signs of life. To be called while this stage is what is waited for: a caller would take silence for
-        death."""
+        """Give a function that sends a sign of life when one is due. To be called while the caller waits for this
+        stage, because it would take silence for death."""
         now = asyncio.get_running_loop().time
         said_at = now()
 
@@ -254,7 +253,7 @@ class StageServicer(StageServiceServicer):
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    # As with Train.
+    # A coroutine, like Train.
     async def Evaluate(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         incoming = Incoming(context, caller_of(context), self._callers)
         try:
@@ -274,7 +273,7 @@ class StageServicer(StageServiceServicer):
 
 
 async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], first: pb.TrainReply) -> pb.TrainReply:
-    """Send all messages of the tensors but the last, which is given: with room for what else is to be said."""
+    """Send all messages of the tensors but the last. Returns that one, so that the caller can add to it."""
     messages = filled(first, tensors)
     last = next(messages)
     for following in messages:
@@ -286,11 +285,11 @@ async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], f
 def ack_seconds(stage: int, way_seconds: float) -> float:
     """How long a peer of a stage waits for the acknowledgement of its answer.
 
-    Nothing is heard of its caller until then. The stages before do their backward first, each after the other: the
-    deeper the stage, and the slower they are, the longer that takes.
+    The peer hears nothing of its caller until then. The stages before do their backwards first, one after the other:
+    the deeper the stage, and the slower they are, the longer that takes.
 
     Args:
-        way_seconds: the microbatch's on its way here, as its caller says.
+        way_seconds: how long the microbatch was on its way here, as the caller says.
     """
     if stage == 0:
         return TRAINER_ACK_SECONDS

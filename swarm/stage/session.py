@@ -21,7 +21,7 @@ BEAT_SECONDS = 3.0
 """Time between two signs of life to the caller, which would take silence for death."""
 
 Positions = tuple[Sequence[Piece], bool]
-"""The next ones, and whether the token after them is wanted."""
+"""The next positions, and whether the token after them is wanted."""
 
 
 class SessionCaller:
@@ -39,7 +39,7 @@ class SessionCaller:
         return message
 
     async def say(self, reply: pb.GenerateReply) -> None:
-        """Tell it something. Raises DeadlineExceeded if it takes nothing."""
+        """Send a reply. Raises DeadlineExceeded if the process does not take it."""
         async with self._writing:
             await send(self._context, reply)
 
@@ -74,7 +74,7 @@ class Session:
         """Compute until the last token has passed by, or the caller ends it. Cancellation frees everything at once.
 
         Args:
-            standby: the session is computed by another peer, until positions come after all.
+            standby: whether another peer computes the session, until positions come to this one after all.
 
         Raises:
             SwarmError: of the caller, or of later stages.

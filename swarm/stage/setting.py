@@ -1,7 +1,7 @@
 """How a stage treats microbatches: the questions to which the two settings have different answers.
 
 Asked by stage/stage, stage/admission, stage/endings and stage/member; answered by stage/synchronous/setting and
-stage/diloco/setting. An answer is about one peer, of what is known there. Runs on the event loop; never computes.
+stage/diloco/setting. An answer is about one peer, by what that peer knows. Runs on the event loop; never computes.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ class Start:
 
     Attributes:
         accumulate: whether its gradient joins this stage's sum.
-        adopts: see Order; so is `earlier`.
+        adopts: see Order, also for `earlier`.
         instead_of: a computation of the same microbatch, which is to be undone.
     """
 
@@ -39,7 +39,7 @@ class Setting(ABC):
 
     @abstractmethod
     def check(self, microbatch: Microbatch) -> None:
-        """Raise the answer to a call whose microbatch is not wanted here now, however few there are.
+        """Raise an error, which answers the call, if a microbatch is not wanted here now even with slots free.
 
         Raises:
             MalformedMessage, Overloaded, NotReady, StaleMicrobatch.
@@ -47,8 +47,7 @@ class Setting(ABC):
 
     @abstractmethod
     def queue_of(self, round_number: int) -> int:
-        """The slots that the microbatches of a round take, as a number: those of different numbers take none from each
-        other."""
+        """The number of the set of slots that a round's microbatches take. Sets take no slots from each other."""
 
     @abstractmethod
     def room(self) -> int | None:
@@ -62,7 +61,7 @@ class Setting(ABC):
 
     @abstractmethod
     def turn(self, age: int) -> AbstractAsyncContextManager[None]:
-        """What a microbatch that is accumulated has from its forward on, until its gradient is in the sum."""
+        """The turn that a microbatch that is accumulated holds from its forward until its gradient is in the sum."""
 
     @property
     @abstractmethod
@@ -71,13 +70,13 @@ class Setting(ABC):
 
     @abstractmethod
     def look(self) -> None:
-        """Gradients were acknowledged, stepped with or taken out: there may be turns for those that wait."""
+        """Give turns to microbatches that wait, because gradients were acknowledged, stepped with or taken out."""
 
     # -- what a call gets --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def known(self, microbatch: Microbatch) -> Computation | None:
-        """A computation of the same microbatch here that has the same numbers."""
+        """A computation of the same microbatch at this peer with the same numbers, if there is one."""
 
     @abstractmethod
     def counts(self, microbatch: Microbatch) -> bool:
@@ -90,7 +89,7 @@ class Setting(ABC):
 
     @abstractmethod
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
-        """What a call gets whose microbatch counts here and is in the ledger: a computation to join, or a new one.
+        """Decide what a call gets for a microbatch that counts here and is in the ledger: to join, or a new start.
 
         Raises:
             StaleMicrobatch: nothing is left to be done for it.
@@ -100,7 +99,7 @@ class Setting(ABC):
 
     @abstractmethod
     def acknowledged(self, microbatch: Microbatch) -> None:
-        """Commit a microbatch in the ledger: for which round, and with its computation or without."""
+        """Commit a microbatch in the ledger, for the setting's round, with its computation or without."""
 
     @abstractmethod
     def may_be_joined(self, computation: Computation) -> bool:
@@ -110,11 +109,11 @@ class Setting(ABC):
 
     @abstractmethod
     def committed(self) -> frozenset[int]:
-        """The microbatches that are named as this round's."""
+        """The microbatches that this peer names to others as committed in this round."""
 
     @abstractmethod
     def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
-        """The round is about to end: let nothing more join it, and tell what is to be undone before.
+        """Let nothing more join the round, which is about to end, and give what is to be undone before.
 
         Args:
             drop: microbatches that another member counts.

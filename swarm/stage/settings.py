@@ -20,7 +20,7 @@ from swarm.stage.weights import StageWeights
 
 
 def weights_of(config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> StageWeights:
-    """A stage's weights, at round 0 with the module's own.
+    """Make a stage's weights: the module's own, at round 0.
 
     Raises:
         ValueError: the stage has fewer blocks than the configuration has fragments.

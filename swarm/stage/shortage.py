@@ -2,10 +2,10 @@
 
 Used by stage/admission, which tells it of every microbatch that failed for want of memory and of every one that was
 computed. Each failure halves what the peer may have in flight, and the graphs that it may keep. What was in flight
-before that may still fail, and says nothing new. A peer that has taken one microbatch at a time, and failed at several
-in a row, has no place in the run. Pure.
+before that may still fail, and says nothing new. A peer that takes one microbatch at a time, and fails at several in a
+row, gives up. Pure.
 
-It never takes more again: the next failure might hit an optimizer step, and that ends a peer at once.
+A peer never takes more again: the next failure might hit an optimizer step, and that ends a peer at once.
 """
 
 import logging
@@ -27,12 +27,12 @@ class Shortage:
 
     Args:
         stage: for the messages.
-        budget: of its autograd graphs.
+        budget: the budget of the peer's autograd graphs.
 
     Attributes:
         most_in_flight: microbatches that may be in flight.
-        num_reductions: how often that has been made less; a microbatch that began before the last time fails
-            for what was there then.
+        num_reductions: how often that was reduced. If a microbatch that began before the last reduction fails, that
+            says nothing about what is allowed now.
         fault: why the peer gives up, once it does.
     """
 
@@ -45,7 +45,7 @@ class Shortage:
         self._num_failures = 0
 
     def failed(self, error: BaseException, *, num_reductions: int, in_flight: int) -> None:
-        """A microbatch failed for want of memory.
+        """Note that a microbatch failed for want of memory.
 
         Args:
             num_reductions: the number of reductions when the microbatch was admitted.
@@ -73,5 +73,5 @@ class Shortage:
             )
 
     def succeeded(self) -> None:
-        """A microbatch was computed."""
+        """Note that a microbatch was computed."""
         self._num_failures = 0

@@ -1,15 +1,15 @@
-"""The slots of a stage peer: how many there are, and who gets one when there are not enough for all.
+"""The slots of a stage peer: how many there are, and which caller gets one when there are not enough for all.
 
 Used by stage/admission, and by the simulator. A peer takes as many microbatches as keep it busy, wherever they wait. On
 a fast network a few do. Over long or slow links most of them are on their way somewhere, and more are needed for the
-same work. So there is one more slot when a caller has to be refused while the peer has next to nothing to do, and there
-are fewer again while work piles up: for the moment no more than the few, so that nothing waits here that another peer
-could do.
+same work. So there is one more slot when a caller has to be refused while the peer has next to nothing to do. While
+work piles up the number slowly falls again, and for the moment only the least number counts, so that nothing waits here
+that another peer could do.
 
-Each caller may take what nobody else wants. Once a caller was refused, a slot is kept for it from those that hold
-clearly more, until it has come again or its time is over. So a flood of one caller leaves the others their share. A
-caller that has other peers to ask gets none while something waits here already: among many that know nothing of each
-other, work finds idle peers by being sent on. Nothing here waits: a caller that was refused asks again.
+Each caller may take slots that no other caller wants. Once a caller was refused, a slot is withheld for it from callers
+that hold clearly more, until it has come again or its time is over. So a flood of one caller leaves the others their
+share. A caller that has other peers to ask gets no slot while something waits here already: among many callers that
+know nothing of each other, work finds idle peers by being sent on. Nothing here waits: a refused caller asks again.
 """
 
 from collections import Counter
@@ -20,18 +20,18 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 
 LARGEST_NUM_SLOTS = 64
-"""The most slots that are learnt. Each holds the tensors that came in and, as long as there is memory, a graph."""
+"""The most slots that a peer comes to have. Each holds the tensors that came in and, if there is memory, a graph."""
 FEW = 2
-"""So many tasks at the compute thread, the running one included, do not keep it busy for long."""
+"""This many tasks at the compute thread, the running one included, do not keep it busy for long."""
 PILE = 4
-"""So many tasks are more than it takes."""
+"""With this many tasks at the compute thread, work piles up."""
 PATIENCE_SECONDS = 0.5
-"""How long a slot is kept, beyond twice the seconds after which the refused caller was told to come again: lines are
-slow, and so are busy machines."""
+"""How long a slot is kept for a refused caller, beyond twice the seconds after which it was told to come again: lines
+are slow, and so are busy machines."""
 SHORTEST_RETRY_SECONDS = 0.02
 LONGEST_RETRY_SECONDS = 1.0
 CLEARLY_MORE = 2
-"""By how many slots a number is clearly larger. One more or less is how it falls out among equals."""
+"""By how many slots a caller holds clearly more than another one. Among equals a difference of one is chance."""
 
 
 class SlotCount:
@@ -39,7 +39,7 @@ class SlotCount:
 
     Args:
         queue_length: tells how many tasks are at the compute thread, the running one included.
-        room: tells how many microbatches may be in flight for another reason than how busy the peer is; None: any
+        room: tells how many microbatches may be in flight for reasons other than how busy the peer is; None: any
             number.
     """
 
@@ -48,7 +48,7 @@ class SlotCount:
     ) -> None:
         self._learnt = float(least)
         self.least = least
-        """There are always so many slots, as far as there is room."""
+        """There are never fewer slots than this, as far as `room` allows."""
         self._largest = max(least, largest)
         self._queue_length = queue_length
         self._room = room
@@ -60,23 +60,23 @@ class SlotCount:
 
     @property
     def lacks_work(self) -> bool:
-        """Whether what is at the compute thread does not keep it busy for long."""
+        """Whether the tasks at the compute thread will not keep it busy for long."""
         return self._queue_length() <= FEW
 
     @property
     def has_enough(self) -> bool:
-        """Whether something waits for the compute thread: what comes now would be done sooner where nothing does."""
+        """Whether some task waits for the compute thread, so that an idle peer would be sooner done with new work."""
         return self._queue_length() >= FEW
 
     def refused(self, *, idle: bool) -> None:
-        """All slots are taken and a caller wanted one; `idle`: the peer has nothing to do, though it has all these."""
+        """Note that a caller wanted a slot when all were taken. If the peer is `idle` all the same, add one."""
         if idle and int(self._learnt) <= self._most():
             self._learnt = min(float(self._largest), self._learnt + 1.0)
 
     def freed(self) -> None:
-        """One slot was given back."""
+        """Note that a slot was given back. While work piles up, the number falls."""
         if self._piles_up():
-            # By about one in the time in which each of them is used once.
+            # It falls by about one in the time in which each slot is used once.
             self._learnt = max(float(self.least), self._learnt - 1.0 / self._learnt)
 
     def _most(self) -> int:
@@ -88,7 +88,7 @@ class SlotCount:
 
 
 class Slots:
-    """Who has the slots, of which there are as many as `count` says."""
+    """Which callers have the slots; `count` says how many slots there are."""
 
     def __init__(self, count: SlotCount, clock: Clock) -> None:
         self._count = count
@@ -104,11 +104,11 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Slots that a caller would get now; less than none while there are fewer than there were."""
+        """Slots that are free; negative while more are held than there are by now."""
         return self._count.size - self.num_held
 
     def grants(self, *, has_others: bool) -> int:
-        """What a reply grants: of the free slots one at most, since all that get a reply are told of the same ones."""
+        """How many slots a reply grants: at most one, because all replies tell of the same free slots."""
         return 0 if has_others and self._count.has_enough else max(0, min(1, self.num_free))
 
     def take(self, caller: str, *, busy_seconds: float, idle: bool = False, has_others: bool = False) -> None:
@@ -123,7 +123,7 @@ class Slots:
             Overloaded: there is no slot for this caller now.
         """
         if has_others and self._count.has_enough:
-            # Nothing is kept for this caller, which goes elsewhere. By then about one task is done.
+            # No slot is kept for this caller, which goes elsewhere. When it may ask again, about one task is done.
             raise Overloaded("work waits here already", retry_after_seconds=_retry_seconds(busy_seconds / 2))
         if self.num_free <= 0:
             self._count.refused(idle=idle)

@@ -1,8 +1,8 @@
-"""A stage peer's mind: which microbatches it knows, and what a call gets for one.
+"""Decides at a stage peer what a call gets for a microbatch, which may be new or known here.
 
-Between the servicer, which speaks gRPC, and the compute thread. Keeps the promise that a microbatch never counts twice:
-every accumulation goes through the ledger here. What is taken at all is decided in stage/admission, how computations
-end in stage/endings, and what depends on the setting in stage/setting. Runs on the event loop; never computes.
+Stands between the servicer, which speaks gRPC, and the compute thread. Keeps the promise that a microbatch never counts
+twice: every accumulation goes through the ledger here. stage/admission decides what is taken at all, stage/endings how
+computations end, and stage/setting what depends on the setting. Runs on the event loop; never computes.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ class Stage:
     """Answers microbatches, new and known ones.
 
     Attributes:
-        admission: decides which are taken.
-        endings: what becomes of those that were begun.
+        admission: decides which microbatches are taken.
+        endings: ends the computations that were begun.
         held_rounds: weights that texts and evaluations compute with.
     """
 
@@ -57,7 +57,7 @@ class Stage:
         self.endings = endings
         self.held_rounds = held_rounds
         self._is_changing_state = False
-        """Whether another state is about to be installed: nothing is accumulated in the one that goes."""
+        """Whether another state is about to be installed, so that nothing is accumulated in the present one."""
 
     @property
     def number(self) -> int:
@@ -71,24 +71,24 @@ class Stage:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this round's contribution has been handed out: what comes now counts for the next one, or waits."""
+        """Whether this round's contribution has been handed out: new gradients count for the next round, or wait."""
         return self.context.backend.weights.round.closed
 
     @property
     def samples_per_second(self) -> float:
-        """What the compute thread manages, forward and backward; 0 before the first microbatch."""
+        """The rate of the compute thread, forward and backward; 0 before the first microbatch."""
         seconds = self._seconds_per_sample.value
         return 1.0 / seconds if seconds else 0.0
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is under way that would be lost with this peer, until its acknowledgement is passed on."""
+        """Whether this peer has microbatches under way that would be lost with it, or acknowledgements to pass on."""
         return self.admission.num_admitted > 0 or self.answers.are_under_way
 
     # -- for calls ---------------------------------------------------------------------------------------------------
 
     def known_inputs(self, microbatch: Microbatch) -> Mapping[str, torch.Tensor] | None:
-        """What a microbatch brings, if this peer has it already."""
+        """The tensors of a microbatch, if this peer has them already."""
         known = self.setting.known(microbatch)
         return None if known is None else known.order.wire_inputs
 
@@ -100,7 +100,7 @@ class Stage:
         subscriber: object,
         still_waiting: Callable[[], Awaitable[None]] | None = None,
     ) -> Computation:
-        """The computation that answers a microbatch, new or known; `subscriber` gets the answer.
+        """Begin the computation that answers a microbatch, or join a known one. `subscriber` gets the answer.
 
         Args:
             hints: which peers of later stages know the microbatch already.
@@ -144,7 +144,7 @@ class Stage:
         microbatch, context = start.microbatch, self.context
         accumulate = start.accumulate and self.setting.takes_gradients
         if start.earlier is not None:
-            # The caller may know of a replay since; one that knows nothing is helped all the same.
+            # The caller's hints count more, because it may know of a later replay.
             hints = microbatch.known_by({**start.earlier.result().route, **hints})
         order = Order(
             microbatch=microbatch,
@@ -163,7 +163,7 @@ class Stage:
             hop=context.hop,
             # What is not accumulated goes into no step, and waits for none.
             turn=self.setting.turn(order.age) if accumulate else contextlib.nullcontext(),
-            # Not the computation itself: it would hold itself, and its tensors, until Python looks for such cycles.
+            # Without the computation, which would hold itself and its tensors until Python looks for such cycles.
             on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),
         )
         if accumulate:
@@ -182,7 +182,7 @@ class Stage:
     # -- for the group's member --------------------------------------------------------------------------------------
 
     async def seal(self, drop: Collection[int]) -> None:
-        """The round is about to end: undo what must not be in it, if the setting has it so.
+        """Undo what must not be in the round, which is about to end, if the setting wants that.
 
         Args:
             drop: microbatches that another member counts.
@@ -192,15 +192,14 @@ class Stage:
             await self.endings.discard_all(leaving)
 
     def round_began(self) -> None:
-        """The weights are at a new round."""
+        """Note that the weights are at a new round."""
         self.setting.round_began()
         self.present_round.began()
         self.endings.changed()
 
     @asynccontextmanager
     async def changing_state(self) -> AsyncIterator[None]:
-        """Inside the block another state is installed: before, everything unfinished is undone, and everything else
-        forgotten."""
+        """Undo all that is unfinished and forget the rest, for the block to install another state."""
         self._is_changing_state = True
         try:
             await self.endings.discard_all(self.ledger.uncommitted())
@@ -212,13 +211,13 @@ class Stage:
     # -- for the program ---------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Admit nothing any more: no retry will come, and none is waited for."""
+        """Admit nothing from now on, and wait for no retries."""
         self.admission.close()
         self.endings.end()
 
 
 def stage_of(context: StageContext) -> Stage:
-    """A stage peer's parts, put together."""
+    """Put together the parts of a stage peer."""
     records = Records()
     present_round = PresentRound(context.backend.weights)
     setting = setting_of(context, present_round, records)

@@ -1,14 +1,14 @@
 """How tensors get to the device that computes and back, and how long it computed.
 
-Made once for a stage. The compute thread uses it (stage/backend, stage/boundary, stage/runtime); whatever is on its way
-to the CPU is waited for on another thread (stage/computation). A round's whole state is read on another thread as well,
-beside training (stage/member). Never looks at the numbers.
+Made once for a stage. The compute thread uses it (stage/backend, stage/boundary, stage/runtime); another thread waits
+for what is on its way to the CPU (stage/computation). A round's whole state is read on another thread as well, beside
+training (stage/member). Never looks at the numbers.
 
 A GPU works through queues of its own ("streams"): calls return before their work is done, and what reads a result
 waits for all that was queued before it. So copies have queues of their own, and go from and to pinned memory, without
 which there is no copying beside other work: while a microbatch is computed, the one before is on its way down and the
-next one on its way up. Pinned memory is used in passing alone. torch hands it out, and does not use it again until
-the copy is made, even if nothing waits for that.
+next one on its way up. Pinned memory is held only in passing. torch hands it out, and does not use it again before the
+copy is made, even if nothing waits for that.
 """
 
 import asyncio
@@ -22,23 +22,23 @@ import torch
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 PIECE_ELEMENTS = 4 << 20
-"""The pieces in which a large tensor is read beside the compute thread; so much memory is pinned for it."""
+"""The size of the pieces in which a large tensor is read beside the compute thread, through pinned memory for one."""
 
 
 class Arrival(Protocol):
-    """What says that a copy is made: an event of the device."""
+    """An event of the device, which comes when a copy is made."""
 
     def synchronize(self) -> None:
-        """Return once it is; blocks the thread."""
+        """Block the thread until the copy is made."""
 
 
 class Download:
     """A tensor on its way to the CPU, or there.
 
     Args:
-        tensor: where it arrives.
-        arrival: says that it is there; None if it is.
-        convert: makes of what has arrived what is wanted, in memory of its own.
+        tensor: what arrives, or has arrived.
+        arrival: comes when the tensor is there; None if it is there already.
+        convert: makes the wanted tensor of what has arrived, in memory of its own.
     """
 
     def __init__(self, tensor: torch.Tensor, arrival: Arrival | None = None, convert: Convert = torch.clone) -> None:
@@ -47,21 +47,21 @@ class Download:
         self._convert = convert
 
     def wait(self) -> torch.Tensor:
-        """The tensor, converted; blocks the thread until it is there. For one thread at a time."""
+        """Block the thread until the tensor is there, and give it, converted. For one thread at a time."""
         if self._arrival is not None:
             self._arrival.synchronize()
             self._tensor, self._arrival = self._convert(self._tensor), None
         return self._tensor
 
     async def arrived(self) -> torch.Tensor:
-        """What `wait` gives, without blocking the event loop; when cancelled, the copy is made all the same."""
+        """Like `wait`, without blocking the event loop. If this is cancelled, the copy is made all the same."""
         return self.wait() if self._arrival is None else await asyncio.to_thread(self.wait)
 
 
 class HostReader:
-    """Reads large tensors beside the compute thread, piece by piece; here, of the CPU.
+    """Reads large tensors beside the compute thread, piece by piece. This one is for tensors on the CPU.
 
-    For any other thread. Nobody may write to the tensors meanwhile.
+    Any thread may use it. Nothing may write to the tensors meanwhile.
     """
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -79,7 +79,7 @@ class HostReader:
 
 
 class Stopwatch:
-    """Seconds that a task takes; runs from the beginning."""
+    """Measures the seconds that a task takes, from the moment in which it is made."""
 
     def __init__(self) -> None:
         self._started_at = time.perf_counter()
@@ -90,7 +90,7 @@ class Stopwatch:
         self._seconds = time.perf_counter() - self._started_at
 
     async def seconds(self) -> float:
-        """How long it took; once stopped."""
+        """How long the task took. To be called once stopped."""
         return self._seconds
 
 
@@ -98,7 +98,7 @@ class Staging:
     """The staging of the CPU, which computes with what it receives and sends what it computes: nothing is copied."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor, on the device. It may be changed afterwards, but on the CPU."""
+        """Bring a CPU tensor to the device. Gives a copy, which may be changed; but on the CPU the tensor itself."""
         return tensor
 
     def download(self, tensor: torch.Tensor, convert: Convert | None = None) -> Download:
@@ -106,7 +106,7 @@ class Staging:
         return Download(tensor if convert is None else convert(tensor))
 
     def reader(self) -> HostReader:
-        """What reads tensors as the work that is queued by now leaves them."""
+        """Make a reader that sees tensors as the work that is queued by now leaves them."""
         return HostReader()
 
     def stopwatch(self) -> Stopwatch:
@@ -131,7 +131,7 @@ class CopyingStaging(Staging):
 class CudaStopwatch(Stopwatch):
     """Measures the GPU: the compute thread goes on to the next task before the GPU has begun with this one.
 
-    What the GPU has to do first does not count, and what it waits for within the task does.
+    The time until the GPU begins with the task does not count, but waits within the task do.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,7 +142,7 @@ class CudaStopwatch(Stopwatch):
         self._stopped = _mark(self._stream)
 
     async def seconds(self) -> float:
-        """How long it took; returns when the GPU has come to the end of the task."""
+        """How long the task took; waits until the GPU has come to its end."""
         await asyncio.to_thread(self._stopped.synchronize)
         return float(self._started.elapsed_time(self._stopped)) / 1e3
 
@@ -165,7 +165,7 @@ class CudaReader(HostReader):
         for piece in torch.split(flat, PIECE_ELEMENTS):
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 pinned[: piece.numel()].copy_(piece, non_blocking=True)
-            # The caller holds the tensor at least until then, so its memory is not used again.
+            # The caller holds the tensor at least until then, so that its memory is not used again.
             _mark(self._stream).synchronize()
             yield pinned[: piece.numel()]
 
@@ -195,13 +195,13 @@ class CudaStaging(Staging):
         self._downloads.wait_stream(torch.cuda.current_stream(self._device))
         with self._on(self._downloads):
             host.copy_(source, non_blocking=True)
-        # As above, the other way round.
+        # As in `upload`, the other way round.
         source.record_stream(self._downloads)
         event = _mark(self._downloads)
         before, self._newest = self._newest, event
         if before is not None:
-            # One task is queued behind the one that the GPU is at, which keeps it busy. With more of them a backward
-            # that comes would have to wait for forwards, and the compute thread's queue would be short for no reason.
+            # One task is queued behind the one that the GPU is at, and that keeps it busy. With more of them, a new
+            # backward would have to wait for forwards, and the compute thread's queue would look too short.
             before.synchronize()
         # What is sent is kept until it is acknowledged: in ordinary memory, of which there is more.
         return Download(host, event, convert or torch.clone)
@@ -214,21 +214,21 @@ class CudaStaging(Staging):
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        # The device first: going back from a stream of another GPU would make a context, hundreds of MB, on the first.
+        # The device comes first: to leave a stream of another GPU would make a context of hundreds of MB on the first.
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The end of what is in the queue now."""
-    # A thread that waits for a blocking event sleeps; for another one it would take a core.
+    """Make an event that comes when all that is in the queue now is done."""
+    # A thread that waits for a blocking event sleeps; to wait for another kind of event takes a core.
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # torch's
     event.record(stream)
     return event
 
 
 def staging_of(device: torch.device) -> Staging:
-    """What suits the device."""
+    """The staging for a device."""
     if device.type == "cuda":
         return CudaStaging(device)
     return Staging() if device.type == "cpu" else CopyingStaging(device)

@@ -1,7 +1,7 @@
-"""The state of a stage at the beginning of a round, as others get it: its digest, and whether it can be one.
+"""The state of a stage at the beginning of a round, as others get it: its digest, and whether it is a possible one.
 
-It is named tensors: `anchor/NAME` for each parameter, and `outer/NAME/KEY` for what the optimizer that ends rounds
-remembers of it. Used by stage/weights and stage/member, and for checkpoints. Changes nothing.
+A state is named tensors: `anchor/NAME` for each parameter, and `outer/NAME/KEY` for what the optimizer that ends rounds
+remembers of the parameter. Used by stage/weights and stage/member, and for checkpoints. Changes nothing.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ LARGEST_WEIGHT = 1e15
 
 
 def named(anchor: Mapping[str, torch.Tensor], remembered: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state of an anchor and of what an optimizer remembers; the tensors are the same."""
+    """Make a state of an anchor and of what an optimizer remembers. The tensors are not copied."""
     tensors = {f"anchor/{name}": value for name, value in anchor.items()}
     tensors |= {f"outer/{key}": value for key, value in remembered.items()}
     return {name: value.detach() for name, value in sorted(tensors.items())}
 
 
 def parts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The anchor of a state, and what an optimizer remembers."""
+    """Divide a state into its anchor and what an optimizer remembers."""
     anchor = {name.removeprefix("anchor/"): t for name, t in tensors.items() if name.startswith("anchor/")}
     remembered = {name.removeprefix("outer/"): t for name, t in tensors.items() if name.startswith("outer/")}
     return anchor, remembered
@@ -67,7 +67,7 @@ def check(
 
 def _bounds(name: str, round_number: int) -> tuple[float, float]:
     """The bounds between which the numbers of a state's tensor lie; NaN lies between none."""
-    # A parameter's name has no slash. It may be the same as a key's, which stands behind the second slash.
+    # A parameter's name has no slash, but it may equal a key, which stands behind the second slash.
     match name.split("/"):
         case ["outer", _, "step"]:
             return 0.0, round_number
@@ -83,7 +83,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor], reader: HostReader | None = N
     instructions for it.
 
     Args:
-        reader: brings what is on a device to the CPU; None where nothing is.
+        reader: brings tensors from a device to the CPU; None if all are on the CPU.
     """
     reader = reader or HostReader()
     digest = blake3(max_threads=torch.get_num_threads())

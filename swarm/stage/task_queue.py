@@ -1,7 +1,7 @@
 """The bounded queue in front of a stage's compute thread.
 
 Backward before forward, older before newer: with the hop's credits this gives a 1F1B schedule. Generation and training
-take turns. Pure: the runtime brings the threads, and says whose owner has gone.
+take turns. Pure: the runtime brings the threads, and tells which tasks are not wanted any more.
 """
 
 import heapq
@@ -25,7 +25,7 @@ class Priority(IntEnum):
     """The next positions of sessions. After each a microbatch has its turn, so that neither waits for long."""
     BACKWARD = 2
     FORWARD = 3
-    """An evaluation is one too."""
+    """Forwards of microbatches, and evaluations."""
 
 
 @dataclass(order=True)
@@ -52,7 +52,7 @@ class TaskQueue:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """The number of tasks but those of generation, which say nothing of how long a microbatch waits."""
+        """The number of tasks without those of generation, which say nothing of how long a microbatch waits."""
         return len(self._heap)
 
     def push(self, work: Callable[[], Any], *, priority: Priority, age: int) -> Task:
@@ -72,7 +72,7 @@ class TaskQueue:
         return task
 
     def drop(self, task: Task) -> None:
-        """This task is not wanted any more: what it keeps is let go now, not when its turn comes."""
+        """Take out a task that is not wanted any more, so that what it holds is freed before its turn would come."""
         if task in self._heap:
             self._heap.remove(task)
             heapq.heapify(self._heap)
@@ -81,7 +81,7 @@ class TaskQueue:
     def pop(self) -> Task | None:
         """The most urgent task that is still wanted, marked as running; None if there is none."""
         while (task := self._next()) is not None:
-            # Its owner may have gone in this moment.
+            # The task may have been cancelled in this moment.
             if task.future.set_running_or_notify_cancel():
                 if task.priority is not Priority.CONTROL:
                     self._is_trainings_turn = task.priority is Priority.GENERATION

@@ -12,11 +12,11 @@ from swarm.types import PeerId
 
 
 class Watched(HopListener):
-    """A computation's side that calls look at.
+    """The side of a computation that calls look at.
 
     Attributes:
         waiting_stage: the deepest stage that is waited for.
-        obstacle: why none of its peers takes it now, if none does.
+        obstacle: why no peer of that stage takes the microbatch now, if none does.
         route: the peers of later stages that work on the microbatch.
         subscriber: the call that gets the answer; a newer one takes its place.
     """
@@ -39,7 +39,7 @@ class Watched(HopListener):
         await self._is_wanted.wait()
 
     async def news(self, seconds: float) -> None:
-        """Return when it is done, when the route changed, when another call took over, or after `seconds`."""
+        """Wait until the computation is done, its route changes, or another call takes over; at most for `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._news.wait()
@@ -54,9 +54,9 @@ class Watched(HopListener):
         self._news.set()
 
     def orphan(self) -> object:
-        """No call waits for the answer any more, and nothing is computed for it before one subscribes again.
+        """Note that no call waits for the answer any more. Nothing is computed for it before one subscribes again.
 
-        Gives what takes the subscriber's place.
+        Returns the object that takes the subscriber's place.
         """
         self.subscribe(object())
         self._is_wanted.clear()
@@ -70,5 +70,5 @@ class Watched(HopListener):
         self._news.set()
 
     def ended(self) -> None:
-        """There is an answer, or there will be none."""
+        """Note that there is an answer, or that there will be none."""
         self._news.set()

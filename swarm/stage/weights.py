@@ -31,10 +31,10 @@ class Round:
 
     Attributes:
         run_samples: samples the run had committed when this round began.
-        stepped: what inner steps of this round have used here.
+        stepped: the amount that inner steps of this round have used here.
         num_members: members of the last committed round.
-        closed: a contribution has been handed out; until the round commits or is reopened, few inner steps are taken or
-            none.
+        closed: whether a contribution has been handed out; until the round commits or is reopened, few inner steps are
+            taken or none.
     """
 
     number: int = 0
@@ -51,8 +51,8 @@ class FrozenContribution:
 
     Attributes:
         tensors: a mean over the targets, on the CPU.
-        amount: what is behind it.
-        round_amount: how much of that is of this round.
+        amount: the amount that it was made of.
+        round_amount: how much of that amount is of this round.
         fragment: the part of the parameters it is about.
     """
 
@@ -63,7 +63,7 @@ class FrozenContribution:
 
     @property
     def num_samples(self) -> int:
-        """Samples behind it."""
+        """The samples that it was made of."""
         return self.amount.samples
 
     @property
@@ -76,8 +76,8 @@ class StageWeights(ABC):
     """Weights, gradients and optimizers of one stage.
 
     Attributes:
-        masters: what optimizers write into: all that is trained.
-        inner_steps: those of this round; none in the synchronous setting.
+        masters: all parameters that are trained; optimizers write into these.
+        inner_steps: the inner steps of this round; none in the synchronous setting.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class StageWeights(ABC):
         return self._anchors.find(round_number)
 
     def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> GradientBucket:
-        """Add a microbatch's gradient to the sum that is being filled; gives that bucket.
+        """Add a microbatch's gradient to the bucket that is being filled, and give that bucket.
 
-        It is tentative there until the bucket is told that it is settled.
+        The gradient is tentative there until the bucket is told that it is settled.
         """
         bucket = self.buckets.open()
         bucket.accumulate(gradients, source)
@@ -139,17 +139,17 @@ class StageWeights(ABC):
 
     @abstractmethod
     def step_if_due(self) -> None:
-        """Take inner steps for which everything is ready; called after whatever may make one ready.
+        """Take all inner steps that are due; to be called after whatever may make one due.
 
-        What it raises, as a rule that there is no memory, is no microbatch's fault: see `require_sound`.
+        An error here, as a rule for want of memory, is no microbatch's fault: see `require_sound`.
         """
 
     @abstractmethod
     def require_sound(self) -> None:
-        """Raise what an inner step has failed with, if one has.
+        """Raise the error with which an inner step failed, if one did.
 
-        Weights may be half stepped then, and a gradient in a sum that nobody knows of. The peer is to end, since
-        nothing it does from now on can be trusted.
+        Then weights may be half stepped, and a sum may hold a gradient that the ledger does not know. The peer is to
+        end, since nothing it does from now on can be trusted.
         """
 
     @property
@@ -195,7 +195,7 @@ class StageWeights(ABC):
     ) -> float:
         """Move the anchor by the averaged contribution and begin the next round; gives the rate that was used.
 
-        An inner step may be due then.
+        Afterwards an inner step may be due.
 
         Args:
             contributed: whether this peer's contribution is in the average.
@@ -216,7 +216,7 @@ class StageWeights(ABC):
     def _end_round(
         self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
     ) -> tuple[Amount, Tensors]:
-        """Take the step that ends a round; gives what is not in the average, and the new anchor."""
+        """Take the step that ends a round; gives the amount that is carried over, and the new anchor."""
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self.round = new_round
@@ -225,14 +225,13 @@ class StageWeights(ABC):
     # -- transfer ----------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> Tensors:
-        """Anchor and outer state of the current round as named CPU tensors that nobody writes to."""
+        """Anchor and outer state of the current round as named CPU tensors, which are copies."""
         return {name: value.to("cpu", copy=True) for name, value in self.state().items()}
 
     def state(self) -> Tensors:
-        """The same where they are. From any thread they may be read until the next commit, which writes to some.
+        """Like `state_tensors`, but not copied. Any thread may read them until the next commit, which writes to some.
 
-        No inner step does: anchors are never written to, and what remembers the steps of a round's end is not what
-        remembers inner steps.
+        Inner steps write to none of them: nothing writes to anchors, and inner steps have an optimizer of their own.
         """
         return state.named(self._anchor, optim.state_tensors(self._ends_rounds, self._stepped()))
 
@@ -241,11 +240,11 @@ class StageWeights(ABC):
         state.check(tensors, digest, masters=self.masters, optimizer=self._ends_rounds, round_number=round_number)
 
     def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round, *, carry: bool = False) -> None:
-        """Become a state that `state_tensors` gave; drops every gradient and version of the past.
+        """Install a state that `state_tensors` gave, and drop every gradient and version of the past.
 
         Args:
-            carry: with DiLoCo, what inner steps have learnt and no average has is kept: the weights get it on top of
-                the new anchor, and its samples count towards the new round.
+            carry: with DiLoCo, keep what inner steps have learnt and no average has: it is added to the new anchor,
+                and its samples count towards the new round.
         """
         anchor, remembered = state.parts(tensors)
         self._load_masters(anchor)

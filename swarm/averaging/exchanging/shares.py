@@ -29,7 +29,7 @@ class Share:
     """One member.
 
     Attributes:
-        num_samples: the samples in its contribution; a member with none sends nothing, and gets the result all the same.
+        num_samples: the samples in its contribution. A member with none sends nothing, but gets the result.
         round_samples: of these, the ones that count towards the round.
         weight: what its contribution is multiplied by in the sum.
         num_elements: how many elements the part has that it owns.

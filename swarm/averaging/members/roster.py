@@ -232,7 +232,7 @@ class Roster:
     def awaits_members(self, own: Standing) -> bool:
         """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.
 
-        A round that is complete at once would lose the contribution of that peer. Or the peer may not yet know this one,
+        A round that is complete at once would lose that peer's contribution. Or the peer may not know of this one yet,
         which has only asked it where it stands: then both would lead.
         """
         oldest = self._clock.monotonic() - self._timing.fresh_seconds

@@ -12,7 +12,7 @@ class Fragments:
     """Fragments, and by how much each has been stepped since it was last averaged.
 
     Args:
-        names: of all parameters.
+        names: the names of all parameters.
 
     Raises:
         ValueError: the stage has fewer blocks than fragments.
@@ -21,22 +21,22 @@ class Fragments:
     def __init__(self, names: Iterable[str], num_fragments: int) -> None:
         self._dealt = dealt(names, num_fragments)
         self.unaveraged = [NOTHING] * num_fragments
-        """By fragment, what inner steps have used since it was last averaged."""
+        """By fragment, the amount that inner steps have used since the fragment was last averaged."""
 
     def turn(self, round_number: int) -> int:
         """The fragment that a round averages."""
         return round_number % len(self._dealt)
 
     def names(self, fragment: int) -> Sequence[str]:
-        """The names of its parameters."""
+        """The names of a fragment's parameters."""
         return self._dealt[fragment]
 
     def stepped(self, amount: Amount) -> None:
-        """An inner step has used so much."""
+        """Note that an inner step has used this amount."""
         self.unaveraged = [before + amount for before in self.unaveraged]
 
     def averaged(self, fragment: int, *, but: Amount) -> None:
-        """A fragment was averaged, with all that was learnt of it but from these."""
+        """Note that a fragment was averaged. What was learnt from `but`, after the closing, is not in the average."""
         self.unaveraged[fragment] = but
 
     def forget(self) -> None:
@@ -45,7 +45,7 @@ class Fragments:
 
 
 def dealt(names: Iterable[str], num_fragments: int) -> list[list[str]]:
-    """Parameter names dealt out by block (embedding, each layer, head), so that a fragment's layers are far apart.
+    """Deal parameter names out by block (embedding, each layer, head), so that a fragment's layers are far apart.
 
     Raises:
         ValueError: there are fewer blocks than fragments.

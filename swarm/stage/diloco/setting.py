@@ -21,7 +21,7 @@ from swarm.training.round_member import RoundResult
 
 
 class DilocoSetting(Setting):
-    """The answers with DiLoCo: as many microbatches as make the next inner steps, whichever round they are of."""
+    """The answers with DiLoCo: a peer takes microbatches for its next inner steps, whichever round they are of."""
 
     def __init__(
         self, context: StageContext, weights: DilocoWeights, present_round: PresentRound, records: Records
@@ -34,7 +34,7 @@ class DilocoSetting(Setting):
         self._answers = records.answers
         self._batch_microbatches = rounds.inner_batch_samples // self._microbatch_size
         self._most_ahead = (1 + rounds.max_staleness) * self._batch_microbatches
-        """Microbatches with which the weights may be computed that the next steps start from."""
+        """How many microbatches may be computed with, and not yet stepped with, at a time."""
         self._turns = Turns(self._most_ahead, self._num_unstepped, context.clock)
 
     def _num_unstepped(self) -> int:
@@ -43,17 +43,17 @@ class DilocoSetting(Setting):
     # -- which microbatches are admitted -----------------------------------------------------------------------------
 
     def check(self, microbatch: Microbatch) -> None:
-        pass  # Those of any round are welcome.
+        pass  # Microbatches of any round are welcome.
 
     def queue_of(self, round_number: int) -> int:
         return 0
 
     def room(self) -> int | None:
-        """How many more microbatches are taken: those of the next steps, and a batch to follow.
+        """How many microbatches may be in flight: those of the next steps, and one inner batch to follow.
 
-        More would wait here, while another peer might have nothing to do.
+        More would only wait here, while another peer might have nothing to do.
         """
-        # While an answer is written, its microbatch has its slot as well.
+        # A microbatch whose answer is being written still has its slot, and must not be counted twice.
         waiting = max(0, self._num_unstepped() - self._answers.num_written)
         return self._most_ahead + self._batch_microbatches - waiting
 
@@ -99,13 +99,13 @@ class DilocoSetting(Setting):
         self._ledger.commit(microbatch.index, self._round.number, keep_computation=False)
 
     def may_be_joined(self, computation: Computation) -> bool:
-        # A retry has no use for what is under way here, only for what is done behind this peer.
+        # A retry replaces a computation that is still running, and can only adopt one that is done.
         return computation.done
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def committed(self) -> frozenset[int]:
-        return frozenset()  # They are not asked for, and a round may have any number of them.
+        return frozenset()  # No peer asks for them, and a round may have any number of them.
 
     def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
         return None

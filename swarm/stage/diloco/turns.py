@@ -16,22 +16,22 @@ from swarm.machine.clock import Clock
 from swarm.routing.throughput import MovingAverage
 
 LATE = 3.0
-"""A turn that has taken so many times the usual seconds is late: its microbatch waits for a peer that has died, say."""
+"""A turn that has taken this many times the usual seconds is late; its microbatch may wait for a dead peer, say."""
 SHORTEST_LATE_SECONDS = 1.0
-"""No turn is late sooner."""
+"""No turn is late before this time."""
 FIRST_LATE_SECONDS = 60.0
-"""A turn is late after so long while no turn has ended yet, so that nothing is known of what is usual. Those that wait
-meanwhile say that they wait here, and after `HopLimits.stall_seconds` callers would take this peer for stalled."""
+"""When a turn is late as long as no turn has ended, so that the usual time is not known. It is less than
+`HopLimits.stall_seconds`, after which callers of the microbatches that wait here take this peer for stalled."""
 LOOK_SECONDS = 0.25
-"""Time between two looks of those that wait at whether a turn has become late."""
+"""How often a microbatch that waits looks whether another one's turn has become late."""
 
 
 class Turns:
     """Gives turns, older microbatches first.
 
     Args:
-        most: microbatches whose forward has begun and whose gradient no step has used, late ones left out. A
-            late one would hold up all others; its gradient goes into a later step.
+        most: the most microbatches with a forward that has begun and a gradient that no step has used. Late ones are
+            left out, or they would hold up all others; their gradients go into later steps.
         num_unstepped: tells how many gradients are accumulated that no step has used. It is less than `most` whenever
             no step can come before more gradients do.
     """
@@ -41,7 +41,7 @@ class Turns:
         self._num_unstepped = num_unstepped
         self._clock = clock
         self._began_at: dict[int, float] = {}
-        """By turn."""
+        """When each turn began."""
         self._usual_seconds = MovingAverage(0.1)
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
@@ -75,7 +75,7 @@ class Turns:
             self.look()
 
     def look(self) -> None:
-        """Give turns for which there is room; to be called after every step, and when gradients were taken out."""
+        """Give as many turns as there is room for. To be called after every step, and when gradients were taken out."""
         while self._waiting and self._has_room():
             _, number, turn = heapq.heappop(self._waiting)
             if not turn.done():

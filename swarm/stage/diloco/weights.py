@@ -3,7 +3,7 @@
 Owned by the compute thread. A stage may be averaged in fragments, a round each, in turn, and may go on training while a
 round is exchanged (Streaming DiLoCo, arXiv 2501.18512): what was learnt since the contribution was closed is then
 carried over to the new anchor, and counts towards the next round. So is all that was learnt in rounds which were
-committed without this peer, a few at most: it contributes late (as in asynchronous local SGD, arXiv 2401.09135).
+committed without this peer, a few at most: this peer contributes late (as in asynchronous local SGD, arXiv 2401.09135).
 Anchors and outer momentum are needed once a round: they are kept on the CPU, and the outer step is taken there,
 whatever device trains.
 """
@@ -48,7 +48,7 @@ class DilocoWeights(StageWeights):
         self._inner = gradient_optimizer(config.optimizer, same_bits=False)
         self._fragments = Fragments(trained_parameters(module), config.averaging.num_fragments)
         self._closing: _Closing | None
-        """The newest of this round, also after it was reopened: its result may be decided all the same."""
+        """The newest of this round, kept even when the round is reopened: its result may be decided all the same."""
         self._failure: Exception | None = None
         """The failure of an inner step."""
         super().__init__(
@@ -61,7 +61,7 @@ class DilocoWeights(StageWeights):
         )
 
     def version_for(self, round_number: int) -> Version:
-        """The newest, whichever round it is."""
+        """The newest version, whichever round it is."""
         return self.version
 
     # -- inner steps -------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class DilocoWeights(StageWeights):
         for bucket in self.buckets.ready:
             if self.round.closed and self._num_overlapped() >= self._config.averaging.overlap_steps:
                 break
-            # A step that would need one more version waits, and so does what the stage admits: no batch grows.
+            # A step that would need one more version waits. So do new microbatches, so that no batch grows.
             if self._versions.num_old >= self._config.rounds.max_staleness + LATE_VERSIONS:
                 break
             self.buckets.remove(bucket)
@@ -93,7 +93,7 @@ class DilocoWeights(StageWeights):
         return 0 if self._closing is None else self.inner_steps.count - self._closing.num_steps
 
     def _inner_step(self, bucket: GradientBucket) -> None:
-        # In place: nobody adds to this bucket any more, nor takes anything out.
+        # In place, because no gradient is added to this bucket or taken out of it any more.
         gradients = bucket.sums
         torch._foreach_mul_(list(gradients.values()), bucket.scale)
         factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
@@ -139,12 +139,11 @@ class DilocoWeights(StageWeights):
     ) -> tuple[Amount, Tensors]:
         """Step from the anchor.
 
-        What was learnt from samples that are not in the average is carried over: the weights get it on top of the new
-        anchor.
+        What was learnt from samples that are not in the average is carried over: it is added to the new anchor.
         """
         anchor, fragment = self._anchor, self._fragments.turn(self.round.number)
         carried, carried_amount = self._carried(list(average), fragment, contributed=contributed)
-        self._closing = None  # Memory for what follows.
+        self._closing = None  # Frees memory for what follows.
         if contributed or not carried:
             self._fragments.averaged(fragment, but=carried_amount)
         stepped = self._memory.copies({name: anchor[name] for name in average})
@@ -156,11 +155,11 @@ class DilocoWeights(StageWeights):
         return carried_amount, {**anchor, **stepped}
 
     def _carried(self, names: list[str], fragment: int, *, contributed: bool) -> tuple[Tensors, Amount]:
-        """What was learnt that the round's average does not hold, and from how much of this round."""
+        """What was learnt but is not in the round's average, and the amount of this round that it was learnt from."""
         if not contributed:
             learnt = self._learnt(names, self._fragments.unaveraged[fragment].samples)
             return learnt, self.round.stepped if learnt else NOTHING
-        # A result that was decided without this peer's knowledge, after a restart of the attempt, has no closing.
+        # There is no closing if the result was decided without this peer's knowledge, after a restart of the attempt.
         closing = self._closing
         if closing is None or closing.version is self.version or set(closing.contribution.tensors) != set(names):
             return {}, NOTHING
@@ -170,11 +169,11 @@ class DilocoWeights(StageWeights):
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
         """What inner steps have added to parameters since their last average.
 
-        Nothing if it is not finite: a peer that went astray is to come back.
+        Nothing if it is not finite: a peer whose weights diverged is to drop them.
 
         Args:
-            num_samples: that these steps have used. With fragments they may all be of earlier rounds, in which it was
-                the turn of others.
+            num_samples: the samples that these steps have used. With fragments all may be of earlier rounds, which
+                averaged other fragments.
         """
         if not num_samples:
             return {}

@@ -26,7 +26,7 @@ it up meanwhile."""
 
 
 class SynchronousSetting(Setting):
-    """Every round's microbatches by themselves."""
+    """The answers in the synchronous setting: each round has microbatches of its own."""
 
     def __init__(
         self,
@@ -45,8 +45,10 @@ class SynchronousSetting(Setting):
     # -- which microbatches are admitted -----------------------------------------------------------------------------
 
     def check(self, microbatch: Microbatch) -> None:
-        """Raise if a microbatch is not admitted. One of the last round is, with the weights of that round: a stage that
-        lost all its peers and came back from a checkpoint has that round to do again. Here it counts no more.
+        """Raise if a microbatch is not admitted.
+
+        Those of the last round are, with that round's weights, though they count no more here: a stage that lost all
+        its peers and came back from a checkpoint has to do that round again.
         """
         round_of = microbatch.index // self._microbatches_per_round
         if round_of != microbatch.round:
@@ -65,25 +67,25 @@ class SynchronousSetting(Setting):
 
     def _check_round(self, microbatch: Microbatch) -> None:
         number, is_next = self._round.number, microbatch.round > self._round.number
-        # Later stages take whatever stage 0 admitted, and wait for their own commit if they must; for a download, which
-        # takes longer, they have it wait elsewhere.
+        # Later stages take whatever stage 0 admitted, and wait for their own commit if they must. But a peer that
+        # downloads takes longer, so the microbatch has to wait elsewhere.
         if is_next and self._round.is_behind:
             raise Overloaded(f"this peer is at round {number} and catches up", retry_after_seconds=0.25)
         if self._stage == 0 and is_next:
             raise Overloaded(f"round {number} has not committed yet", retry_after_seconds=0.05)
-        # What another stage lacks has to come through here, though this one has all: that stage cannot commit without.
+        # Replays for another stage pass even now, because that stage cannot commit without them.
         if self._stage == 0 and microbatch.counts_at(0) and self._weights.round.closed:
             raise Overloaded(f"round {number} is being averaged", retry_after_seconds=0.05)
 
     def _check_replay(self, microbatch: Microbatch) -> None:
-        """Refuse what counts here already: its stage's leader does not hear of this peer, and wants it from another."""
+        """Refuse a replay of what counts here: the leader hears nothing of this peer, so it is for another peer."""
         entry = self._ledger.find(microbatch.index) if microbatch.accumulate_only_at == self._stage else None
         if entry is not None and entry.state is EntryState.COMMITTED:
             raise Overloaded("it counts here: another peer has to replay it", retry_after_seconds=REPLAY_GAP_SECONDS)
 
     def queue_of(self, round_number: int) -> int:
-        """What waits for the next round takes no slot from what this one, or the last one, still lacks."""
-        # All that is further ahead shares one number: there must not be more of them as callers name more.
+        """Give each round slots of its own, so that what waits for the next round takes none of this one's."""
+        # All later rounds share one number, so that there are not more, the more rounds callers name.
         return min(round_number, self._round.number + 1)
 
     def room(self) -> int | None:
@@ -95,7 +97,7 @@ class SynchronousSetting(Setting):
         await self._round.wait_for(microbatch.round, self._round_wait_seconds, still_waiting)
 
     def turn(self, age: int) -> AbstractAsyncContextManager[None]:
-        return contextlib.nullcontext()  # No step makes its gradient older.
+        return contextlib.nullcontext()  # There are no inner steps that could make a gradient stale.
 
     @property
     def num_waiting(self) -> int:
@@ -116,13 +118,13 @@ class SynchronousSetting(Setting):
 
     @property
     def takes_gradients(self) -> bool:
-        # A stage closes when its members have the whole round. If one of them has died since, what it contributed may
-        # still be committed; what then lacks all the same is replayed. And another stage that did lose something must
-        # not wait for this one to open again: this one may be waiting for that.
+        # A stage closes when its members have the whole round. What a member contributed that has died since may still
+        # be committed; if not, it is replayed later. A replay for another stage must not wait for this one to reopen,
+        # because this one may itself be waiting for that stage.
         return not self._weights.round.closed
 
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
-        """A known microbatch is joined, unless it was a replay, which other stages have not accumulated."""
+        """Join a known microbatch, unless it was a replay, which other stages have not accumulated."""
         known = entry.computation
         if entry.state is EntryState.COMMITTED or known is None:
             return Start(microbatch=self._already_counted(microbatch), accumulate=False, earlier=known)
@@ -132,10 +134,10 @@ class SynchronousSetting(Setting):
         return Start(microbatch=microbatch, accumulate=True, instead_of=known)
 
     def _already_counted(self, microbatch: Microbatch) -> Microbatch:
-        """What of a microbatch is still to be done, though it counts here.
+        """What is left to do for a microbatch that counts here already: compute it, but accumulate it nowhere else.
 
-        Later stages were told that it counts, and whatever they have lost they have replayed: elsewhere, it would only
-        have to be taken out again. No stage before stage 0 needs its gradient.
+        Later stages were told that it counts, and have what they lost replayed. If they accumulated it again, it would
+        only have to be taken out. At stage 0 nothing is left to do, because no stage before it needs a gradient.
         """
         if self._stage == 0 and microbatch.accumulate_only_at is None:
             raise StaleMicrobatch(f"microbatch {microbatch.index} counts already")
@@ -144,11 +146,11 @@ class SynchronousSetting(Setting):
     # -- what becomes of it ------------------------------------------------------------------------------------------
 
     def acknowledged(self, microbatch: Microbatch) -> None:
-        # With its computation: it may have to be taken out of the round, and a replay may want its answer.
+        # The computation is kept: it may have to be taken out of the round, and a replay may want its answer.
         self._ledger.commit(microbatch.index, microbatch.round, keep_computation=True)
 
     def may_be_joined(self, computation: Computation) -> bool:
-        # A trainer retries elsewhere: it has no use for what is under way at stage 0, only for what is done behind it.
+        # A trainer retries at another peer of stage 0: what is still running at this one is of no use to it.
         return computation.done or self._stage > 0
 
     # -- rounds ------------------------------------------------------------------------------------------------------
@@ -157,8 +159,8 @@ class SynchronousSetting(Setting):
         return self._ledger.committed(self._round.number)
 
     def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
-        """What was never acknowledged is undone, and what another member counts."""
-        # What arrives from now on must not be accumulated behind our back.
+        """Undo what was never acknowledged, and what another member counts."""
+        # From now on nothing that arrives is accumulated.
         self._weights.seal()
         doubles = [entry for entry in map(self._ledger.find, drop) if entry is not None]
         return [*self._ledger.uncommitted(self._round.number), *doubles]

@@ -59,7 +59,7 @@ class SynchronousWeights(StageWeights):
         pass  # Steps are taken when rounds end.
 
     def require_sound(self) -> None:
-        pass  # What fails when a round ends fails for its member.
+        pass  # The only step is a round's end, and its error goes to the member that commits.
 
     @property
     def learning_rate(self) -> float:
@@ -72,7 +72,7 @@ class SynchronousWeights(StageWeights):
     def seal(self) -> None:
         """Let nothing begin that would join the sum, until the round commits or is reopened.
 
-        From any thread: a compute thread in the middle of a long microbatch would be waited for.
+        It runs on any thread, so that it need not wait for a long microbatch on the compute thread.
         """
         self.round.closed = True
 
@@ -92,14 +92,14 @@ class SynchronousWeights(StageWeights):
         factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
         gradients = {name: self._staging.upload(value) for name, value in average.items()}
         if factor != 1.0:
-            # Into memory of its own: others may still fetch the average.
+            # Into memory of its own, because others may still fetch the average.
             clipped = self._memory.like(gradients)
             for name, value in gradients.items():
                 torch.mul(value, factor, out=clipped[name])
             gradients = clipped
             del clipped
         optim.step(self._ends_rounds, self.masters, gradients, rate)
-        del gradients  # Memory for what follows.
+        del gradients  # Frees memory for what follows.
         self.buckets.clear()
         self._versions.publish()
         return NOTHING, self.version.parameters
