@@ -64,7 +64,7 @@ class IdSet:
         return found
 
     def without(self, other: "IdSet") -> "IdSet":
-        """The ids that are not in the other one."""
+        """The ids that are not in `other`."""
         left = IdSet()
         for start, end in self.ranges():
             at = start

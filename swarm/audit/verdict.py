@@ -49,8 +49,8 @@ class Report:
     replayed: int
     rolled_back: int
     lost_share: float
-    """The share of acknowledged microbatches that are lost, mean over the stages. What living peers held in the end is not
-    lost."""
+    """The share of acknowledged microbatches that are lost, mean over the stages. What living peers held at the end is
+    not lost."""
     digests_compared: int
     digests_differing: int
     stages: tuple[StageReport, ...]

@@ -46,7 +46,7 @@ def forbidden(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
 
 
 def allowed(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    """All other differences, by field."""
+    """All differences that are not forbidden, by field."""
     return {name: pair for name, pair in _differences(checkpoint, run).items() if _is_free(name, run)}
 
 

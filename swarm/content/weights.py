@@ -85,7 +85,7 @@ class WeightsCache:
     def _places(self) -> list[Weights]:
         places = [place for place in (self._own, self._kept) if place is not None]
         if self._source is not None and self._kept is not None:
-            # With the index, which came from other peers, it shows whether the user's model is the run's.
+            # The index, which as a rule came from other peers, shows whether the user's model is the run's.
             places.insert(0, Weights(self._kept.index, self._source.tensors, place=self._source.folder))
         return places
 

@@ -86,7 +86,7 @@ class RollBack(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Ack(Event):
-    """A stage peer counts a microbatch, the answer of which was acknowledged; or a trainer is about to acknowledge it."""
+    """A stage peer counts a microbatch, because its answer was acknowledged; a trainer is about to acknowledge it."""
 
     microbatch: int
 
@@ -141,7 +141,7 @@ class Begin(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Event):
-    """An attempt's exchange came to a result here, which the promised contribution is part of."""
+    """An attempt's exchange came to a result here. The promised contribution is a part of it."""
 
     round: int
     lineage: str
@@ -189,7 +189,7 @@ class Commit(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class State(Event):
-    """The state that a commit led to. The digest is computed beside training, so steps of the new round may be first."""
+    """The state that a commit led to. Steps of the new round may come before it, since the digest takes a while."""
 
     round: int
     """The round that began with this state."""

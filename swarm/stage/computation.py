@@ -213,14 +213,14 @@ class Computation(Watched):
             self._backend.weights.require_sound()
 
     def _earlier_answer(self) -> Result | None:
-        """What an earlier computation answered; None without one, or if a later stage lacks the microbatch."""
+        """The answer of an earlier computation; None if there was none, or if a later stage lacks the microbatch."""
         only_at = self.microbatch.accumulate_only_at
         if self.order.earlier is None or only_at is None or only_at > self._backend.stage:
             return None
         return self.order.earlier.result()
 
     def _earlier_hidden(self) -> torch.Tensor | None:
-        """What an earlier computation sent to the next stage; None without one, or if a backward needs a forward."""
+        """What an earlier computation sent to the next stage; None if there was none, or a backward needs a forward."""
         return None if self.order.earlier is None or self.order.has_backward else self.order.earlier._wire_hidden
 
     async def _run_last(self) -> Result:

@@ -94,7 +94,7 @@ class GenerationServicer(GenerationServiceServicer):
         return unpack_order(opening, vocab_size=config.model.vocab_size)
 
     async def _round(self, opening: pb.SessionOpen) -> int:
-        """The round whose weights are wanted, once this peer has begun it. Raises NotReady."""
+        """Choose the round with the wanted weights, and wait until this peer has begun it. Raises NotReady."""
         present = self._stage.round
         if opening.rounds:
             number = opening.rounds[0]

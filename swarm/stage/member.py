@@ -210,7 +210,7 @@ class StageMember:
     def _report(
         self, result: RoundResult, learning_rate: float, seconds: float, inner_steps: InnerSteps
     ) -> pb.RoundReport:
-        """What trainers and status are told of a committed round; `seconds`: how long the commit took this peer."""
+        """Make the report of a committed round for trainers and status. `seconds` is how long the commit took."""
         cost = result.cost
         return pb.RoundReport(
             round=result.round,

@@ -183,8 +183,8 @@ class StageServicer(StageServiceServicer):
             self._admission.leave(slot)
 
     def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
-        """Give a function that sends a sign of life when one is due. To be called while the caller waits for this
-        stage, because it would take silence for death."""
+        """Give a function that sends a sign of life when one is due. It is to be called while this stage makes its
+        caller wait, for the caller would take silence for death."""
         now = asyncio.get_running_loop().time
         said_at = now()
 

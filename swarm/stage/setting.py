@@ -39,7 +39,7 @@ class Setting(ABC):
 
     @abstractmethod
     def check(self, microbatch: Microbatch) -> None:
-        """Raise an error, which answers the call, if a microbatch is not wanted here now even with slots free.
+        """Raise the error that answers a call if its microbatch is not wanted here now, even with slots free.
 
         Raises:
             MalformedMessage, Overloaded, NotReady, StaleMicrobatch.
@@ -99,7 +99,7 @@ class Setting(ABC):
 
     @abstractmethod
     def acknowledged(self, microbatch: Microbatch) -> None:
-        """Commit a microbatch in the ledger, for the setting's round, with its computation or without."""
+        """Commit a microbatch in the ledger; the setting decides for which round, and if its computation is kept."""
 
     @abstractmethod
     def may_be_joined(self, computation: Computation) -> bool:

@@ -199,7 +199,7 @@ class Stage:
 
     @asynccontextmanager
     async def changing_state(self) -> AsyncIterator[None]:
-        """Undo all that is unfinished and forget the rest, for the block to install another state."""
+        """Undo all that is unfinished and forget the rest, so that the block can install another state."""
         self._is_changing_state = True
         try:
             await self.endings.discard_all(self.ledger.uncommitted())

@@ -154,7 +154,7 @@ class Branches:
             return False
         if num_theirs != num_ours:
             return num_theirs > num_ours
-        # A peer whose state came from others does not leave it for another one that no more peers hold.
+        # A peer that had its state from others keeps it, unless more peers hold the other one.
         return self._has_voice and self._order(theirs) > self._order(self._own) and not self._has_stragglers
 
     def _is_credible(self, theirs: Standing, num_holders: int) -> bool:

@@ -34,7 +34,7 @@ NUM_PINS = 2
 SEGMENT_BYTES = 4 << 20
 RESULTS_BYTES = 2 << 30
 LOOK_SECONDS = 1.0
-"""The time from one look for snapshots that no peer asks for any more to the next."""
+"""How often a donor looks for snapshots that no peer asks for any more."""
 REACH_SECONDS = 8.0
 """How long an offer waits until this peer is at the round that is asked for."""
 REACH_LOOK_SECONDS = 0.02
@@ -91,9 +91,9 @@ class Donor:
         """Answer a peer that is behind.
 
         Raises:
-            NotReady: what it asks for is not kept here, or not any more.
-            Overloaded: others come first.
-            MalformedMessage: it asks for something that does not exist.
+            NotReady: what the peer asks for is not kept here, or not any more.
+            Overloaded: other peers come first.
+            MalformedMessage: the peer asks for something that does not exist.
         """
         match request.WhichOneof("wanted"):
             case "offer":

@@ -14,7 +14,7 @@ from swarm.training.round_member import RoundMember
 from swarm.types import PeerState
 
 TOLERATED_SECONDS = 5.0
-"""A peer stays out if its exchange takes longer by this than a whole round takes without it."""
+"""How much longer a peer's exchange may take than a whole round without the peer; beyond that it stays out."""
 LEAST_REST_SECONDS = 20.0
 """Least time from one download to the next one that measures the line again."""
 REST_FACTOR = 3.0

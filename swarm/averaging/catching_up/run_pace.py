@@ -8,7 +8,7 @@ from swarm.averaging.messages import Standing
 from swarm.machine.clock import Clock
 
 PACE_FACTOR = 4.0
-"""How far above the pace of its fastest round the run may have gone on while this peer was away, as a multiple."""
+"""The largest pace that the run may have had while this peer was away, as a multiple of its fastest round's."""
 PACE_ROUNDS = 4
 """How many rounds, each of the largest size seen, the run may be ahead besides."""
 
@@ -47,7 +47,7 @@ class RunPace:
         return theirs.run_samples - own.run_samples <= num_samples and theirs.round - own.round <= num_rounds
 
     def _elapsed(self) -> float:
-        # Some clocks stand still while a machine sleeps, and others are set; the run goes on.
+        # Some clocks stand still while a machine sleeps, and others may be set back, but the run goes on.
         return max(now - since for now, since in zip(self._now(), self._since, strict=True))
 
     def _now(self) -> tuple[float, float]:

@@ -178,7 +178,7 @@ class StateTransfer:
         raise PeerUnavailable("no peer offers a snapshot that would be of use")
 
     async def _offers(self, donors: Sequence[PeerRecord], wanted: Wanted) -> list[_Offer]:
-        """Ask several at once; the others get twice as long as the first that answers."""
+        """Ask several at once. After the first answer, the others get as much time again as that took."""
         offers: list[_Offer] = []
 
         async def ask(donor: PeerRecord) -> None:

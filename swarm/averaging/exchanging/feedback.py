@@ -79,7 +79,7 @@ class ErrorFeedback:
         return own_bytes + sum(owed.sum_P.nbytes for owed in self._sums)
 
     def compensate(self, contribution_D: torch.Tensor) -> torch.Tensor:
-        """Add what earlier rounds owe. May give the same tensor, and never writes to it."""
+        """Add to a contribution what earlier rounds owe. May give the same tensor, and never writes to it."""
         if self._contribution_D is None:
             return contribution_D
         return torch.add(contribution_D, self._contribution_D, alpha=self._decay)
@@ -99,7 +99,7 @@ class ErrorFeedback:
         return [rest for owed in self._sums for rest in owed.outside(part)]
 
     def carry(self, vector_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> torch.Tensor:
-        """Add debts to sums that this member does not make. Gives a copy.
+        """Add to a copy of a contribution what is owed to sums that this member does not make.
 
         Args:
             weight: of the contribution in the sum.
@@ -111,7 +111,7 @@ class ErrorFeedback:
 
     @staticmethod
     def still_owed(residual_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> list[Owed]:
-        """Take out of the residual of a contribution that carried debts what stays owed to sums."""
+        """Give the part of a contribution's residual that stays owed to sums, and set the residual to 0 there."""
         still = [Owed(owed.part, residual_D[owed.part] * weight) for owed in elsewhere]
         for owed in elsewhere:
             residual_D[owed.part] = 0.0

@@ -111,9 +111,9 @@ class Reduction:
         part = shares.parts[[share.peer_id for share in shares.members].index(own_id)]
         self.num_elements = part.stop - part.start
         self.residual_P: torch.Tensor | None = None
-        """What encoding the sum dropped, where that is to be fed back; once there is a result."""
+        """What was dropped when the sum was encoded, if that is to be fed back; None before there is a result."""
         self.sum_P: torch.Tensor | None = None
-        """The sum as its bytes decode; once there is a result."""
+        """The sum as its bytes decode; None before there is a result."""
         self._shares = shares
         self._own_id = own_id
         self._codec = codec
@@ -145,7 +145,7 @@ class Reduction:
         except MalformedMessage as error:
             self.fail(MemberFailed(peer_id, f"its contribution is refused: {error}", noticed_by=self._own_id))
             return
-        self._require_missing(peer_id)  # It may have come twice at once.
+        self._require_missing(peer_id)  # The same part may have come twice at once.
         self.add_decoded(peer_id, part_P)
 
     def _require_missing(self, peer_id: str) -> None:
@@ -179,7 +179,7 @@ class Reduction:
         return Payload(encoded=encoded, squared_norm=squared_norm(self.sum_P))
 
     def _sum(self, weighted: list[tuple[torch.Tensor, float]]) -> torch.Tensor:
-        """The weighted sum of the parts; where nothing is to be added or dropped, the only one itself."""
+        """The weighted sum of the parts. A single part of weight 1 is given as it is, if nothing is owed or dropped."""
         owed_P = self._owed()
         adds_nothing = owed_P is None and [weight for _, weight in weighted] == [1.0]
         if adds_nothing and not self._result_codec.needs_feedback:

@@ -135,7 +135,7 @@ class Beginning:
     def _too_late(self, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
         """The reason to wait no longer for a member that is still closing after `seconds`; None if there is none."""
         if seconds > self._timing.max_closing_seconds:
-            # That the member will ever be done is only its own word.
+            # Only the member's own word says that it will ever be done.
             return NotReady(f"it has not closed its contribution in {seconds:.0f} s")
         if closing.quiet_seconds > timeout_seconds + 3 * closing.expected_seconds:
             return DeadlineExceeded(f"it closes since {seconds:.0f} s, and does not get on with it")

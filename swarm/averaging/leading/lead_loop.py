@@ -112,5 +112,5 @@ class LeadLoop:
             self._roster.forget_report(peer_id)
         self._changes.signal()
         if failed.refused:
-            # They may be at a later round: without asking, this peer would go on alone.
+            # Those that refused may be at a later round: without asking, this peer would go on alone.
             await self._reporter.ask_all()

@@ -198,7 +198,8 @@ class Leader:
             return replies is not None
 
         if self._shared.counts_norm(round_number):
-            # Other stages wait for this one's norm, and it needs the partners' averages; the partners wait for neither.
+            # The other stages need this one's norm, and that needs the partners' averages. So the partners decide
+            # without waiting for this stage.
             if not await wait_for(partners):
                 return
             norm += await self._shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])

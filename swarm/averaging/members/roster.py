@@ -264,7 +264,7 @@ class Roster:
         """Peers that should be members, or were, are not suspected, and have not reported for this many seconds."""
         oldest = self._clock.monotonic() - seconds
         members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
-        # A peer that leaves is not called while it may still report: a call would tell it that it is in touch.
+        # A peer that leaves is not called while it may still report: a call would make it believe that all is well.
         latest = self._clock.monotonic() - self._timing.fresh_seconds
         unheard = {peer for peer, report in self.reports.last.items() if report.heard_at < latest}
         known = set(self.contacts.serving())

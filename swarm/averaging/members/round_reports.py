@@ -90,7 +90,7 @@ class RoundReports:
 
     @property
     def lost(self) -> frozenset[int]:
-        """The microbatches that were lost with a peer, and that no other peer has told that it has."""
+        """The microbatches that were lost with a peer, and that no other peer has reported."""
         return frozenset(self._lost.difference(*(last.progress.committed for last in self.last.values())))
 
 

@@ -13,7 +13,7 @@ from swarm.types import PeerId
 
 MOST_FAILURES = 5
 """Attempts that may fail because of the same member. After these the others go on without it, whatever it holds, until
-it takes part in a round again. The last attempt that ran out of time was eight times as patient as the first."""
+it takes part in a round again. If they ran out of time, the last one was eight times as patient as the first."""
 PROBE_SHARE = 0.05
 """The pause between calls to a suspected peer, as a share of the time for which it has not answered."""
 
@@ -32,7 +32,7 @@ class _Exclusion:
 
 
 class Suspicions:
-    """Why one peer does not count on others."""
+    """Which other peers one peer does not count on, and why."""
 
     def __init__(self, clock: Clock, timing: Timing) -> None:
         self._clock = clock
