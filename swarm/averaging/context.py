@@ -53,7 +53,7 @@ class Tasks:
 class Changes:
     """Signals between the parts of one peer's averaging: something has changed, or a report is due.
 
-    Others wait for a change of the round; the reporter (members/reporter) waits for something to tell.
+    The reporter (members/reporter) waits for something to report, other parts for a change of the round.
     """
 
     def __init__(self, clock: Clock) -> None:

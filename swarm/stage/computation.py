@@ -70,7 +70,7 @@ class Order:
 
     @property
     def has_backward(self) -> bool:
-        """Whether this stage has to run a backward; in a replay for a later stage it has not."""
+        """Whether this stage has to run a backward; in a replay for a later stage it need not."""
         return self.accumulate or self.answers_gradient
 
 

@@ -23,7 +23,7 @@ TRIES = 3
 
 
 class Shortage:
-    """How much less one peer takes.
+    """How much less a peer takes because its memory ran out.
 
     Args:
         stage: for the messages.

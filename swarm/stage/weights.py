@@ -51,7 +51,7 @@ class FrozenContribution:
 
     Attributes:
         tensors: a mean over the targets, on the CPU.
-        amount: the amount that it was made of.
+        amount: the samples and targets that it was made of.
         round_amount: how much of that amount is of this round.
         fragment: the part of the parameters it is about.
     """

@@ -63,8 +63,8 @@ def has_quorum(
 ) -> bool:
     """Whether the peers that are present may commit a round.
 
-    With a majority no two parts of a group commit the same round, as long as its members stay: one that is started
-    again forgets what it had prepared, and may be in the majority for another result of that round.
+    With a majority no two parts of a group commit the same round, unless a member is started again: it forgets what it
+    had prepared, and may be in the majority for another result of that round.
 
     Args:
         last_members: of the round before; empty for a peer that knows of none. Most of them have to be there if a
