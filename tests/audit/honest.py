@@ -36,7 +36,7 @@ Lines = list[dict[str, Any]]
 
 
 def start(peer: str, stage: int, setting: str) -> Start:
-    """A process's first event."""
+    """Make a process's first event."""
     return Start(
         run="run.1", peer=peer, name=peer, stage=stage, setting=setting, num_stages=NUM_STAGES, num_fragments=1,
         round_microbatches=ROUND_MICROBATCHES, software="0", pid=1, boot="boot",
@@ -71,32 +71,32 @@ class HonestRun:
         return sorted(self.folder.iterdir())
 
     def write(self, name: str, event: Event) -> None:
-        """One event of one process."""
+        """Write one event of one process."""
         if name not in self._logs:
             self._logs[name] = EventLog(self.folder / f"{name}.jsonl", self.clock)
         self.clock.advance(0.001)
         self._logs[name].write(event)
 
     def reopen(self, name: str) -> None:
-        """What is written next is another process's, in the same file."""
+        """Begin another process in the same file."""
         self._logs.pop(name).close()
 
     def train(self, peer: str, microbatch: int, *, only_at: int | None = None) -> None:
-        """A microbatch is accumulated and acknowledged."""
+        """Write that a microbatch was accumulated and acknowledged."""
         self.accumulate(peer, microbatch, only_at=only_at)
         self.write(peer, Ack(microbatch=microbatch))
 
     def accumulate(self, peer: str, microbatch: int, *, only_at: int | None = None) -> None:
-        """A microbatch is accumulated; a replay in a bucket beside the others'."""
+        """Write that a microbatch was accumulated; a replay goes into a bucket of its own."""
         bucket = self.bucket + (only_at is not None)
         self.write(peer, Accumulate(microbatch=microbatch, samples=SAMPLES, bucket=bucket, only_at=only_at))
 
     def roll_back(self, peer: str, microbatch: int) -> None:
-        """And subtracted again."""
+        """Write that a microbatch was subtracted again."""
         self.write(peer, RollBack(microbatch=microbatch, samples=SAMPLES, bucket=self.bucket))
 
     def round(self, number: int, *, replayed: Sequence[tuple[int, int]] = (), lost: Collection[str] = ()) -> None:
-        """A whole round: each member has every other microbatch; some, with their stage, after a replay.
+        """Write a whole round, in which each member has every other microbatch, some of them as replays of a stage.
 
         Args:
             lost: members that the result did not reach: they had promised another attempt when the others committed.
@@ -114,11 +114,11 @@ class HonestRun:
         self, number: int, contributions: Mapping[str, Sequence[int]], *, stepped: Collection[str] = (),
         lost: Collection[str] = (), silent: Collection[str] = (), attempt: int = 1,
     ) -> None:  # fmt: skip
-        """Every stage averages what its members say they have, and commits.
+        """Write that every stage averages what its members say they have, and commits.
 
         Args:
             stepped: members that have taken an inner step with it already.
-            silent: members that write nothing of it.
+            silent: members that write nothing of this.
         """
         if self.setting == "diloco":
             for peer, ids in contributions.items():

@@ -23,7 +23,7 @@ def honest(folder: Path, setting: str = "synchronous") -> HonestRun:
 
 
 def one_violation(report: Report, text: str) -> str:
-    """The only one that says so."""
+    """The only violation, which has to say this."""
     (found,) = [violation for violation in report.violations if text in violation]
     assert not report.proven
     return found
@@ -96,7 +96,7 @@ def test_an_attempt_that_came_to_nothing_is_counted(tmp_path: Path) -> None:
 
 @BOTH
 def test_rounds_of_which_no_file_tells_are_not_proven(tmp_path: Path, setting: str) -> None:
-    """Their members are gone, with their files; peers that came later had the state from them."""
+    """Their members are gone, and so are their files. Peers that came later had the state from these members."""
     run = honest(tmp_path, setting)
 
     def joined_later(lines: Lines) -> Lines:
@@ -121,7 +121,7 @@ def test_a_stage_that_was_announced_and_never_entered_has_not_been_seen(tmp_path
 
 
 def test_a_process_goes_on_in_the_file_of_one_that_was_killed(tmp_path: Path) -> None:
-    """What it had accumulated is gone: others count it."""
+    """What the killed process had accumulated is gone, and others count it."""
     run = HonestRun(tmp_path)
     run.round(0)
     run.train("peer-1b", 9)
@@ -164,7 +164,7 @@ def test_a_commit_of_what_was_never_begun_is_found(tmp_path: Path) -> None:
 
 
 def test_who_never_had_an_exchanges_result_is_judged_by_what_it_had_closed_for_it(tmp_path: Path) -> None:
-    """Its own part failed, it closed once more since, and the others committed all the same."""
+    """The member's own exchange failed, it closed once more since, and the others committed all the same."""
     run = HonestRun(tmp_path)
     run.round(0)
     run.round(1, lost=["peer-1b"])
@@ -203,7 +203,7 @@ def test_a_peer_that_moves_begins_afresh_at_its_new_stage(tmp_path: Path) -> Non
 
 @BOTH
 def test_a_planted_duplicate_is_found(tmp_path: Path, setting: str) -> None:
-    """The other member accumulates and contributes it as well, and all figures fit."""
+    """The other member accumulates and contributes the microbatch too, and all figures fit."""
     run = HonestRun(tmp_path, setting)
     run.train("peer-1a", 3)
     run.round(0)
@@ -396,7 +396,7 @@ def test_a_missing_file_leaves_its_peers_contributions_unproven(tmp_path: Path) 
 @BOTH
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_without_any_file_leaves_the_run_unproven(tmp_path: Path, setting: str, stage: int) -> None:
-    """With DiLoCo nothing else would show it: the stages' rounds are judged by themselves."""
+    """With DiLoCo nothing else would show it, because each stage's rounds are judged by themselves."""
     run = honest(tmp_path, setting)
     report = audit([path for path in run.files if not path.name.startswith(f"peer-{stage}")])
     assert one_violation(report, "no file of any") == f"stage {stage}: no file of any of its peers was given"
@@ -419,7 +419,7 @@ def test_a_stage_that_a_peer_moved_to_has_a_file(tmp_path: Path) -> None:
 
 
 def test_two_branches_are_judged_by_themselves(tmp_path: Path) -> None:
-    """The same microbatches on both: that is no duplicate."""
+    """The same microbatches are on both branches, which is no duplicate."""
     run = HonestRun(tmp_path)
     run.round(0)
     ids = range(8, 16)
@@ -439,7 +439,7 @@ def test_two_branches_are_judged_by_themselves(tmp_path: Path) -> None:
 
 
 def test_who_committed_without_the_others_is_judged_by_what_they_had_closed_for_it(tmp_path: Path) -> None:
-    """A line broke when one had prepared the result of both: it committed that, and the other one what it had alone."""
+    """A line broke when one member had prepared the result of both. It committed that, the other one its own alone."""
     run = HonestRun(tmp_path, "diloco")
     run.round(0)
     ids = range(8, 16)
@@ -478,7 +478,7 @@ def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_
 
 
 def test_a_synchronous_stage_that_began_again_is_found(tmp_path: Path) -> None:
-    """Each of its rounds is whole, and what the others learnt from before is not in it."""
+    """Each of the stage's rounds is whole, but the stage lacks what other stages learnt from before."""
     run = honest(tmp_path)
     run.lineages[1] = "again"
     for peer in run.members(1):

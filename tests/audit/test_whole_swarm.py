@@ -46,7 +46,7 @@ async def test_a_run_is_proven_and_copies_that_were_tampered_with_are_not(config
         assert report.lost_share == 0.0
 
     def tampered(change: Callable[[Lines], Lines | None]) -> Report:
-        """The audit of copies, of which that of the last stage's peer was changed."""
+        """The audit of copies of the files, with that of the last stage's peer changed."""
         copies = tmp_path / "copies"
         shutil.rmtree(copies, ignore_errors=True)
         shutil.copytree(tmp_path / "events", copies)

@@ -32,7 +32,7 @@ QUICK = Timing(
     max_exclusion_seconds=2.0, begin_seconds=0.5, average_seconds=1.0, commit_seconds=1.0, grace_seconds=0.05,
     barrier_seconds=0.2, awaited_seconds=1.0, silence_seconds=0.5, retry_seconds=0.02, max_retry_seconds=0.2,
 )  # fmt: skip
-"""Patience for peers in one process."""
+"""The patience of peers in one process."""
 
 MICROBATCH = 2
 
@@ -45,7 +45,7 @@ def make_config(
     codec: str = "fp32",
     quorum: str = "available",
 ) -> RunConfig:
-    """A run whose rounds have so many microbatches of two samples."""
+    """The configuration of a run with rounds of this many microbatches, of two samples each."""
     return from_dict(
         {
             "model": {"num_layers": 4}, "stages": {"num_stages": stages}, "data": {"microbatch_size": MICROBATCH},
@@ -59,7 +59,7 @@ def make_config(
 
 
 def gradient(index: int) -> torch.Tensor:
-    """What one microbatch teaches, as one vector; the same wherever it is computed."""
+    """The gradient of one microbatch, as one vector; the same wherever it is computed."""
     return torch.from_numpy(np.random.default_rng(index).standard_normal(17).astype(np.float32))
 
 
@@ -83,7 +83,7 @@ def make_context(
     timing: Timing = QUICK,
     clock: Clock | None = None,
 ) -> Context:
-    """Of a peer that has no network, on virtual time unless it is given a clock."""
+    """The context of a peer without a network, on virtual time unless a clock is given."""
     return Context(
         config=config or make_config(),
         own=own,
@@ -105,20 +105,20 @@ class FakeStage:
         self.anchor = torch.zeros(17)
         self.indices: set[int] = set()
         self.surplus = 0
-        """Microbatches that it contributes without saying which."""
+        """How many microbatches it contributes without telling which."""
         self.results: list[RoundResult] = []
         self.digests: list[str] = []
         self.closed = False
         self.num_installs = 0
         self.carried: list[bool] = []
-        """For each of them, whether what was learnt before it was to be kept."""
+        """For each installed snapshot, whether what was learnt before it was to be kept."""
         self.dropped: set[int] = set()
         self.quiet_seconds: Callable[[], float] = lambda: 0.0
-        """Since it last finished a piece of work."""
+        """The seconds since it last finished a piece of work."""
         self.poison = False
-        """Contribute NaN."""
+        """Whether it contributes NaN."""
         self.carries = False
-        """As with DiLoCo: what no round has taken is kept where another state is installed, or replayed."""
+        """Whether it keeps, as with DiLoCo, what no round has taken when another state is installed or replayed."""
         self.averager: Averager | None = None
 
     def learn(self, *indices: int) -> None:
@@ -173,7 +173,7 @@ class FakeStage:
         return known(self.digest)
 
     def _begin(self, *, carry: bool) -> None:
-        """The next round, perhaps with what was learnt and is in none yet."""
+        """Begin the next round, perhaps with what was learnt and is in no round yet."""
         self.indices = self.indices if carry and self.carries else set()
         self.closed = False
 
@@ -202,7 +202,7 @@ class FakeStage:
 
 
 class LaggingClock(LoopClock):
-    """Of a peer that is held up: its event loop comes to nothing while time passes."""
+    """The clock of a peer that is held up: its event loop does nothing while time passes."""
 
     lost_seconds = 0.0
 
@@ -236,9 +236,9 @@ class Peer:
         self.averager = Averager(context, self.stage)
         self.stage.averager = self.averager
         self.instead: dict[str, Callable[[Any], Awaitable[Any]]] = {}
-        """What it does with requests of some method, in place of what it should."""
+        """By method, what it does with requests in place of what it should do."""
         self.context = contextvars.copy_context()
-        """Its handlers run in it, whoever calls: see tests/support/virtual_time, PROCESS."""
+        """The context in which its handlers run, whichever peer calls: see tests/support/virtual_time, PROCESS."""
         self.task: asyncio.Task[None] | None = None
 
     async def handle(self, method: Method[Request, Reply], request: Request) -> Reply:
@@ -250,7 +250,7 @@ class Peer:
 
     @property
     def announcement(self) -> PeerRecord:
-        """Its record, as it renews it with each round."""
+        """Its record, which it renews with each round."""
         stage = self.stage
         return self.record.model_copy(
             update={"round": stage.round, "samples": stage.run_samples, "lineage": stage.lineage}
@@ -283,32 +283,32 @@ class Network:
         self.tamper: Callable[[int, pb.DownloadReply], None] = lambda target, reply: None
 
     def directory(self, stage: int) -> list[PeerRecord]:
-        """All peers ever announced; the dead too, as in a DHT."""
+        """All peers that were ever announced, including dead ones, as in a DHT."""
         return [peer.announcement for peer in self.peers.values() if peer.record.stage == stage]
 
     def add(self, number: int, stage_number: int = 0, *, lineage: str = "00") -> Peer:
-        """A new peer, running."""
+        """Add a new peer, which is running."""
         peer = self.peers[peer_id(number)] = Peer(number, stage_number, self, lineage)
         peer.task = asyncio.create_task(peer.averager.run())
         return peer
 
     def kill(self, number: int) -> None:
-        """As kill -9 does: no farewell, and every call to it fails."""
+        """End a peer as kill -9 does: without a farewell, and every call to it fails."""
         peer = self.peers[peer_id(number)]
         peer.dead.set()
         assert peer.task is not None
         peer.task.cancel()
 
     def freeze(self, number: int) -> None:
-        """As SIGSTOP does to the network: nothing comes in or goes out."""
+        """Stop a peer as SIGSTOP does, as far as the network sees: nothing comes in or goes out."""
         self.peers[peer_id(number)].thawed.clear()
 
     def thaw(self, number: int) -> None:
-        """As SIGCONT does."""
+        """Let a frozen peer go on, as SIGCONT does."""
         self.peers[peer_id(number)].thawed.set()
 
     async def stop(self) -> None:
-        """End all peers; raises what any of them died of."""
+        """End all peers. Raises the error that any of them died of."""
         for peer in self.peers.values():
             assert peer.task is not None
             peer.task.cancel()
@@ -442,7 +442,7 @@ async def network_of(config: RunConfig, *numbers: int, timing: Timing = QUICK) -
 
 
 async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
-    """Wait for a condition; fails after a while. What takes long in virtual time is looked at less often."""
+    """Wait for a condition; fails after a while. The longer it takes in virtual time, the rarer the looks."""
     look_seconds = min(0.1, max(0.005, seconds / 2000))
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for is spread over many peers
@@ -455,12 +455,12 @@ def stages(network: Network, *numbers: int) -> list[FakeStage]:
 
 
 def all_past(members: list[FakeStage], round_number: int) -> bool:
-    """Whether all have committed a round."""
+    """Whether all peers have committed a round."""
     return all(stage.round > round_number for stage in members)
 
 
 def broken(network: Network, number: int, method: str, fault: str) -> None:
-    """From now on a member fails in one kind of call, and reports as if nothing were wrong."""
+    """Have a member fail in one kind of call from now on, and report as if nothing were wrong."""
     peer = network.peers[peer_id(number)]
 
     async def fail(request: Any) -> Any:

@@ -22,7 +22,7 @@ TICK_SECONDS = 0.05
 TICKS_PER_FEED = 4
 PATIENCE_SECONDS = 30.0
 AVOIDED_SECONDS = 8.0
-"""A first fault that has not come by then never will: the second one has killed who was to have it."""
+"""A first fault that has not come by then never will, because the second fault has killed its victim."""
 STANDSTILL_SECONDS = 3.0
 
 
@@ -34,7 +34,7 @@ class Kind(StrEnum):
     FREEZE = "freeze"
     """The victim does nothing for a while, as after SIGSTOP."""
     TAKEOVER = "takeover"
-    """The victim is frozen until others have committed a round without it; then what it had sent arrives."""
+    """The victim is frozen until others have committed a round without it; then its messages arrive."""
     PARTITION = "partition"
     """For a while nothing reaches the victim, or comes from it."""
     REFUSE = "refuse"
@@ -65,7 +65,7 @@ class Event:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is between two peers and not inside one."""
+        """Whether the event is a message between two peers, and not something inside one peer."""
         return self.source != self.target
 
     def __str__(self) -> str:
@@ -87,10 +87,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A group in which it happens, or one a stage."""
+    """The group in which faults happen, or one group for each stage."""
 
     size: int
-    """Members of each stage; numbered from 1, stage by stage."""
+    """The number of members of each stage; they are numbered from 1, stage by stage."""
     setting: str = "synchronous"
     quorum: str = "available"
     codec: str = "fp32"
@@ -98,30 +98,30 @@ class Scenario:
 
     @property
     def numbers(self) -> range:
-        """All peers."""
+        """The numbers of all peers."""
         return range(1, self.num_stages * self.size + 1)
 
     def stage_of(self, number: int) -> int:
-        """Which stage a peer serves."""
+        """The stage that a peer serves."""
         return (number - 1) // self.size
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether rounds are made of certain microbatches."""
+        """Whether the setting is synchronous, so that a round is made of certain microbatches."""
         return self.setting == "synchronous"
 
 
 @dataclass
 class Trial:
-    """One run of a scenario under some faults. `events` is what could be disturbed."""
+    """One run of a scenario under some faults. `events` are the moments that faults could disturb."""
 
     scenario: Scenario
     faults: tuple[Fault, ...] = ()
     events: list[Event] = field(default_factory=list)
     stood_still: bool = False
-    """No majority of the last members lives: then going on would be wrong."""
+    """Whether no majority of the last members lives, so that it would be wrong to go on."""
     was_overtaken: bool = False
-    """Others committed a round while a member was frozen."""
+    """Whether others committed a round while a member was frozen."""
 
     def __post_init__(self) -> None:
         config = make_config(
@@ -135,14 +135,14 @@ class Trial:
         self._counts: Counter[tuple[str, int, int, str]] = Counter()
         self._waiting = list(self.faults)
         self._lasting: dict[Fault, float] = {}
-        """By the time of their end."""
+        """The faults that last, and when each ends."""
         self._changed = asyncio.Event()
         self._fresh = itertools.count()
 
     # -- the course of events ----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until all is well again, or never will be. Raises AssertionError for a promise that is broken."""
+        """Run until all is well again, or never will be. Raises AssertionError for a broken promise."""
         for number in self.scenario.numbers:
             context = contextvars.copy_context()
             context.run(PROCESS.set, number)
@@ -170,7 +170,7 @@ class Trial:
         return all(view.round == round_number and len(view.progress) == self.scenario.size for view in views)
 
     async def _go_on(self) -> None:
-        """Feed what is missing until everybody that lives has committed a round together."""
+        """Feed what is missing until all living peers have committed a round together."""
         healed_at: int | None = None
         majority_at = 0.0
         for tick in range(int(PATIENCE_SECONDS / TICK_SECONDS)):
@@ -203,7 +203,7 @@ class Trial:
                 self._peer(number).stage.learn(index if self.scenario.is_synchronous else self._new())
 
     def _feed(self) -> None:
-        """Who believes to lead hands out what its members do not have, as stage 0 and its trainers do."""
+        """Have each peer that believes it leads hand out what its members lack, as stage 0 and its trainers do."""
         for leader in self.awake:
             view = leader.averager.view()
             if not view.is_leader or view.complete:
@@ -294,12 +294,12 @@ class Trial:
 
     @property
     def living(self) -> list[Peer]:
-        """Peers that were not killed."""
+        """The peers that were not killed."""
         return [peer for peer in self.network.peers.values() if not peer.dead.is_set()]
 
     @property
     def awake(self) -> list[Peer]:
-        """Of these, the ones that are not frozen."""
+        """The living peers that are not frozen."""
         return [peer for peer in self.living if peer.thawed.is_set()]
 
     @property

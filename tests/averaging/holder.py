@@ -31,7 +31,7 @@ MANY_FRAGMENTS = from_dict(
     },
     source="test",
 )  # fmt: skip
-"""So many outcomes of rounds are kept."""
+"""A run with many fragments. A peer keeps the outcomes of as many rounds."""
 
 
 class Holder:
@@ -56,7 +56,7 @@ class Holder:
         return self.place.standing
 
     def exchange(self) -> None:
-        """Take part in an exchange from now on."""
+        """Have this peer take part in an exchange from now on."""
         ballot = Ballot(1, "m")
         self.place.group.begin(self.standing.round, ballot)
         self.place.group.join(self.standing.round, ballot, "shares")
@@ -116,9 +116,9 @@ class Line:
     """A Transport that knows downloads only.
 
     Attributes:
-        num_bytes: of segments and results, by donor; what arrived.
-        num_segments: asked for, by donor.
-        broken: donors out of reach.
+        num_bytes: the bytes of segments and results that arrived, by donor.
+        num_segments: how many segments were asked for, by donor.
+        broken: donors that are out of reach.
         silent: donors that answer nothing.
         tamper: sees each message and may change it, or break the line.
     """

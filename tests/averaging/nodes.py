@@ -23,7 +23,7 @@ PATIENT = dataclasses.replace(
     QUICK, late_seconds=3.0, report_seconds=3.0, call_seconds=2.0, fresh_seconds=4.0, begin_seconds=5.0,
     average_seconds=10.0, commit_seconds=10.0, grace_seconds=0.5, silence_seconds=5.0,
 )  # fmt: skip
-"""A machine that stands still for a second changes nothing: whoever dies here breaks its connections."""
+"""So patient that a machine may stand still for a second. A peer that dies here breaks its connections."""
 
 
 class Node:
@@ -50,7 +50,7 @@ class Node:
         add_AveragingServiceServicer_to_server(
             AveragingServicer(self.averager.handlers, own_id=self.record.peer_id), self.server
         )
-        # Whoever waits for an exchange asks for a sign of life meanwhile.
+        # Members that wait for an exchange ask for a sign of life meanwhile.
         add_HealthServicer_to_server(HealthServicer(), self.server)
         await self.server.start()
         self.task = asyncio.create_task(self.averager.run())

@@ -40,7 +40,7 @@ def result_vector(stage: FakeStage, nth: int = 0) -> np.ndarray:
 
 
 def assert_equal_and_once(members: list[FakeStage], rounds: int = 1) -> None:
-    """All at the same round, by commits and not by downloads, with the same bits and the same lineage."""
+    """Assert that all peers came to the same round by commits, with the same bits and the same lineage."""
     assert {stage.round for stage in members} == {rounds}
     assert len({stage.digest for stage in members}) == 1
     assert len({stage.lineage for stage in members}) == 1
@@ -122,7 +122,7 @@ async def test_round_waits_for_what_is_missing() -> None:
 
 @in_virtual_time
 async def test_what_a_member_has_that_missed_a_heartbeat_does_not_show_and_nothing_is_begun_without_it() -> None:
-    """To begin would close what the others have, and nothing could be replayed until it fails."""
+    """An attempt would close what the others have, and nothing could be replayed until it failed."""
     async with network_of(make_config(), 1, 2) as network:
         members = stages(network, 1, 2)
         members[1].learn(3, 4, 5)
@@ -156,7 +156,7 @@ async def test_duplicates_count_once() -> None:
 
 @in_virtual_time
 async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> None:
-    """As when it was away, and what it had was replayed."""
+    """The member was away, say, and what it had was replayed."""
     async with network_of(make_config(), 1, 2, 3) as network:
         returned, *others = stages(network, 1, 2, 3)
         returned.learn(1, 3)
@@ -215,7 +215,7 @@ async def test_a_leader_that_is_left_out_may_be_back_with_what_it_has() -> None:
 
 @in_virtual_time
 async def test_doubles_are_shared_by_those_that_have_them() -> None:
-    """Taking one out costs a forward and a backward."""
+    """To take a microbatch out costs a forward and a backward."""
     async with network_of(make_config(microbatches=14), 1, 2, 3) as network:
         returned, *others = stages(network, 1, 2, 3)
         returned.learn(*range(9))
@@ -240,7 +240,7 @@ async def test_doubles_are_shared_by_those_that_have_them() -> None:
 )  # fmt: skip
 @in_virtual_time
 async def test_leader_killed(moment: str, survives: str) -> None:
-    """Survivors end equal; what had been prepared by all is what they commit."""
+    """The survivors end equal. If all had prepared a result, they commit it."""
     async with network_of(make_config(), 1, 2, 3) as network:
         leader, *others = stages(network, 1, 2, 3)
         committed = 0
@@ -317,7 +317,7 @@ async def test_poisoned_contribution_is_left_out() -> None:
 @pytest.mark.parametrize("norm", [-1.0, 0.0, float("nan")])
 @in_virtual_time
 async def test_a_norm_that_cannot_be_is_not_clipped_by(norm: float, caplog: pytest.LogCaptureFixture) -> None:
-    """The member lives on, and has the round's result when somebody tells the truth."""
+    """The member lives on, and gets the round's result once a peer tells the truth."""
     async with network_of(make_config(), 1, 2) as network:
         members = stages(network, 1, 2)
         liar, asked = network.peers[peer_id(2)], asyncio.Event()
@@ -439,7 +439,7 @@ async def test_a_member_that_fails_and_goes_on_reporting_is_left_out(fault: str)
 )
 @in_virtual_time
 async def test_what_a_member_has_that_fails_is_had_from_others(method: str, fault: str) -> None:
-    """Else the round would look complete and never be: what a member reports, nobody replays."""
+    """Otherwise the round would look complete and never be: no trainer replays what a member reports."""
     async with network_of(make_config(), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
         broken(network, 3, method, fault)
@@ -461,7 +461,7 @@ async def test_what_a_member_has_that_fails_is_had_from_others(method: str, faul
 
 @in_virtual_time
 async def test_who_refuses_once_is_asked_again() -> None:
-    """It may have lost sight of its leader for a moment."""
+    """The member may have lost touch with its leader for a moment."""
     async with network_of(make_config("diloco"), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
         broken(network, 3, "Average", "refusal")
@@ -500,7 +500,7 @@ async def test_a_line_that_stands_still_is_given_up_long_before_an_exchange_take
 
 @in_virtual_time
 async def test_who_has_no_answers_from_its_leader_does_not_hold_it_up() -> None:
-    """What it sends arrives, and nothing that is sent to it."""
+    """What the member sends arrives, but nothing that is sent to it does."""
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
         deaf = True
@@ -599,7 +599,7 @@ async def test_frozen_leader_wakes_and_is_refused(moment: str) -> None:
         members[2].learn(4, 5)
         await until(lambda: froze)
         await asyncio.sleep(0.7)
-        if moment == "Average":  # Or the round is decided, and only has to be committed by another leader.
+        if moment == "Average":  # Else the round is decided, and another leader only has to commit it.
             members[1].learn(0, 1)
         await until(lambda: members[1].round == members[2].round == 1)
         members[1].learn(*range(6, 12))
@@ -630,7 +630,7 @@ async def test_who_was_away_for_a_few_rounds_keeps_what_it_has_learnt(num_rounds
 
 @in_virtual_time
 async def test_two_branches_meet_and_the_poorer_one_yields() -> None:
-    """Cut off from each other, both go on; then the one with fewer samples downloads, and nothing is mixed."""
+    """Both go on while cut off from each other. Then the one with fewer samples downloads; nothing is mixed."""
     async with network_of(make_config("diloco", microbatches=2), 1, 2) as network:
         members = stages(network, 1, 2)
         network.cut.add(frozenset((1, 2)))
@@ -690,7 +690,7 @@ async def test_joiner_catches_up_and_takes_part() -> None:
         for stage in members:
             stage.learn(0, 1)
         await until(lambda: all(stage.round == 1 for stage in members))
-        # The lowest id of all: it must not lead while it is behind.
+        # The joiner has the lowest id of all, but must not lead while it is behind.
         joiner = network.add(1)
         await joiner.averager.join()
         assert (joiner.stage.round, joiner.stage.digest) == (1, members[0].digest)
@@ -757,7 +757,7 @@ async def test_no_stage_commits_before_all_are_prepared() -> None:
 
 @in_virtual_time
 async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
-    """A stage that waits at the barrier has all it needs, also of a member that has left since."""
+    """A stage that waits at the barrier has all that it needs, even from a member that has left since."""
     async with two_stages() as network:
         first, second = stages(network, 1, 2), stages(network, 3, 4)
         first[0].learn(0, 1, 2)
@@ -776,7 +776,7 @@ async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
 
 @in_virtual_time
 async def test_leaders_that_do_not_get_through_to_each_other_hear_through_others() -> None:
-    """Not every line between two machines works, though each reaches others."""
+    """Some line between two machines may not work, though each of them reaches others."""
     async with two_stages() as network:
         first, second = stages(network, 1, 2), stages(network, 3, 4)
         network.cut.add(frozenset({1, 3}))

@@ -36,7 +36,7 @@ class Chaos:
         return [peer for peer in self.network.peers.values() if not peer.dead.is_set()]
 
     async def feed(self) -> None:
-        """Give what a round lacks to random members that are at it, and now and then something twice."""
+        """Give what a round lacks to random members that are at this round, and now and then something twice."""
         while True:
             awake = [peer.stage for peer in self.alive if peer.thawed.is_set()]
             number = self.random.choice(awake).round
@@ -60,15 +60,15 @@ class Chaos:
                 self.network.thaw(number)
 
     async def run(self) -> None:
-        """Until nothing more goes wrong and the survivors agree."""
+        """Run until nothing more goes wrong and the survivors agree."""
         feeder = asyncio.create_task(self.feed())
         await self.destroy()
         self.loss = 0.0
         rounds = max(peer.stage.round for peer in self.alive) + 1
         with suppress(TimeoutError):
-            # A majority of the last members may be gone for good: then standing still is right.
+            # A majority of the last members may be gone for good: then it is right to stand still.
             await until(lambda: any(peer.stage.round > rounds for peer in self.alive), 4.0)
-        # Of a part that went ahead alone the others learn that they are more once they go on as well.
+        # The others find that they outnumber a part that went ahead alone once they go on as well.
         await until(lambda: len({(peer.stage.round, peer.stage.lineage) for peer in self.alive}) == 1)
         feeder.cancel()
         await self.network.stop()

@@ -16,7 +16,7 @@ from tests.averaging.doubles import Network, gradient, make_config, network_of, 
 from tests.support.virtual_time import run
 
 LONG_SECONDS = 1e6
-"""Of virtual time."""
+"""The length of the test in virtual time."""
 
 
 def num_aborted(network: Network) -> int:
@@ -24,7 +24,7 @@ def num_aborted(network: Network) -> int:
 
 
 def begin_failing(network: Network, failing: str) -> None:
-    """Give peers 1 to 3 something to contribute, and have all calls of a name fail from now on."""
+    """Give peers 1 to 3 something to contribute, and have all calls of one name fail from now on."""
 
     async def fail(name: str, source: int, target: int) -> None:
         if name == failing:
@@ -36,7 +36,7 @@ def begin_failing(network: Network, failing: str) -> None:
 
 
 def held() -> tuple[int, int, int]:
-    """Tasks, descriptors and bytes of memory."""
+    """The number of tasks, of descriptors and of bytes of memory that are held."""
     gc.collect()
     return len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd")), tracemalloc.get_traced_memory()[0]
 
@@ -46,7 +46,7 @@ def held() -> tuple[int, int, int]:
 def test_aborted_rounds_leave_nothing_behind_and_lose_nothing(
     setting: str, failing: str, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Captured, the warnings would be what is left behind.
+    # Captured warnings would be what is left behind.
     caplog.set_level(logging.CRITICAL)
 
     async def trial() -> None:

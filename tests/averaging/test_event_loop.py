@@ -23,11 +23,11 @@ from tests.averaging.nodes import PATIENT, Node
 pytestmark = pytest.mark.usefixtures("guarded")
 
 SIZE = 1 << 21
-"""Elements; eight times what may be touched on the loop."""
+"""The number of elements: eight times as many as may be touched on the loop."""
 
 
 class LargeStage(FakeStage):
-    """As a stage does, it works on its tensors in other threads."""
+    """A stage with large tensors, which works on them in other threads, as a real one does."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class LargeStage(FakeStage):
 
 @pytest.mark.parametrize("codec", ["fp32", "int8", "int4", "topk"])
 async def test_rounds_and_a_download_touch_no_large_tensor_on_the_loop(codec: str) -> None:
-    """Two rounds, the second one with what the first one owes; then a third member, with which parts move."""
+    """Two rounds, of which the second has a debt of the first; then a third member comes, and parts move."""
     config, directory = make_config("diloco", microbatches=4, codec=codec), list[PeerRecord]()
     nodes = await asyncio.to_thread(lambda: [Node(LargeStage(seed)) for seed in range(3)])
     try:
@@ -89,7 +89,7 @@ async def test_rounds_and_a_download_touch_no_large_tensor_on_the_loop(codec: st
 
 
 class _Line:
-    """A SharedTransport to the other holder of the blocks."""
+    """A transport to the other holder of the blocks."""
 
     def __init__(self) -> None:
         self.other: SharedBlocks

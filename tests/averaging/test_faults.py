@@ -26,7 +26,7 @@ Case = tuple[Scenario, tuple[Fault, ...]]
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Warnings are what faults are for; an error would be ours."""
+    """Silence warnings, which faults are meant to cause; an error would be the program's."""
     caplog.set_level(logging.ERROR)
     yield
     assert not caplog.records
@@ -34,7 +34,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @functools.cache
 def events_of(scenario: Scenario) -> list[Event]:
-    """All that happens in a round without faults, at what numbers of peers."""
+    """All events of a round without faults."""
     trial = Trial(scenario)
     run(trial.run())
     return sorted(trial.events, key=str)
@@ -49,7 +49,7 @@ def faults_of(scenario: Scenario, kind: Kind) -> list[Fault]:
 
 
 def in_turn(size: int, kind: Kind, stride: int) -> Iterator[Case]:
-    """One fault of so many, each in the next variant."""
+    """Every n-th fault of one kind, each in the next variant."""
     scenarios = itertools.cycle(Scenario(size, *variant) for variant in VARIANTS)
     first = Scenario(size, *VARIANTS[0])
     for scenario, fault in zip(scenarios, faults_of(first, kind)[::stride], strict=False):
@@ -72,7 +72,7 @@ def survive(cases: Iterable[Case]) -> list[Trial]:
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_two_members_and_faults(kind: Kind) -> None:
-    # A stride that has nothing in common with the numbers of peers, moments and variants.
+    # The stride has no common divisor with the numbers of peers, moments and variants.
     survive(in_turn(2, kind, stride=5))
 
 
@@ -125,7 +125,7 @@ def test_five_members_and_two_faults_at_length(case: Case) -> None:
 
 
 def test_a_stale_leader_wakes_to_a_round_that_others_committed() -> None:
-    """What it had sent arrives then; it is refused, or is what they committed."""
+    """Its messages arrive then. They are refused, or are about the result that the others committed."""
     scenario = Scenario(3, "synchronous", "majority")
     trials = survive((scenario, (fault,)) for fault in faults_of(scenario, Kind.TAKEOVER) if fault.victim == 1)
     assert sum(trial.was_overtaken for trial in trials) == len(trials)

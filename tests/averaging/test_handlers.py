@@ -33,7 +33,7 @@ def _is_out_of_memory(errors: ExceptionGroup[Exception]) -> bool:
 async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
     method: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Left out round after round, it would go on serving for nothing."""
+    """Otherwise it would be left out round after round, and would serve for nothing."""
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
         poor, others = network.peers[peer_id(number)], stages(network, *({1, 2, 3} - {number}))
 
@@ -62,7 +62,7 @@ async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
 
 
 def call_of(peer: Peer, method: Method[Any, Any], leader: int, **fields: Any) -> Any:
-    """What a peer is asked by one that calls itself a leader, for the first attempt."""
+    """The call of a peer that claims to be the leader, for the first attempt."""
     ballot = {"ballot": pb.Ballot(attempt=1, leader_id=peer_id(leader)), "peer_id": peer_id(leader)}
     types = {"Begin": pb.BeginRequest, "Average": pb.AverageRequest, "Abort": pb.AbortRequest}
     return types[method.name](address=peer.averager.context.address, **(ballot | fields))
@@ -70,7 +70,7 @@ def call_of(peer: Peer, method: Method[Any, Any], leader: int, **fields: Any) ->
 
 @in_virtual_time
 async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
-    """Else the stage would stay closed: nobody else knows of the attempt."""
+    """Otherwise the stage would stay closed, because no other peer knows of the attempt."""
     async with network_of(make_config(), 1, 9) as network:
         peer = network.peers[peer_id(1)]
         network.freeze(9)
@@ -96,7 +96,7 @@ async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
 @pytest.mark.parametrize("method", [BEGIN, AVERAGE, ABORT], ids=lambda method: method.name)
 @in_virtual_time
 async def test_nobody_leads_in_the_name_of_another_one(method: Method[Any, Any]) -> None:
-    """Else a member might end an attempt of its leader's, or close the others for a leader that is none."""
+    """Otherwise a member might end its leader's attempt, or close the others for a leader that is none."""
     async with network_of(make_config(), 1, 9) as network:
         peer = network.peers[peer_id(1)]
         await asyncio.sleep(0.01)

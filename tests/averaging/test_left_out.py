@@ -13,7 +13,7 @@ from tests.support.virtual_time import in_virtual_time
 
 ROUND_MICROBATCHES = 8
 HELD = range(5)
-"""Microbatches of the holder: most of a round."""
+"""The microbatches of the holder: most of a round."""
 
 
 class BusyLine(Network):
@@ -27,7 +27,7 @@ class BusyLine(Network):
         self.before = self._before
         self.is_next_ahead = False
         self.blocked: tuple[str, ...] = ()
-        """Calls that do not get through between the holder and the others."""
+        """The names of calls that do not get through between the holder and the others."""
         self.number = holder
         self.holder = self.add(holder).stage
         self.newcomers = [self.add(number).stage for number in (2, 3)]
@@ -46,7 +46,7 @@ class BusyLine(Network):
         return [self.holder, *self.newcomers]
 
     async def train(self, *, then_blocked: tuple[str, ...]) -> None:
-        """All that is held is known to all whom it concerns; then the line is busy, and the next stage is ahead."""
+        """Have all members report what they hold. Then the line is busy, and the next stage is ahead."""
         self.holder.learn(*HELD)
         self.newcomers[1].learn(5)
         await asyncio.sleep(4 * QUICK.heartbeat_seconds)
@@ -72,7 +72,7 @@ async def busy_line(holder: int) -> AsyncIterator[BusyLine]:
 @pytest.mark.parametrize("call", ["Begin", "Exchange"])
 @in_virtual_time
 async def test_who_holds_the_round_is_waited_for_while_its_line_is_busy(call: str, holder: int) -> None:
-    """With downloads, say: an attempt fails, and the next one would go without it."""
+    """The line is busy with downloads, say. An attempt fails, and the next one would leave the holder out."""
     async with busy_line(holder) as network:
         await network.train(then_blocked=(call,))
         await until(lambda: network.num_attempts == 3, seconds=20.0)
@@ -100,7 +100,7 @@ async def test_who_holds_the_round_is_waited_for_while_it_does_not_answer(holder
 
 @in_virtual_time
 async def test_who_never_gets_through_an_exchange_is_left_out_in_the_end_and_contributes_late() -> None:
-    """Its stage has to go on, or would hold up the others for good. Nothing is lost by that."""
+    """Its stage has to go on, or it would hold up the others for good. Nothing is lost by that."""
     async with busy_line(5) as network:
         await network.train(then_blocked=("Exchange",))
         await until(lambda: network.newcomers[0].round == 1, seconds=120.0)

@@ -20,7 +20,7 @@ FAR = 1000
 
 
 def add_liar(network: Network, number: int, *, round_number: int = FAR, anchor: float = 7.0) -> Peer:
-    """A peer that holds a state of its own making, goes nowhere, and serves whoever asks."""
+    """Add a peer that holds a state of its own making, goes nowhere, and serves every peer that asks."""
     before = network.make_stage
 
     def make_stage(stage_number: int, lineage: str) -> FakeStage:
@@ -41,7 +41,7 @@ def averager_of(network: Network, number: int) -> Averager:
 
 
 async def commit(network: Network, *numbers: int) -> None:
-    """One more round, of these peers."""
+    """Have these peers commit one more round."""
     members = [network.peers[peer_id(number)].stage for number in numbers]
     after = members[0].round + 1
     size = network.config.rounds.round_samples // 2
@@ -89,7 +89,7 @@ async def test_three_members_stay_where_they_are_and_go_on(
 async def test_of_the_made_up_states_of_a_run_of_two_none_is_taken_that_is_too_far(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One's word against the other's: but nobody can have computed so much meanwhile."""
+    """It is one peer's word against the other's, but no peer can have computed so much meanwhile."""
     async with group_of(make_config("diloco", microbatches=2), 2) as network:
         add_liar(network, 1)
         await until(lambda: all(refusals(network, 2)))
@@ -127,7 +127,7 @@ async def test_a_newcomer_takes_what_most_hold() -> None:
 @pytest.mark.parametrize("num_rounds", [1, 40])
 @in_virtual_time
 async def test_in_a_run_of_two_who_was_away_for_long_comes_back(num_rounds: int) -> None:
-    """The other's word for what it did meanwhile is all there is."""
+    """The other peer's word is all that tells what it did meanwhile."""
     async with group_of(make_config("diloco", microbatches=2), 1, 2) as network:
         network.freeze(2)
         for _ in range(num_rounds):
@@ -171,7 +171,7 @@ async def test_beside_a_liar_who_misses_a_commit_is_back_at_once() -> None:
     async with group_of(make_config("diloco"), *honest, timing=timing) as network:
         add_liar(network, 1)
         await until(lambda: all(refusals(network, *honest)))
-        # From now on nobody looks around again because of the liar.
+        # From now on no peer looks around again because of the liar.
         await asyncio.sleep(3 * QUICK.heartbeat_seconds)
         network.freeze(4)
         await commit(network, 2, 3)

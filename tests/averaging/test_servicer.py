@@ -114,7 +114,7 @@ async def test_strangers_are_refused_with_the_right_error(nodes: list[Node]) -> 
 
 
 class Dripping(AveragingServiceServicer):
-    """A donor that says something in time, and next to nothing."""
+    """A donor that always sends something in time, but next to nothing."""
 
     async def Download(self, request: pb.DownloadRequest, context: object) -> AsyncIterator[pb.DownloadReply]:
         for _ in range(100):

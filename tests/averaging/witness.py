@@ -27,18 +27,18 @@ Gate = Callable[[str, str], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """One member applied one result."""
+    """The commit of one result by one member."""
 
     parent: str
-    """Lineage before it."""
+    """The lineage before the commit."""
     result: RoundResult
     digest: str
-    """Of anchor and outer state after it."""
+    """The digest of anchor and outer state after the commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Closed:
-    """One member gave one contribution."""
+    """One contribution of one member."""
 
     lineage: str
     microbatches: frozenset[int]
@@ -46,7 +46,7 @@ class Closed:
 
 @functools.cache
 def gradient_D(index: int) -> torch.Tensor:
-    """What a microbatch teaches, and its number. All are about equally long, so none is ever clipped."""
+    """The gradient of a microbatch, with its number in it. All are about equally long, so none is ever clipped."""
     slots = torch.zeros(SLOTS)
     slots[index] = 1.0
     return torch.cat([gradient(index) + 10.0, slots])
@@ -58,7 +58,7 @@ def vector_D(result: RoundResult) -> torch.Tensor:
 
 
 def microbatches_in(result: RoundResult) -> list[int]:
-    """Which microbatches a result counts, each as often as it does."""
+    """Which microbatches a result counts, each as often as it is counted."""
     counts = vector_D(result)[-SLOTS:].double() * result.num_samples / MICROBATCH
     whole = counts.round()
     assert float((counts - whole).abs().max()) < 0.05, "a part of a microbatch counts"
@@ -75,10 +75,10 @@ class WitnessStage(FakeStage):
         self.commits: list[Commit] = []
         self.closings: list[Closed] = []
         self.states: list[tuple[str, str]] = [(lineage, self.digest)]
-        """Lineage and digest of every state that it was ever in."""
+        """The lineage and the digest of every state that the stage was ever in."""
         self.fed: set[int] = set()
         self.lost: set[int] = set()
-        """Learnt while a result was in doubt that was committed in the end."""
+        """The microbatches that were learnt while a result was in doubt that was committed in the end."""
         self.gate: Gate = _open
 
     def learn(self, *indices: int) -> None:
@@ -144,15 +144,15 @@ async def _open(name: str, moment: str) -> None:
 
 @dataclass(frozen=True)
 class Testimony:
-    """What all members of one group have seen."""
+    """What all members of one group have seen, and what must be true of it."""
 
     stages: dict[str, WitnessStage]
-    """By peer id; the dead, too."""
+    """By peer id, including dead peers."""
     living: frozenset[str]
 
     @property
     def edges(self) -> dict[str, Commit]:
-        """By the lineage that it led to, each committed result once."""
+        """Each committed result once, by the lineage that it led to."""
         return {commit.result.lineage: commit for stage in self.stages.values() for commit in stage.commits}
 
     def chain(self, lineage: str) -> list[Commit]:
@@ -170,7 +170,7 @@ class Testimony:
         return sorted({parent for parent in parents if parents.count(parent) > 1})
 
     def together_since(self, round_number: int) -> bool:
-        """Whether all that live stand at the same state, after a later round to which they all contributed."""
+        """Whether all living members stand at the same state, after a later round to which they all contributed."""
         lineages = {self.stages[peer_id].lineage for peer_id in self.living}
         chain = self.chain(lineages.pop())[round_number:]
         return not lineages and any(self.living == set(commit.result.members) for commit in chain)
@@ -183,7 +183,7 @@ class Testimony:
         return 2 * len(members & self.living) > len(members)
 
     def check(self, *, round_microbatches: int | None) -> None:
-        """Whatever happened, at all times.
+        """Check what must be true at all times, whatever happened.
 
         Args:
             round_microbatches: in the synchronous setting, how many a round has.
@@ -212,7 +212,7 @@ class Testimony:
                 assert digests.setdefault(lineage, digest) == digest, "members of one lineage differ"
 
     def _check_sources(self, edge: Commit) -> None:
-        """A result holds what its members gave in the state that it continues, each microbatch once."""
+        """Check that a result holds what its members gave in the state that it continues, each microbatch once."""
         counted = microbatches_in(edge.result)
         assert len(counted) == len(set(counted)), "a microbatch counts twice"
         assert MICROBATCH * len(counted) == edge.result.num_samples
@@ -227,9 +227,9 @@ class Testimony:
         assert not unexplained
 
     def check_nothing_lost(self) -> None:
-        """DiLoCo: who neither died nor gave up what it had for another state had all counted that it learnt.
+        """Check, with DiLoCo, that all counts that was learnt by members that neither died nor took another state.
 
-        But for what it learnt while it was in doubt about a result that was committed in the end.
+        What a member learnt while it was in doubt about a result that was committed in the end is left out.
         """
         for stage in (self.stages[peer_id] for peer_id in self.living):
             if all(stage.carried):
@@ -237,7 +237,7 @@ class Testimony:
                 assert stage.fed - stage.indices - stage.lost <= counted, "gradient mass is lost"
 
     def _check_replay(self, stage: WitnessStage) -> None:
-        """The anchor is what its lineage's rounds make of the first one, and counts nothing twice."""
+        """Check that the anchor is what its lineage's rounds make of the first anchor, and counts nothing twice."""
         chain = self.chain(stage.lineage)
         anchor_D, momentum_D = np.zeros(17 + SLOTS), np.zeros(17 + SLOTS)
         for commit in chain:
@@ -257,7 +257,7 @@ def counted_in(chain: Sequence[Commit]) -> list[int]:
 
 
 def check_same_step(groups: Sequence[Testimony]) -> None:
-    """All stages scaled their steps by the norm of the whole model, and none is more than a round ahead."""
+    """Check that all stages clipped by the norm of the whole model, and none is more than a round ahead."""
     norms: dict[int, dict[int, float]] = {}
     totals: dict[int, set[float]] = {}
     for number, group in enumerate(groups):

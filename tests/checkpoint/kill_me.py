@@ -54,7 +54,7 @@ async def write_for_ever(folder: Path) -> None:
 
 
 def main() -> None:
-    """One child after another."""
+    """Run one child after another."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         child = os.fork()

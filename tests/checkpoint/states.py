@@ -23,7 +23,7 @@ CONFIG = RunConfig(
 
 
 def cut(num_stages: int, config: RunConfig = CONFIG) -> RunConfig:
-    """The configuration of the same run in so many stages."""
+    """The configuration of the same run in this many stages."""
     return dataclasses.replace(config, stages=StagesConfig(num_stages=num_stages))
 
 
@@ -63,7 +63,7 @@ def header_of(config: RunConfig, stage: int, weights: StageWeights, *, highest_m
 
 
 def write_cut(folder: Path, config: RunConfig, num_rounds: int) -> list[Path]:
-    """Checkpoints of all stages after some rounds."""
+    """Write checkpoints of all stages after some rounds."""
     paths = []
     for stage in range(config.stages.num_stages):
         weights = trained(config, stage, num_rounds)
@@ -72,5 +72,5 @@ def write_cut(folder: Path, config: RunConfig, num_rounds: int) -> list[Path]:
 
 
 def shapes_of(weights: StageWeights) -> dict[str, torch.Size]:
-    """What a folder is asked for."""
+    """The shapes of the parameters that a folder is asked for."""
     return {name: master.shape for name, master in weights.masters.items()}

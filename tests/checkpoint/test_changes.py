@@ -44,7 +44,7 @@ def _set(run: RunConfig, name: str, value: Any) -> RunConfig:
     ],
 )
 def test_what_may_change(run: RunConfig, name: str, value: Any, may_change: bool | None) -> None:
-    """None: with DiLoCo only."""
+    """`None` stands for a change that only DiLoCo allows."""
     before = _set(run, name, value)
     found, other = (changes.allowed, changes.forbidden)
     if may_change is False or (may_change is None and run.rounds.synchronous):

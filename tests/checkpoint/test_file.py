@@ -113,7 +113,7 @@ def test_one_of_another_run_is_refused(written: Path, config: RunConfig, differe
 
 
 def test_other_text_is_said_by_its_names_and_what_to_do(tmp_path: Path) -> None:
-    """Of several datasets, too, and where they are the same in another order."""
+    """So it is with several datasets too, and if they are the same in another order."""
 
     def of(*datasets: str, digest: str, digests: tuple[str, ...] = ()) -> RunConfig:
         data = dataclasses.replace(CONFIG.data, dataset=datasets, digest=digest * 64, dataset_digests=digests)
@@ -153,7 +153,7 @@ def test_all_that_must_not_differ_is_named(written: Path) -> None:
 
 
 def test_one_of_an_earlier_release_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its configuration lacks the fields that are new, such as `data.tokenizer_identity`."""
+    """The file's configuration lacks newer fields, such as `data.tokenizer_identity`."""
     config, weights = cut(3), trained(cut(3), 1, 4)
 
     def earlier(config: RunConfig) -> str:
@@ -171,7 +171,7 @@ def test_one_of_an_earlier_release_is_read(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_full_disk_loses_nothing(written: Path) -> None:
-    """A limit on the size of files stands in for it."""
+    """A limit on the size of files stands in for a full disk."""
     before = written.read_bytes()
     weights = trained(cut(3), 1, 5)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -22,7 +22,7 @@ def _restore(folder: Path, config: RunConfig, stage: int, round_number: int | No
 
 
 def _rounds(folder: Path, config: RunConfig) -> list[int | None]:
-    """At which round each stage resumes."""
+    """The round at which each stage resumes."""
     restored = [_restore(folder, config, stage) for stage in range(config.stages.num_stages)]
     return [None if one is None else one.round for one in restored]
 
@@ -121,7 +121,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path: Path, ca
 def test_one_of_no_numbers_is_named_and_the_one_before_it_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier release may have written it."""
+    """An earlier release may have written such a file."""
     write_cut(tmp_path, cut(1), 2)
     weights = trained(cut(1), 0, 4)
     poisoned = weights.state_tensors()
@@ -207,7 +207,7 @@ def test_diloco_s_momentum_goes_along(tmp_path: Path) -> None:
 
 
 def test_the_first_files_of_a_new_cut_do_not_count_before_they_are_all_there(tmp_path: Path) -> None:
-    """If they were killed just then, some stages would go on from these files, and the others from the former cut's."""
+    """If peers were killed just then, some stages would go on from these files, and others from the former cut's."""
     write_cut(tmp_path, cut(3), 4)
     new = {path.name: path for path in write_cut(tmp_path, cut(2), 5)}
     (late,) = [path for name, path in new.items() if name.startswith("stage-1")]

@@ -64,7 +64,7 @@ async def test_a_state_of_no_numbers_pushes_out_no_good_checkpoint(
 
 
 def test_what_nobody_will_finish_is_removed(tmp_path: Path) -> None:
-    """A peer's own file at once, and another's once it has not changed for long, since it may be being written."""
+    """A peer removes its own file at once, and another's only if it has not changed for long."""
     names = {owner: tmp_path / f".stage-0-of-2.round-4.safetensors.{owner}.tmp" for owner in ("own", "old", "busy")}
     for path in names.values():
         path.write_text("half")
@@ -140,7 +140,7 @@ async def test_a_run_that_went_back_leaves_no_later_rounds_to_be_mixed_in(tmp_pa
 async def test_no_checkpoint_is_replaced_by_one_of_another_branch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stage began anew where it had been lost. What it had learnt before is still there, under another name."""
+    """A lost stage began anew. What it had learnt before is still there, under another name."""
     path, _ = write_cut(tmp_path, cut(2), 4)
     learnt = path.read_bytes()
     anew = trained(cut(2), 0, 4)
@@ -157,7 +157,7 @@ async def test_no_checkpoint_is_replaced_by_one_of_another_branch(
 
 
 async def test_what_lies_ahead_of_the_first_one_written_is_no_future_of_this_run(tmp_path: Path) -> None:
-    """A peer that had been further is back, and downloaded what the others hold."""
+    """A peer that had been further is back, and has downloaded what the others hold."""
     for number in (2, 6, 8):
         write_cut(tmp_path, cut(2), number)
     writer = _writer(tmp_path, keep=3)
@@ -194,14 +194,14 @@ async def test_the_copy_that_is_written_is_not_touched_by_training(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("num_kills", "least_half_written"),
-    # Of few, on a busy machine, perhaps none comes at the right moment.
+    # On a busy machine, a few kills may all miss the right moment.
     [(20, 0), pytest.param(200, 20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
     ids=["some", "many"],
 )
 def test_a_death_at_any_moment_leaves_all_that_was_acknowledged(
     tmp_path: Path, num_kills: int, least_half_written: int
 ) -> None:
-    """Kill -9 at random moments; every start finds a whole one, not older than the last that was acknowledged."""
+    """After kill -9 at random moments, every start finds a whole file, no older than the last acknowledged one."""
     chance = random.Random(num_kills)
     acknowledged = num_half_written = 0
     write_seconds = 0.02

@@ -11,7 +11,7 @@ from swarm.types import PeerRecord, PeerState
 
 
 def digest_of(content: bytes) -> str:
-    """By which it is asked for."""
+    """The digest by which content is asked for."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -27,7 +27,7 @@ class FakeLine:
     """Peers by name, and what each has sent.
 
     Attributes:
-        faults: by peer; called with the number of answers that it has given before, and may raise.
+        faults: by peer; each is called with the number of answers that the peer has given before, and may raise.
     """
 
     def __init__(self, **shelves: Shelf) -> None:
@@ -37,7 +37,7 @@ class FakeLine:
         self.faults: dict[str, Callable[[int], None]] = {}
 
     def donors(self) -> list[PeerRecord]:
-        """All of them."""
+        """All peers."""
         return [record(name) for name in self.shelves]
 
     async def ask(self, peer: PeerRecord, kind: Kind, sha256: str, *, max_bytes: int) -> bytes:
@@ -55,12 +55,12 @@ class FakeLine:
 
 
 def shelf_of(*contents: bytes) -> Shelf:
-    """A peer that has these."""
+    """The shelf of a peer that has these contents."""
     return {digest_of(content): content for content in contents}.get
 
 
 def after(num_sent: int, error: SwarmError) -> Callable[[int], None]:
-    """A peer that fails once it has sent so many."""
+    """The fault of a peer that fails once it has sent this many."""
 
     def fail(num_before: int) -> None:
         if num_before >= num_sent:

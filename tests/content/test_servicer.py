@@ -107,7 +107,7 @@ async def test_one_caller_has_only_so_many_at_once(channels: ChannelPool) -> Non
         go_on.set()
         assert [await task for task in asking] == [b"x"] * MOST_CALLS_OF_ONE
     async with _serving(shelf_of(b"x")) as donor:
-        # Places come back when calls end.
+        # Places are free again when calls end.
         for _ in range(2 * MOST_CALLS_OF_ONE):
             await ask()
 
@@ -128,7 +128,7 @@ async def test_a_donor_that_dies_in_mid_piece_is_unavailable_and_another_one_sen
     line, is_exchanging = GrpcLine("run", channels, own_id="a"), False
 
     def begin_exchange() -> bool:
-        # From the second part of the piece on, which then does not come.
+        # The exchange begins with the second part of the piece, which then does not come.
         nonlocal is_exchanging
         before, is_exchanging = is_exchanging, True
         return before

@@ -26,7 +26,7 @@ from tests.interchange.small_models import save
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[RunConfig, Weights]:
-    """Of three stages, with tied embeddings."""
+    """A run of three stages, with tied embeddings."""
     save("llama-3", tmp_path / "model")
     config = import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions(num_stages=3))
     return config, open_weights(tmp_path / "run", config)
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> tuple[RunConfig, Weights]:
 def cache_of(
     folder: Path, config: RunConfig, line: FakeLine, own: Weights | None = None, source: Source | None = None
 ) -> WeightsCache:
-    """What one peer has, with a line to others."""
+    """One peer's cache, with a line to others."""
     clock = SystemClock()
     fetcher = Fetcher(line, Kind.WEIGHTS, line.donors, clock, random.Random(0))
     return WeightsCache(folder, config.model.weights, fetcher, Waits(), own=own, source=source)
@@ -44,7 +44,7 @@ def cache_of(
 async def test_a_stage_is_fetched_and_then_given_to_others(
     tmp_path: Path, run: tuple[RunConfig, Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a peer that dies, a liar, and one that has it all; of no stage but this one."""
+    """It is fetched from a peer that dies, a liar, and one that has all; nothing of other stages is fetched."""
     monkeypatch.setattr(weights, "SEGMENT_BYTES", 2048)
     monkeypatch.setattr("swarm.content.weights.SEGMENT_BYTES", 2048)
     config = import_model(Source(tmp_path / "model"), tmp_path / "segments", ImportOptions(num_stages=3))
@@ -79,7 +79,7 @@ async def test_what_was_fetched_is_not_fetched_again(tmp_path: Path, run: tuple[
 
 
 async def test_a_damaged_part_of_the_cache_is_found(tmp_path: Path, run: tuple[RunConfig, Weights]) -> None:
-    """By the peer that loads it, and by those that have it from here."""
+    """The peer that loads it finds the damage, and so do peers that fetch it from here."""
     config, full = run
     shapes = parameter_shapes(config, 1)
     cache = cache_of(tmp_path / "cache", config, FakeLine(whole=full.content))

@@ -37,7 +37,7 @@ def linear(seed: int = 0) -> nn.Module:
 
 
 class Steps:
-    """Keeps of all events the inner steps: of which bucket, with how many samples."""
+    """Events of which only the inner steps are kept: the bucket of each, and its number of samples."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, int]] = []
@@ -52,7 +52,7 @@ def weights_in(setting: str, **optimizer: float | str) -> StageWeights:
 
 
 def recorded() -> tuple[StageWeights, Steps]:
-    """With DiLoCo, and the steps that it takes."""
+    """DiLoCo weights, and the steps that they take."""
     steps = Steps()
     return weights_of(config_of("diloco"), linear(), lineage="", events=steps), steps
 
@@ -73,7 +73,7 @@ def assert_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tens
 
 
 def accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> GradientBucket:
-    """What the backend does with an acknowledged gradient, the mean over samples of one target each."""
+    """Do what the backend does with an acknowledged gradient, the mean over samples of one target each."""
     bucket = weights.buckets.open()
     summed = [gradient * num_samples for gradient in gradients(number).values()]
     bucket.add(summed, Amount(num_samples, num_samples))

@@ -64,7 +64,7 @@ def _hidden(number: int) -> torch.Tensor:
 
 
 def _arrived(download: Download | None) -> torch.Tensor:
-    """What there has to be."""
+    """The tensor of a download that must be there."""
     assert download is not None
     return download.wait()
 
@@ -72,7 +72,7 @@ def _arrived(download: Download | None) -> torch.Tensor:
 def _run(
     chain: Sequence[StageBackend], microbatch: int, *, accumulate: bool = True, round_number: int = 0
 ) -> tuple[float, list[Any]]:
-    """One microbatch through all stages; gives the loss and what each accumulated."""
+    """Run one microbatch through all stages; gives the loss, and what each stage accumulated."""
     inputs: dict[str, torch.Tensor] = {TOKENS: _tokens(microbatch, chain[0].config)}
     forwards = []
     for backend in chain[:-1]:
@@ -91,7 +91,7 @@ def _sums(chain: Sequence[StageBackend]) -> dict[str, torch.Tensor]:
 
 
 def _reference(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and the gradient summed over all targets, in one process."""
+    """The losses, and the gradient summed over all targets, of one process."""
     model = build_transformer(config, device="cpu")
     losses = []
     for microbatch in microbatches:
@@ -115,7 +115,7 @@ def _assert_close(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Te
 @pytest.mark.parametrize("config", [_CONFIG, _DROPOUT])
 @pytest.mark.parametrize("limit_bytes", [_PLENTY, 0])
 def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, limit_bytes: int) -> None:
-    """Whether graphs are kept or computed again, with dropout too."""
+    """Holds whether graphs are kept or computed again, and with dropout."""
     chain = _chain(config, limit_bytes)
     losses = [_run(chain, microbatch)[0] for microbatch in range(3)]
     expected_losses, expected = _reference(config, range(3))
@@ -171,7 +171,7 @@ def test_a_single_stage_is_the_whole_model() -> None:
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
 @pytest.mark.parametrize("limit_bytes", [_PLENTY, 0])
 def test_a_smaller_type_on_the_wire_is_one_process_that_rounds_there(wire: Any, limit_bytes: int) -> None:
-    """Exactly: not only near what no rounding gives, which it is too."""
+    """The two are exactly equal. They are also close to the result without rounding."""
     config = dataclasses.replace(_DROPOUT, wire=WireConfig(dtype=wire))
     chain = _chain(config, limit_bytes)
     losses = [_run(chain, microbatch)[0] for microbatch in range(3)]
@@ -187,7 +187,7 @@ def test_a_smaller_type_on_the_wire_is_one_process_that_rounds_there(wire: Any, 
 
 
 def test_fp16_loses_no_small_gradients() -> None:
-    """A mean over 1,024 tokens, and hidden states that have grown: float16 alone takes most gradients for zero."""
+    """The loss is a mean over 1,024 tokens, and hidden states are large: float16 alone would lose most gradients."""
     config = dataclasses.replace(
         _CONFIG, data=DataConfig(sequence_length=128, microbatch_size=8),
         rounds=RoundsConfig(setting="synchronous", round_samples=8), optimizer=OptimizerConfig(learning_rate=1e-3),
@@ -198,7 +198,7 @@ def test_fp16_loses_no_small_gradients() -> None:
 
 
 def _learnt(config: RunConfig, dtype: Any, *, num_steps: int) -> torch.Tensor:
-    """By how much so many steps move the weights of the whole model, whose embedding is a thousand times too large."""
+    """How far some steps move the weights of the whole model. Its embedding is a thousand times too large."""
     chain = _chain(dataclasses.replace(config, wire=WireConfig(dtype=dtype)))
     state = chain[0].weights.state_tensors()
     state["anchor/embedding.weight"].mul_(1000)
@@ -277,7 +277,7 @@ def test_a_bucket_that_loses_all_its_gradients_is_empty_to_the_last_bit() -> Non
 
 @pytest.mark.parametrize("num_staying", [1, 2])
 def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
-    """And not the many that leave: what a member has is replayed by others while it is away, all but a few."""
+    """The many that leave are not computed again. Few stay where others replayed nearly all that a member had."""
     chain = _chain(_DROPOUT)
     for index in range(num_staying):
         _run(chain, index)
@@ -301,7 +301,7 @@ def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
 
 
 def test_a_settled_gradient_can_still_be_taken_out() -> None:
-    """Synchronous: as a double of another member's."""
+    """In the synchronous setting, because another member counts the microbatch too."""
     backend = _backend(_CONFIG, 2)
     _, _, entry = backend.forward_loss(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
     assert entry is not None
@@ -318,7 +318,7 @@ def test_a_settled_gradient_can_still_be_taken_out() -> None:
 
 
 def _accumulate_and_settle(backend: StageBackend, microbatch: int) -> None:
-    """Enough for an inner step."""
+    """Accumulate and settle enough for an inner step."""
     forward = backend.forward(microbatch, 0, {TOKENS: _tokens(microbatch), HIDDEN: _hidden(microbatch)})
     _, entry = backend.backward(forward, _hidden(100 + microbatch), accumulate=True)
     assert entry is not None
@@ -326,7 +326,7 @@ def _accumulate_and_settle(backend: StageBackend, microbatch: int) -> None:
 
 
 def _middle_gradients(backend: StageBackend, parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of microbatch 7 at stage 1, input first, by plain autograd on given weights."""
+    """The gradients of microbatch 7 at stage 1, input first, by plain autograd on the given weights."""
     inputs_BTD = _hidden(7).requires_grad_()
     leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
     outputs_BTD = torch.func.functional_call(backend.module, leaves, (inputs_BTD,), {"dropout_key": None})
@@ -521,7 +521,7 @@ def _bf16(config: RunConfig, *, tied: bool = False, checkpointing: bool = False)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_the_casts_that_graphs_share_give_the_bits_of_casts_of_their_own(stages: int, checkpointing: bool) -> None:
-    """That is, of what torch.autocast does with the float32 weights."""
+    """Casts of its own are what torch.autocast makes of the float32 weights."""
     config = dataclasses.replace(
         _bf16(_DROPOUT, tied=True, checkpointing=checkpointing), stages=StagesConfig(num_stages=stages)
     )
@@ -555,7 +555,7 @@ def test_all_graphs_of_a_version_keep_one_cast_of_its_weights() -> None:
     common = saved[0].keys() & saved[1].keys()
     casts = [place for place in common if saved[0][place].dtype is torch.bfloat16]
     parameters = backend.weights.version.parameters
-    # The loss keeps gradients alone, and not the head that it has them from.
+    # The loss keeps only gradients, and not the head from which they come.
     matrices = [value for name, value in parameters.items() if value.ndim == 2 and name != "embedding.weight"]
     assert sum(num_bytes[place] for place in casts) == sum(2 * matrix.numel() for matrix in matrices)
     own_bytes = sum(num_bytes[place] for place in saved[1].keys() - common)
@@ -582,7 +582,7 @@ def test_a_new_version_is_cast_anew() -> None:
 
 
 def test_what_is_computed_for_the_round_before_shares_casts_too() -> None:
-    """For a stage that has to do it again; and when no such round is kept, nor are they."""
+    """Another stage has to do that round again, say. Casts are let go together with the round's weights."""
     backend = _backend(_bf16(_CONFIG), 1)
 
     def commit() -> None:

@@ -26,7 +26,7 @@ def _hidden(scale: float = 1.0) -> torch.Tensor:
 
 
 def _travel(boundary: Boundary, tensor: torch.Tensor) -> torch.Tensor:
-    """Through messages, as one stage sends it and the next reads it."""
+    """Send a tensor through messages, as one stage sends it and the next reads it."""
     reader = TensorReader({"hidden": boundary.spec(3, 7)})
     for chunk in chunks("hidden", boundary.encode(tensor, _STAGING).wait()):
         reader.feed(chunk)
@@ -46,7 +46,7 @@ def test_halves_and_quarters_of_the_bytes() -> None:
 @pytest.mark.parametrize("scale", [1e4, 1.0, 3e-6, 1e-30, 0.0])
 @pytest.mark.parametrize("name", _DTYPES)
 def test_what_arrives_is_what_the_protocol_says(name: str, scale: float) -> None:
-    """Activations, gradients of a mean over many tokens, and nothing at all."""
+    """The tensors are activations, gradients of a mean over many tokens, and zeros."""
     arrived = _travel(_boundary(name), _hidden(scale))
     assert arrived.shape == (3, 7, 96)
     assert torch.equal(arrived, rounded(_hidden(scale), name))

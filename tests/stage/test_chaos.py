@@ -17,13 +17,13 @@ from tests.support.proxy import Proxy
 
 _NUM_MICROBATCHES = 12
 _NUM_CUTS = 40
-"""No more: where connecting takes longer than the time between two cuts, nothing would ever get through."""
+"""No more cuts: if connecting took longer than the time between two cuts, nothing would ever get through."""
 _DILOCO = dataclasses.replace(DILOCO, rounds=RoundsConfig(round_samples=16, inner_batch_samples=1000))
 _SYNCHRONOUS = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="synchronous", round_samples=1000))
 
 
 class _FastClock(SystemClock):
-    """Bans and orphans pass quickly."""
+    """A clock by which bans and waits for retries pass quickly."""
 
     def monotonic(self) -> float:
         return 50 * time.monotonic()
@@ -33,7 +33,7 @@ class _FastClock(SystemClock):
 
 
 async def _train(chain: Chain, index: int, rng: random.Random) -> None:
-    """Until it is acknowledged: some answers are thrown away, some are not waited for."""
+    """Train a microbatch until it is acknowledged. Some answers are thrown away, some are not waited for."""
     while True:
         training = asyncio.create_task(chain.train(index))
         if rng.random() < 0.3:

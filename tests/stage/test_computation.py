@@ -18,7 +18,7 @@ from tests.support.chain import eventually
 
 
 class Backend:
-    """Of stage 0; nothing is computed."""
+    """A backend of stage 0 that computes nothing."""
 
     stage, is_last = 0, False
 
@@ -38,7 +38,7 @@ def _computation(backend: object, runtime: Runtime) -> Computation:
 
 
 async def test_one_that_is_given_up_before_it_began_says_so() -> None:
-    """Else whoever waits for the answer is told for ever that it is under way."""
+    """Otherwise a call that waits for the answer would be told for ever that it is under way."""
     computation = _computation(Backend(), cast(Runtime, None))
     async with asyncio.TaskGroup() as tasks:
         computation.start(tasks)
@@ -50,7 +50,7 @@ async def test_one_that_is_given_up_before_it_began_says_so() -> None:
 
 
 class LastBackend:
-    """Of the last stage; counts what is computed."""
+    """A backend of the last stage that counts what is computed."""
 
     stage, is_last, num_computed = 1, True, 0
     weights = SimpleNamespace(require_sound=lambda: None)
@@ -87,7 +87,7 @@ async def test_nothing_is_computed_for_a_call_that_is_gone_until_a_retry_comes(m
 
 @pytest.mark.parametrize("is_broken", [False, True])
 async def test_a_failed_microbatch_ends_the_peer_only_if_its_weights_are_broken(is_broken: bool) -> None:
-    """Else a gradient would be in a sum for ever that nobody knows of, and no step be taken any more."""
+    """Otherwise a sum would keep a gradient that the ledger does not know, and no step would be taken any more."""
 
     def require_sound() -> None:
         if is_broken:

@@ -65,7 +65,7 @@ async def test_an_evaluation_on_a_gpu_is_that_of_a_cpu() -> None:
 _TEXT = dataclasses.replace(
     SYNCHRONOUS,
     data=dataclasses.replace(SYNCHRONOUS.data, sequence_length=96),
-    # So that one token is far more probable than the others.
+    # With these weights one token is far more probable than the others.
     model=dataclasses.replace(SYNCHRONOUS.model, init_std=0.2),
 )
 _GPT2 = dataclasses.replace(
@@ -92,7 +92,7 @@ async def test_a_text_is_that_of_one_process_also_when_a_peer_dies(config: RunCo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_of_a_large_vocabulary_takes_a_part_of_its_logits_memory(dtype: torch.dtype) -> None:
-    """A vocabulary of 128,000 at 4,096 positions; loss and gradients are those of float64 on the same GPU."""
+    """The vocabulary is 128,000 at 4,096 positions. Loss and gradients are those of float64 on the same GPU."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     shape: dict[str, Any] = {"device": DEVICE, "generator": generator}
     hidden_BTD = torch.randn(4, 1024, 256, **shape).requires_grad_()
@@ -114,7 +114,7 @@ def test_the_loss_of_a_large_vocabulary_takes_a_part_of_its_logits_memory(dtype:
 
 
 async def test_rolling_back_on_a_gpu_brings_the_sum_back() -> None:
-    """With dropout: the masks are those of the first time."""
+    """There is dropout, and the masks are those of the first time."""
     async with running_chain(_DROPOUT, devices=_ALL) as chain:
         await chain.train_all([0, 1])
         before = chain.sums()
@@ -174,7 +174,7 @@ async def test_a_swarm_of_both_trains_to_the_same_losses() -> None:
 
 
 async def _round(chain: Chain, number: int) -> float:
-    """Train a round's microbatches, and step; gives their mean loss."""
+    """Train a round's microbatches, and take the step; gives their mean loss."""
     losses = await chain.train_all(range(8 * number, 8 * number + 8), round_number=number)
     closings = [await peer.runtime.control(peer.weights.close) for peer in chain.peers]
     squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
@@ -190,7 +190,7 @@ async def _round(chain: Chain, number: int) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_queries_take_a_kernel_that_writes_no_square(dtype: torch.dtype) -> None:
-    """The context refuses the kernel that does."""
+    """The context refuses the kernel that writes one."""
     q, k, v = (torch.randn(2, heads, 512, 64, device=DEVICE, dtype=dtype, requires_grad=True) for heads in (8, 2, 2))
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         torch.autograd.backward(attention(q, k, v).sum())
@@ -208,7 +208,7 @@ def test_optimizers_on_a_gpu_take_the_steps_of_a_cpu_to_the_bit() -> None:
 @pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
 async def test_microbatches_leave_no_memory_behind(graph_bytes: int) -> None:
     async with running_chain(SYNCHRONOUS, graph_bytes=graph_bytes, devices=_ALL) as chain:
-        # The first ones make what stays: the libraries' own buffers.
+        # The first microbatches allocate what stays: the libraries' own buffers.
         await chain.train_all(range(4))
         before = _allocated_bytes()
         await chain.train_all(range(4, 8))
@@ -216,10 +216,10 @@ async def test_microbatches_leave_no_memory_behind(graph_bytes: int) -> None:
 
 
 def _allocated_bytes() -> int:
-    """Of the GPU, by tensors that are alive."""
+    """The bytes of the GPU that living tensors take."""
     gc.collect()
     torch.cuda.synchronize()
-    # What another queue has used counts as allocated until somebody looks whether it is done.
+    # Memory that another queue used counts as allocated until torch looks whether that queue is done.
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
 
@@ -239,7 +239,7 @@ def test_results_pass_through_pinned_memory_and_stay_in_ordinary_memory() -> Non
 
 
 def test_memory_is_not_used_again_while_a_copy_is_on_its_way() -> None:
-    """All of the same size, and nobody keeps any of it."""
+    """All tensors have the same size, and none is kept."""
     staging = CudaStaging(torch.device(DEVICE))
     with torch.cuda.stream(staging._uploads):
         _delay()

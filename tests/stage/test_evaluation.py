@@ -37,7 +37,7 @@ def _num_held(chain: Chain) -> list[int]:
 
 @asynccontextmanager
 async def _rounds_passing(chain: Chain) -> AsyncIterator[None]:
-    """As fast as they can, of all peers at once."""
+    """Let rounds pass at all peers at once, as fast as they can."""
 
     async def pass_by() -> None:
         while True:
@@ -61,7 +61,7 @@ async def test_rounds_may_pass_faster_than_an_evaluation_takes(config: RunConfig
             found = await evaluating
         assert found == expected
         assert min(peer.stage.round for peer in chain.peers) > 4
-        # Training has left the round behind, and nobody keeps it any longer than it is wanted.
+        # Training has left the round behind, and no peer keeps it longer than it is wanted.
         await eventually(lambda: not any(_num_held(chain)))
         with pytest.raises(RoundGone, match="round 0 is not kept"):
             await chain.evaluate(BATCH)

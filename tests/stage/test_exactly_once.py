@@ -46,7 +46,7 @@ def _is_idle(chain: Chain) -> bool:
 
 @_BOTH
 async def test_a_repeat_of_a_tentative_microbatch_is_answered_and_not_counted(config: RunConfig) -> None:
-    """Synchronous: from memory. DiLoCo, where replicas differ: computed again for the new activations."""
+    """The synchronous answer is from memory. With DiLoCo, where replicas differ, it is for the new activations."""
     async with running_chain(config) as chain:
         first, second = await chain.train(0), await chain.train(0)
         assert second.loss == pytest.approx(first.loss, abs=1e-6)
@@ -99,7 +99,7 @@ async def test_a_repeat_of_what_counts_at_stage_0_is_refused() -> None:
 
 
 async def test_what_counts_at_a_stage_is_not_accumulated_elsewhere_behind_it() -> None:
-    """As when a peer of stage 0 died: its microbatches are run again, at later stages perhaps by other peers."""
+    """A peer of stage 0 died, say: its microbatches are run again, perhaps by other peers of later stages."""
     microbatches = range(6)
     async with running_chain(SYNCHRONOUS, num_peers=(2, 1, 2)) as chain:
         await chain.train_all([*microbatches])
@@ -132,7 +132,7 @@ async def test_many_repeats_at_once_count_once(config: RunConfig) -> None:
 
 
 async def test_of_several_answers_one_is_acknowledged_and_the_others_take_nothing_back() -> None:
-    """DiLoCo: they share one accumulated gradient."""
+    """With DiLoCo the answers share one accumulated gradient."""
     clock = ManualClock()
     async with running_chain(DILOCO, clock=clock) as chain:
         replies = [await chain.train(0) for _ in range(3)]
@@ -162,7 +162,7 @@ async def test_an_answer_that_nobody_acknowledges_is_rolled_back_at_every_stage(
         await asyncio.sleep(0.05)
         assert _states(chain, 0) == [EntryState.TENTATIVE] * 3, "a retry may still come"
         await eventually(lambda: _states(chain, 0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
-        # Forgotten at once, taken out when the compute threads come to it.
+        # The gradient is forgotten at once, and taken out when the compute threads come to it.
         await eventually(lambda: _is_idle(chain))
         chain.assert_accumulated([1])
         assert chain.counts("rolled_back") == [1, 1, 1]
@@ -234,7 +234,7 @@ async def test_a_cancellation_that_is_answered_with_a_broken_connection_is_still
 
 @_BOTH
 async def test_what_a_dead_trainer_had_under_way_is_not_computed_any_more(config: RunConfig) -> None:
-    """Stage 0 gives it up at once: a trainer retries elsewhere. A synchronous retry could join those behind."""
+    """Stage 0 gives it up at once, because a trainer retries elsewhere. At later stages a retry could join it."""
     clock = ManualClock()
     async with running_chain(config, clock=clock) as chain:
         last = chain.at(2)[0]
@@ -246,14 +246,14 @@ async def test_what_a_dead_trainer_had_under_way_is_not_computed_any_more(config
             await eventually(lambda: _states(chain, 0) == [None, waits, waits])
         await eventually(lambda: _states(chain, 0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
         await eventually(lambda: _is_idle(chain))
-        # The last one had begun, and somebody waits for it: whoever may yet be asked again.
+        # The last stage had begun. It goes on if a stage waits for it that may yet be asked again.
         computed = [0, 0, int(config.rounds.synchronous)]
         assert (chain.counts("backwards"), chain.counts("rolled_back")) == (computed, computed)
         chain.assert_accumulated([])
 
 
 async def test_a_lost_ack_ends_in_missing_and_a_replay_mends_it() -> None:
-    """Between the first stage and the second: what is upstream of the loss counts, what is downstream does not."""
+    """An ack is lost between the first stage and the second. So the microbatch counts only before that place."""
     clock = ManualClock()
     async with running_chain(SYNCHRONOUS, clock=clock) as chain:
         first, middle, _ = chain.peers
@@ -278,7 +278,7 @@ async def test_a_lost_ack_ends_in_missing_and_a_replay_mends_it() -> None:
 async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the time it arrives, another trainer may have been given the microbatch, and had it counted elsewhere."""
+    """By the time the ack arrives, another trainer may have the microbatch, and may have had it counted elsewhere."""
     monkeypatch.setattr(servicer, "TRAINER_ACK_SECONDS", 1.0)
     clock = ManualClock()
     async with running_chain(config, clock=clock) as chain:
@@ -298,7 +298,7 @@ async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
 
 
 async def _trained_with_a_late_backward(chain: Chain) -> None:
-    """One microbatch, of which the last stage hears nothing for half a second after it has answered."""
+    """Train a microbatch of which the last stage hears nothing for half a second after its answer."""
     first, last = chain.peers[0], chain.peers[2]
     async with AsyncExitStack() as held_back:
         async with last.held():
@@ -312,7 +312,7 @@ async def _trained_with_a_late_backward(chain: Chain) -> None:
 
 
 async def test_a_deep_stage_waits_for_an_ack_as_long_as_the_way_back_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is heard of it while the stages before do their backward."""
+    """The deep stage hears nothing of its caller while the stages before do their backward."""
     monkeypatch.setattr(servicer, "ACK_SECONDS", 0.2)
     monkeypatch.setattr(servicer, "WAY_BACK", 1e9)
     async with running_chain(SYNCHRONOUS) as chain:
@@ -322,7 +322,7 @@ async def test_a_deep_stage_waits_for_an_ack_as_long_as_the_way_back_may_take(mo
 
 
 async def test_a_caller_that_says_nothing_for_long_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be frozen for good."""
+    """The caller may be frozen for good."""
     monkeypatch.setattr(servicer, "ACK_SECONDS", 0.2)
     monkeypatch.setattr(servicer, "LONGEST_ACK_SECONDS", 0.2)
     clock = ManualClock()
@@ -343,7 +343,7 @@ def test_seconds_that_an_ack_is_waited_for(stage: int, way_seconds: float, secon
 
 
 def _was_asked_again(peer: Peer) -> bool:
-    """Synchronous: a retry joined. With DiLoCo another computation was begun."""
+    """Whether a retry came: a synchronous one joined, and one with DiLoCo began another computation."""
     return peer.stage.counters["forwards"] + peer.stage.counters["repeated"] >= 2
 
 
@@ -429,7 +429,7 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
 
 
 async def test_what_is_being_undone_is_out_of_the_sum_before_a_round_closes() -> None:
-    """Although the ledger knows it no more."""
+    """It is so although the ledger has forgotten it."""
     async with running_chain(SYNCHRONOUS) as chain:
         middle = chain.peers[1]
         await chain.train_all([0, 1])
@@ -463,7 +463,7 @@ async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
 
 
 async def _commit(peer: Peer) -> None:
-    """End its round, with a gradient of ones."""
+    """End a peer's round with a gradient of ones."""
 
     def commit() -> None:
         ones = {name: torch.ones_like(value) for name, value in peer.weights.close().tensors.items()}
@@ -484,7 +484,7 @@ async def test_microbatches_of_the_round_before_the_last_are_stale() -> None:
 
 @pytest.mark.parametrize("falls_behind", ["before it is asked", "while they wait"])
 async def test_what_is_ahead_of_a_peer_that_catches_up_goes_to_another(falls_behind: str) -> None:
-    """It has nothing to do, and would have all of it wait for its download."""
+    """The peer has nothing to do, but all that it took would wait for its download."""
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         behind, other = chain.at(1)
         is_behind = falls_behind == "before it is asked"
@@ -506,17 +506,17 @@ async def test_what_is_ahead_of_a_peer_that_catches_up_goes_to_another(falls_beh
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 async def test_a_stage_that_has_to_repeat_a_round_gets_it_with_that_rounds_weights(late: int) -> None:
-    """It lost all its peers and came back from a checkpoint, when the others had committed already."""
+    """The stage lost all its peers and came back from a checkpoint, when the others had committed already."""
     async with running_chain(SYNCHRONOUS, max_in_flight=(2, 2, 2)) as chain:
         for peer in chain.peers:
             if peer.backend.stage != late:
                 await _commit(peer)
-        # What waits for the late stage takes no place from what it waits for.
+        # Microbatches that wait for the late stage take no place from those that this stage needs.
         ahead = [asyncio.create_task(chain.train(index, round_number=1)) for index in (8, 9)]
         if late > 0:
             await eventually(lambda: chain.peers[late].stage.admission.num_admitted == 2)
         await chain.train_all([0, 1], accumulate_only_at=late)
-        # A microbatch of the late stage's own round counts there as well, and nowhere else.
+        # A microbatch of the late stage's own round counts there, and nowhere else.
         await chain.train_all([2])
         expected = reference(SYNCHRONOUS, [0, 1, 2])[1]
         sums = chain.peers[late].weights.buckets.open().sums
@@ -544,7 +544,7 @@ async def test_before_another_state_is_installed_everything_is_forgotten(config:
 
 
 async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> None:
-    """A late one has begun the next batch meanwhile. Together the two have as many as one, and neither can be used."""
+    """A late gradient has begun the next batch meanwhile. Both batches together are as many as one, and of no use."""
     clock = ManualClock()
     config = dataclasses.replace(DILOCO, rounds=dataclasses.replace(DILOCO.rounds, inner_batch_samples=4))
     async with running_chain(config, num_peers=(1, 2, 2), clock=clock) as chain:

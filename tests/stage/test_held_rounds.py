@@ -69,7 +69,7 @@ async def test_there_are_only_so_many() -> None:
         assert stage.rounds.choose(newest) == MAX_ROUNDS - 1
         with pytest.raises(Overloaded), stage.rounds.held(newest):
             pass
-    # One that no text uses makes room.
+    # A round that no text uses makes room.
     with stage.rounds.held(newest):
         assert len(stage.rounds) == MAX_ROUNDS
 

@@ -76,7 +76,7 @@ async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8"])
 async def test_a_chain_that_rounds_is_one_process_that_rounds_there(dtype: Any) -> None:
-    """And so is its evaluation; token ids are as they were."""
+    """So is its evaluation. Token ids are not rounded."""
     config = dataclasses.replace(_DROPOUT, wire=WireConfig(dtype=dtype))
     batch = tokens(config, 99)
     async with running_chain(config) as chain:
@@ -104,7 +104,7 @@ async def test_through_a_bottleneck_goes_exactly_what_one_process_computes() -> 
 
 
 async def test_conversations_are_learnt_as_in_one_process() -> None:
-    """In rows of several documents, with few targets, and a microbatch that has none."""
+    """The rows hold several documents with few targets, and one microbatch has none."""
     config = partial_config(num_stages=3)
     batch = samples_of(config, 7)
     async with running_chain(config, num_peers=(1, 2, 1)) as chain:
@@ -128,7 +128,7 @@ async def test_an_int8_replay_is_accumulated_with_the_same_numbers() -> None:
 
 
 async def test_a_task_whose_task_group_has_failed_before_is_not_taken_for_cancelled() -> None:
-    """As where an evaluation was repeated, since the swarm moved on, and then a sample of text is written."""
+    """An evaluation is repeated because the swarm moved on, say, and then a sample of text is written."""
 
     async def fail() -> None:
         await asyncio.sleep(0)
@@ -168,7 +168,7 @@ async def test_a_replay_accumulates_only_where_it_is_missing() -> None:
 async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever knows it is sent nothing, sends and answers what it did before, and knows who else does."""
+    """A peer that knows the microbatch is sent nothing, repeats what it sent and answered, and knows the next one."""
     microbatches, receive, received = range(6), Incoming.tensors, []
 
     async def note(incoming: Incoming) -> Mapping[str, torch.Tensor]:
@@ -190,7 +190,7 @@ async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
         forwards, backwards = alive.counts("forwards"), alive.counts("backwards")
         monkeypatch.setattr(Incoming, "tensors", note)
         for microbatch in lost:
-            # What the peer of stage 0 knows of the rest is not to be told again.
+            # The peer of stage 0 need not be told what it knows of the rest.
             hints = {peer: name for peer, name in routes[microbatch].items() if stage == 0 or peer == 0}
             reply = await chain.train(microbatch, accumulate_only_at=stage, hints=hints)
             await chain.ack(reply)
@@ -203,7 +203,7 @@ async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
 
 
 async def test_a_replay_goes_to_whoever_did_the_replay_before_it() -> None:
-    """Not to those whom the peer on its way knows from the first time: they may have lost it since."""
+    """It does not go to the peers of the first time, which a peer on its way knows: they may have lost it."""
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 2)) as chain:
         for microbatch in range(4):
             reply = first = await chain.train(microbatch)
@@ -218,7 +218,7 @@ async def test_a_replay_goes_to_whoever_did_the_replay_before_it() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_replay_is_done_by_another_peer_than_the_one_that_has_it(stage: int) -> None:
-    """Its leader may not hear of that one, which others still reach."""
+    """The leader may hear nothing of the peer that has it, though others still reach that peer."""
     num_peers = [1, 1, 1]
     num_peers[stage] = 2
     async with running_chain(SYNCHRONOUS, num_peers=num_peers) as chain:
@@ -241,7 +241,7 @@ async def test_a_replay_joins_what_answers_a_gradient_which_it_is_not_sent(stage
 
 @pytest.mark.parametrize("stage", [1, 2])
 async def test_a_microbatch_does_not_join_its_replay_which_the_stages_behind_have_not_added(stage: int) -> None:
-    """The replay's gradient is taken out of the sum; there is one of them in the end."""
+    """The replay's gradient is taken out of the sum, so that there is one in the end."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train(0, accumulate_only_at=stage)
         await chain.train_all([0])
@@ -251,7 +251,7 @@ async def test_a_microbatch_does_not_join_its_replay_which_the_stages_behind_hav
 
 
 async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round() -> None:
-    """Stage 0 waits for the others to commit; what a peer of theirs took with it has to come through stage 0."""
+    """Stage 0 waits for the other stages to commit. What they lost with a peer has to come through stage 0."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0, 1])
         first = chain.peers[0]
@@ -266,7 +266,7 @@ async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round()
 
 
 async def test_what_another_stage_lost_before_anybody_knew_passes_a_stage_that_has_closed_its_round() -> None:
-    """Stage 0 has it run as if it were new, since its leader does not know better; stage 1 waits for stage 0."""
+    """Stage 0's leader does not know, so it has the microbatch run as a new one; stage 1 waits for stage 0."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0, 1])
         middle = chain.peers[1]
@@ -290,16 +290,16 @@ def _versions() -> list[Version]:
 
 
 def _num_versions(peer: Peer, others: Sequence[Version]) -> int:
-    """Those of a peer's stage that are in memory, but for `others`, which earlier tests have left."""
+    """How many versions of a peer's stage are in memory, without `others`, which earlier tests have left."""
     names, known = peer.weights.masters.keys(), set(map(id, others))
     return sum(found.parameters.keys() == names and id(found) not in known for found in _versions())
 
 
 async def test_a_step_between_forward_and_backward_does_not_change_the_gradient() -> None:
-    """DiLoCo: it is that of the weights that the forward used, and few versions come to life meanwhile."""
+    """With DiLoCo the gradient is that of the forward's weights, and few versions come to life meanwhile."""
 
     def step(peer: Peer) -> bool:
-        """Have an inner batch arrive; whether a step was taken."""
+        """Have an inner batch arrive. Returns whether a step was taken."""
         before = peer.weights.version
         peer.weights.buckets.open().add(
             [torch.ones_like(p) for p in before.parameters.values()], samples.Amount(16, 16)
@@ -342,7 +342,7 @@ async def test_whoever_waits_for_the_next_round_is_answered_when_it_begins() -> 
 
 
 async def test_nothing_is_left_of_a_microbatch_that_counts() -> None:
-    """DiLoCo: nor has Python to look for cycles first. It would hold the weights and the bucket of an inner step."""
+    """With DiLoCo Python need not look for cycles first. A leftover would hold an inner step's weights and bucket."""
     gc.disable()
     try:
         async with running_chain(DILOCO) as chain:
@@ -358,7 +358,7 @@ async def test_nothing_is_left_of_a_microbatch_that_counts() -> None:
 
 
 async def _commit(chain: Chain) -> None:
-    """What averaging does at the end of a round, by hand."""
+    """Do by hand what averaging does at the end of a round."""
     averages = []
     for stage in range(3):
         bucket = GradientBucket(
@@ -408,7 +408,7 @@ async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig)
             adamw.zero_grad()
             assert losses == pytest.approx(expected, abs=1e-4)
         for peer in chain.peers:
-            # Where a gradient is next to nothing Adam blows the rounding up: a tenth of one step at most.
+            # Where a gradient is next to nothing, Adam magnifies the rounding: to a tenth of one step at most.
             assert_close(peer.weights.masters, {name: parameters[name] for name in peer.weights.masters}, 1e-3)
         left, right = chain.at(1)
         assert left.weights.state_digest() == right.weights.state_digest()
@@ -424,7 +424,7 @@ async def test_diloco_rounds_follow_nesterov_on_the_anchors() -> None:
         microbatches = itertools.count()
         for number in range(2):
             while min(counts := [member.weights.round_samples for member in members]) == 0:
-                # Most may go to one of them, while the other is slow to answer its first.
+                # Most microbatches may go to one peer, while the other is slow to answer its first.
                 await chain.train_all([next(microbatches) for _ in range(10)], round_number=number)
             inner = [{n: p.detach().clone() for n, p in member.weights.masters.items()} for member in members]
             await _commit(chain)
@@ -453,7 +453,7 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
 
 
 async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than silence is borne; who would be longer still says so, and is not banned for it either."""
+    """The wait is longer than callers bear silence. A peer that would take longer says so, and is not banned."""
     monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
     limits = HopLimits(silence_seconds=1.0, retry_seconds=0.02)
     async with running_chain(SYNCHRONOUS, hop_limits=limits, round_wait_seconds=3.0) as chain:
@@ -473,7 +473,7 @@ async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatc
             await peer.runtime.control(partial(_apply, peer, peer.weights.close().tensors))
             peer.stage.round_began()
         await chain.ack(await training)
-        # Nor is the line to it taken for slow: two samples waited for two seconds.
+        # The line to that peer is not taken for slow either, though two samples waited for two seconds.
         seconds = first.router.expected_seconds(chain.peers[1].peer_id, 1)
         assert seconds is not None
         assert seconds < 0.5
@@ -503,7 +503,7 @@ async def test_who_gives_up_while_it_waits_for_a_peers_commit_leaves_nothing(mon
 
 
 async def test_the_time_that_tensors_take_is_the_links() -> None:
-    """Buffers take them at once, and a small message passes: only the peer knows when they are there."""
+    """Buffers take tensors at once, and a small message passes: only the peer knows when all are there."""
     data = dataclasses.replace(SYNCHRONOUS.data, sequence_length=512)
     config = dataclasses.replace(DILOCO, data=data)
     async with running_chain(config, num_peers=(1, 2, 1)) as chain:
@@ -527,7 +527,7 @@ async def test_the_time_that_tensors_take_is_the_links() -> None:
 
 @pytest.mark.parametrize("eager", [False, True])
 async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question that comes first without a credit is no part of it."""
+    """The question that is asked first without a credit is no part of the measurement."""
     links, clock = list[float | None](), ManualClock()
     async with running_chain(DILOCO, hop_clock=clock) as chain:
         if eager:
@@ -548,12 +548,12 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
         monkeypatch.setattr(router, "succeeded", note)
         monkeypatch.setattr(Incoming, "read", slowly)
         await chain.train_all([1])
-    # One message either way: with a credit the question goes along with the tensors.
+    # There is one message each way: with a credit the question goes along with the tensors.
     assert links == [0.5]
 
 
 async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a peer that knows what comes would look nearer than it is."""
+    """Otherwise a peer that has the tensors already would look nearer than it is."""
     links: list[float | None] = []
     async with running_chain(SYNCHRONOUS) as chain:
         succeeded = chain.router.succeeded
@@ -574,7 +574,7 @@ async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyP
 
 
 def _failures(*routers: Router) -> list[PeerId]:
-    """The peers that these are told of from now on, as failed."""
+    """The peers that these routers are told have failed, from now on."""
     failures: list[PeerId] = []
     for router in routers:
         router.failed = lambda peer_id, **_: failures.append(peer_id)  # type: ignore[method-assign]
@@ -597,7 +597,7 @@ async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
 
 
 async def test_a_peer_whose_microbatches_are_all_elsewhere_takes_on_more() -> None:
-    """Up to its largest number, and only while what it has is not refused further on."""
+    """It takes no more than its largest number, and only while the next stage does not refuse what it has."""
     async with running_chain(SYNCHRONOUS, max_in_flight=(2, 16, 16), largest_in_flight=4) as chain:
         first = chain.peers[0].stage.admission
         async with chain.peers[2].held():
@@ -623,7 +623,7 @@ async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
 
 
 def _let_work_wait(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
-    """Have these say that some tasks are at their compute threads."""
+    """Have these peers say that some tasks are at their compute threads."""
 
     class BusyRuntime(Runtime):
         @property
@@ -655,7 +655,7 @@ async def test_a_microbatch_goes_where_nothing_waits(monkeypatch: pytest.MonkeyP
 async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
     num_peers: int, num_sent_on: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a few peers every sender knows enough: the first one does."""
+    """Among a few peers every sender knows enough of them: the first one takes it."""
     async with running_chain(SYNCHRONOUS, num_peers=(num_peers, 1, 1)) as chain:
         _let_work_wait(monkeypatch, *chain.at(0))
         await chain.ack(await chain.train(0))
@@ -682,7 +682,7 @@ async def test_busy_against_a_credit_bans_nobody() -> None:
 
 @pytest.fixture
 def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signs of life come all the time."""
+    """Send signs of life all the time."""
     monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.01)
 
 
@@ -706,7 +706,7 @@ async def test_a_slow_peer_with_a_full_queue_is_not_taken_for_stalled() -> None:
 
 @pytest.mark.usefixtures("talkative")
 async def test_who_stalls_alone_is_asked_again_and_given_longer() -> None:
-    """It has answered nobody yet: it may be no faster than that."""
+    """The peer has answered no call yet, and may be no faster than that."""
     clock = ManualClock()
     async with running_chain(DILOCO, hop_clock=clock) as chain:
         first = chain.peers[0]
@@ -736,7 +736,7 @@ async def test_a_leaving_peer_is_left_alone_and_not_banned() -> None:
 
 
 async def test_evaluation_is_the_references_on_the_anchor() -> None:
-    """Inner steps that were taken since do not count, and dropout is off."""
+    """Inner steps since then do not count, and dropout is off."""
     config = dataclasses.replace(
         DILOCO, model=_DROPOUT.model, rounds=RoundsConfig(round_samples=16, inner_batch_samples=2)
     )
@@ -767,7 +767,7 @@ async def test_the_anchor_of_the_round_before_can_still_be_evaluated() -> None:
 
 
 async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After what was there before it, and before what comes later: else it would never end at a bottleneck."""
+    """It comes after older work and before later work: otherwise it would never end at a bottleneck."""
     async with running_chain(SYNCHRONOUS) as chain:
         last, order = chain.peers[2], list[str]()
         inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}

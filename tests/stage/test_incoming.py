@@ -16,18 +16,18 @@ _SPEC = TensorSpec(shape=tuple(_TENSOR.shape), encoding="fp32")
 
 
 class _Context:
-    """Of a call with one message."""
+    """The context of a call with one message."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
 
     async def read(self) -> Any:
-        """Parsed here, as gRPC does: nobody else has it."""
+        """Parse the message here, as gRPC does, so that no other part holds it."""
         return pb.TrainRequest.FromString(self._data)
 
 
 async def test_an_opening_keeps_nothing_of_what_came_with_it() -> None:
-    """It is there for as long as its microbatch is, and the tensors are by then."""
+    """The opening is kept as long as its microbatch, which has the tensors."""
     [message] = filled(pb.TrainRequest(open=pb.Open(microbatch=7)), {"x": _TENSOR})
     data, callers = message.SerializeToString(), Callers()
     openings, before_bytes = [], resident_bytes()

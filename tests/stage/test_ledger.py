@@ -82,7 +82,7 @@ def test_the_highest_id_survives_forgetting_and_pruning() -> None:
 
 
 class _LedgerModel(RuleBasedStateMachine):
-    """Against plain sets: whatever happens, an id is in one state, and a round's commits are exactly those made."""
+    """Compares with plain sets: an id is always in one state, and a round's commits are exactly those made."""
 
     ids = st.integers(0, 5)
 

@@ -43,7 +43,7 @@ _NAN = _HIDDEN.index_fill(1, torch.tensor([3]), float("nan"))
 
 @pytest.fixture
 async def chain() -> AsyncIterator[Chain]:
-    """Whatever the test did to it, a good microbatch passes at the end, and no slot is lost."""
+    """A chain. At the end of each test it must have lost no slot, and a good microbatch must pass."""
     async with running_chain(SYNCHRONOUS) as chain:
         yield chain
         await eventually(lambda: all(peer.stage.admission.num_admitted == 0 for peer in chain.peers))
@@ -66,7 +66,7 @@ def _tensors(**tensors: torch.Tensor) -> list[pb.TrainRequest]:
 
 
 async def _send(peer: Peer, method: str, requests: Iterable[Any]) -> list[Any]:
-    """All that a peer answers. Raises what it refuses with."""
+    """Send messages; gives all that a peer answers. Raises the error with which it refuses."""
     async with grpc.aio.insecure_channel(peer.record.endpoint, options=CLIENT_OPTIONS) as channel:
         call = getattr(StageServiceStub(channel), method)(iter(requests), timeout=20)
         try:
@@ -107,7 +107,7 @@ async def test_what_makes_no_sense_is_refused(
 
 
 def _blocks(scale: float, num_blocks: int = 8, code: int = 1) -> torch.Tensor:
-    """A hidden state in int8, as docs/protocol.md has it."""
+    """A hidden state in int8, as docs/protocol.md describes it."""
     scales = torch.full((num_blocks,), scale, dtype=torch.bfloat16).view(torch.uint8)
     return torch.cat([scales, torch.full((128 * num_blocks,), code, dtype=torch.int8).view(torch.uint8)])
 
@@ -124,7 +124,7 @@ def _blocks(scale: float, num_blocks: int = 8, code: int = 1) -> torch.Tensor:
     ],
 )
 async def test_blocks_that_nobody_encodes_are_refused_and_change_nothing(hidden: torch.Tensor, message: str) -> None:
-    """Forwards and evaluation."""
+    """So it is in forwards and in evaluation."""
     requests = [_open(run_id=INT8.run_id), *_tensors(tokens=_TOKENS, hidden=hidden)]
     evaluation = [*_evaluate(run_id=INT8.run_id), *_as_evaluation(tokens=_TOKENS, hidden=hidden)]
     async with running_chain(INT8) as chain:
@@ -166,7 +166,7 @@ async def test_only_an_ack_may_follow_the_answer(chain: Chain) -> None:
 
 @pytest.mark.slow
 async def test_what_is_refused_after_its_answer_is_taken_out_of_what_others_have_added() -> None:
-    """To be computed again for that it needs what came with it, of which the call itself keeps nothing."""
+    """For that the gradient is computed again from what came with the call, though the call keeps nothing of it."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0])
         before = {name: value.clone() for name, value in chain.peers[1].weights.buckets.open().sums.items()}
@@ -186,7 +186,7 @@ def _busy(_: Any) -> None:
 async def test_who_sends_eagerly_over_a_slow_line_hears_that_a_peer_is_busy(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not that its call ended while it wrote; what it sends meanwhile is not kept."""
+    """The caller does not hear that its call ended while it wrote. What it sends meanwhile is not kept."""
     monkeypatch.setattr(incoming, "DRAIN_SECONDS", 0.2)
     monkeypatch.setattr(incoming, "SLOWEST_BYTES_PER_SECOND", 1 << 10)
     peer = chain.peers[1]
@@ -346,7 +346,7 @@ async def test_blocks_that_nobody_encodes_are_no_gradient_either(monkeypatch: py
 
 
 async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> None:
-    """Its successor refuses it; that is no fault of the successor's, nor of the trainer's."""
+    """The next peer refuses the nonsense, and neither it nor the trainer is at fault."""
     async with running_chain(SYNCHRONOUS, num_peers=(2, 1, 1)) as chain:
         bad, good = chain.at(0)
         with torch.no_grad():
@@ -360,7 +360,7 @@ async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> N
 
 
 async def test_one_peer_s_word_that_what_it_got_is_nonsense_blames_nobody_before_it() -> None:
-    """Its own weights may be broken: another peer of its stage takes the same, and is believed."""
+    """That peer's own weights may be broken. Another peer of its stage takes the same, and is believed."""
     async with running_chain(DILOCO, num_peers=(1, 1, 2)) as chain:
         first, middle, (bad, good) = chain.peers[0], chain.peers[1], chain.at(2)
         with torch.no_grad():
@@ -391,7 +391,7 @@ async def test_a_peer_that_has_moved_to_another_stage_is_passed_over(monkeypatch
 
 
 async def test_a_peer_that_has_joined_another_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was started anew with the same key, at the same port, and its old announcement still holds."""
+    """The peer was started anew with the same key, at the same port, and its old announcement still holds."""
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), hop_limits=HopLimits(max_failures=1)) as chain:
         gone = chain.at(1)[0]
 
@@ -408,7 +408,7 @@ async def test_a_peer_that_has_joined_another_run_is_passed_over(monkeypatch: py
 async def test_a_peer_that_alone_refuses_is_banned_and_another_one_asked(
     refusal: SwarmError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its clock is wrong, or another release has its port."""
+    """The peer's clock is wrong, or another release has its port."""
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         first, (bad, good) = chain.peers[0], chain.at(1)
 
@@ -440,7 +440,7 @@ async def test_too_many_failures_end_in_one_clear_error() -> None:
 
 
 async def test_who_cannot_serve_a_microbatch_now_is_no_failure() -> None:
-    """Those that can may be busy for long: with a round that only they have the weights of."""
+    """Peers that can serve it may be busy for long, with a round of which only they have the weights."""
     async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
         (first, *_) = chain.peers
         first.stage.admission.close()

@@ -74,7 +74,7 @@ async def test_run_gives_result_and_seconds(runtime: Runtime) -> None:
 
 
 async def test_seconds_are_those_of_the_device_that_does_the_work() -> None:
-    """A GPU has hardly begun when the thread is done."""
+    """When the thread is done, a GPU has hardly begun."""
     done = asyncio.Event()
 
     class Watch(Stopwatch):

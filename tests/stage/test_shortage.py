@@ -120,7 +120,7 @@ async def test_a_peer_that_fails_at_every_microbatch_gives_up_and_another_does_i
 
 
 async def test_what_exceeds_the_memory_is_told_to_come_again() -> None:
-    """Of each round's so many: those of the next one wait, and this one's must not wait for them."""
+    """The bound holds for each round by itself: those of the next round wait, and must not hold up this one's."""
     async with running_chain(SYNCHRONOUS) as chain:
         stage = chain.at(1)[0].stage
         microbatch = Microbatch(index=0, round=0, num_samples=2)
@@ -142,7 +142,7 @@ async def test_what_exceeds_the_memory_is_told_to_come_again() -> None:
 async def test_an_evaluation_without_memory_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is no reason to leave: training may go on."""
+    """That is no reason for the peer to leave, because training may go on."""
     async with running_chain(DILOCO, num_peers=(2, 1, 1)) as chain:
         peer = chain.at(0)[0]
         _fail(peer, monkeypatch, "evaluate", lambda: True)

@@ -44,7 +44,7 @@ def test_slots_shrink_slowly_while_work_piles_up_and_never_below_the_least() -> 
 
 
 def test_while_work_piles_up_there_are_no_more_than_the_least() -> None:
-    """Whoever is refused goes to another peer, and what is in flight here is not lost with this one."""
+    """A refused caller goes to another peer, and less is lost if this peer dies."""
     queue_length = 0
     count = SlotCount(4, 64, lambda: queue_length)
     for _ in range(16):
@@ -119,7 +119,7 @@ class _Network:
 
 @pytest.mark.parametrize("away_seconds", [0.05, 0.2, 0.5])
 def test_a_peer_is_kept_busy_however_long_its_microbatches_are_away(away_seconds: float) -> None:
-    """20 ms of computing each: up to 26 microbatches are needed, and nobody says so."""
+    """Each takes 20 ms to compute, so up to 26 microbatches are needed, which nothing tells the peer."""
     network = _Network(compute_seconds=0.02, away_seconds=away_seconds, largest=64)
     assert network.run(seconds=40.0) > 0.85
     assert network.count.size <= 4 + 1.3 * away_seconds / 0.02
@@ -164,7 +164,7 @@ def test_one_caller_alone_may_take_all() -> None:
 
 
 def test_a_flood_leaves_the_others_their_share() -> None:
-    """Somebody asks for more whenever anything changes; another one asks once in a while."""
+    """One caller asks for more whenever anything changes; another one asks once in a while."""
     clock = ManualClock()
     slots = Slots(_count(4), clock)
     while _taken(slots, "flood"):

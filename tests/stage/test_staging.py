@@ -21,7 +21,7 @@ from swarm.stage.staging import Convert, CopyingStaging, CudaStaging, Download, 
 from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Chain, eventually, running_chain
 
 _NOTHING = float("nan")
-"""What memory holds that nobody has written to."""
+"""Stands for the contents of memory that was not written to."""
 
 
 def test_the_cpu_computes_with_what_it_receives_and_sends_what_it_computes() -> None:
@@ -33,7 +33,7 @@ def test_the_cpu_computes_with_what_it_receives_and_sends_what_it_computes() -> 
 
 
 def test_a_device_without_queues_for_copies_is_copied_to_and_from() -> None:
-    """As MPS is. Here the CPU stands in: nothing that was copied is shared."""
+    """MPS is such a device. Here the CPU stands in for it: a copy shares no memory with its source."""
     assert type(staging_of(torch.device("mps"))) is CopyingStaging
     staging, tensor = CopyingStaging(torch.device("cpu")), torch.ones(3)
     uploaded = staging.upload(tensor)
@@ -53,7 +53,7 @@ async def test_a_chain_trains_with_copies(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class _Late(Staging):
-    """Of a device whose results arrive when the test says so; until then there is nothing."""
+    """The staging of a device from which results arrive when the test says so."""
 
     def __init__(self, arrives: threading.Event) -> None:
         self._arrives = arrives
@@ -130,7 +130,7 @@ async def test_the_compute_thread_goes_on_while_a_result_is_on_its_way() -> None
 
 
 class _Stream:
-    """A queue of a GPU's; its work is done when an event is waited for that lies behind it."""
+    """A queue of a GPU. Its work is done when something waits for an event behind it."""
 
     def __init__(self, device: Any = None) -> None:
         self.work: deque[Callable[[], Any]] = deque()
@@ -163,12 +163,12 @@ class _Event:
 
 
 class _Gpu:
-    """What torch.cuda and tensors do, as far as CudaStaging asks for it."""
+    """Stands in for torch.cuda and tensors, as far as CudaStaging uses them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.compute = _Stream()
         self.held: list[tuple[torch.Tensor, _Stream]] = []
-        """By record_stream: memory that waits for another queue than its own."""
+        """Memory that waits for another queue than its own, because of record_stream."""
         self._current = self.compute
         for name, value in {
             "Stream": _Stream, "Event": _Event, "stream": self._within,
@@ -220,7 +220,7 @@ def _staging() -> CudaStaging:
 
 
 def test_the_gpu_computes_with_what_was_uploaded(gpu: _Gpu) -> None:
-    """And not with what became of the CPU's tensor meanwhile."""
+    """Later changes to the CPU's tensor do not reach it."""
     staging, received, computed = _staging(), torch.full((3,), 7.0), torch.zeros(3)
     uploaded = staging.upload(received)
     received.zero_()
@@ -265,7 +265,7 @@ def test_the_compute_thread_is_one_task_ahead_of_the_gpu(gpu: _Gpu) -> None:
 
 
 def test_a_state_is_read_as_the_queued_work_leaves_it(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another thread, piece by piece, beside what the GPU is told later."""
+    """It is read on another thread, piece by piece, beside later work of the GPU."""
     monkeypatch.setattr("swarm.stage.staging.PIECE_ELEMENTS", 2)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
     staging, moment = _staging(), torch.zeros(5)

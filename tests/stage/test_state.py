@@ -28,7 +28,7 @@ def test_inner_steps_do_not_change_the_state_that_is_handed_out() -> None:
 
 
 def _stepped(setting: str) -> StageWeights:
-    """After one round."""
+    """The weights after one round."""
     weights = weights_in(setting)
     average = {name: torch.ones_like(value) for name, value in weights.close().tensors.items()}
     weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
@@ -83,7 +83,7 @@ def test_a_state_of_other_tensors_is_refused(setting: str, name: str, wrong: tor
     ],
 )
 def test_a_state_that_nobody_can_have_reached_is_refused(setting: str, name: str, value: float) -> None:
-    """Its digest fits: it is what its sender says it is."""
+    """The state's digest fits, because the sender made both."""
     weights = _stepped(setting)
     state = weights.state_tensors()
     state[name].view(-1)[-1] = value

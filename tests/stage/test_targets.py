@@ -28,7 +28,7 @@ DILOCO = RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=4)
 
 
 class Member:
-    """A chain of stages in one process, which accumulates alone."""
+    """A member that accumulates by itself: a chain of stages in one process."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -42,7 +42,7 @@ class Member:
         )  # fmt: skip
 
     def train(self, number: int) -> float:
-        """A microbatch, which is acknowledged; gives its loss."""
+        """Train and acknowledge a microbatch; gives its loss."""
         batch, round_number = partial_samples(self.config, number), self.stages[0].weights.round.number
         inputs: Mapping[str, torch.Tensor] = batch
         forwards = []
@@ -73,7 +73,7 @@ def _reference(config: RunConfig) -> Reference:
 
 
 def _average(contributions: Sequence[FrozenContribution]) -> dict[str, torch.Tensor]:
-    """As a group averages them."""
+    """Average contributions as a group does."""
     offers = [
         Offer(
             peer_id=str(number), num_samples=each.num_samples, num_targets=each.amount.targets,
@@ -115,7 +115,7 @@ def _weights(member: Member) -> dict[str, torch.Tensor]:
 def test_synchronous_rounds_follow_one_process(
     num_stages: int, packing: bool, optimizer: Literal["adamw", "muon"]
 ) -> None:
-    """Whatever targets each member had: one has nearly all, another none in the first round."""
+    """Holds whatever targets each member has: one has nearly all, another none in the first round."""
     config = partial_config(num_stages=num_stages, packing=packing)
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=optimizer))
     members, reference = [Member(config), Member(config), Member(config)], _reference(config)
@@ -134,7 +134,7 @@ def test_synchronous_rounds_follow_one_process(
 
 def test_diloco_rounds_follow_one_process_for_each_member() -> None:
     """Inner steps are means over the targets of their batch, and the average weighs members by their targets."""
-    # Of one stage: with DiLoCo each clips by its own norm.
+    # There is one stage, because with DiLoCo each stage clips by its own norm.
     config = partial_config(num_stages=1, rounds=DILOCO, outer=OuterConfig(learning_rate=0.5, momentum=0.0))
     members, work = [Member(config), Member(config)], [(0, 1, 2, 3), (1, 2, 5, 6)]
     anchor = {name: value.detach().clone() for name, value in _weights(members[0]).items()}
@@ -169,7 +169,7 @@ def test_a_microbatch_without_targets_counts_once_and_teaches_nothing() -> None:
 
 
 def test_a_round_without_targets_moves_nothing_by_gradients() -> None:
-    """It is a step all the same, as it is for one process."""
+    """A step is taken all the same, as in one process."""
     config = partial_config()
     members, reference = [Member(config), Member(config)], _reference(config)
     for member, number in zip((0, 1, 0, 1), (2, 6, 10, 14), strict=True):

@@ -48,7 +48,7 @@ def test_the_anchors_of_this_round_and_the_one_before_are_kept() -> None:
     assert_same(kept, anchors[2])
     anchor = weights.anchor(3)
     assert anchor is not None
-    # No second copy of the weights.
+    # There is no second copy of the weights.
     assert all(anchor[name] is value for name, value in weights.version.parameters.items())
 
 

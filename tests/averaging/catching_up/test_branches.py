@@ -18,13 +18,13 @@ LIAR = 1000
 
 
 def at(round_number: int, branch: str = "", *, samples: int | None = None) -> Standing:
-    """Where a branch is at a round. Of the empty one the others went out."""
+    """Where a branch is at a round. All other branches parted from the empty one."""
     run_samples = ROUND_SAMPLES * round_number if samples is None else samples
     return Standing(run_samples=run_samples, round=round_number, lineage=f"{branch}{round_number}")
 
 
 def voice(standing: Standing, *, since: int | None = None) -> Voice:
-    """Of a holder there, whose branch left the common one after round `since`."""
+    """What a holder there answers. Its branch parted from the common one after round `since`."""
     branch = standing.lineage.removesuffix(str(standing.round))
     rounds = range(max(0, standing.round - PAST), standing.round)
     return Voice(
@@ -34,7 +34,7 @@ def voice(standing: Standing, *, since: int | None = None) -> Voice:
 
 
 class SleepingClock(ManualClock):
-    """Of a machine that slept for a while."""
+    """The clock of a machine that slept for a while."""
 
     slept_seconds = 0.0
 
@@ -43,7 +43,7 @@ class SleepingClock(ManualClock):
 
 
 class Peer:
-    """This peer, which has committed so many rounds with others."""
+    """This peer, after it has committed some rounds with others."""
 
     def __init__(self, num_rounds: int, *, more_samples_win: bool = True) -> None:
         self.clock = SleepingClock()
@@ -65,7 +65,7 @@ class Peer:
         self.branches.committed(after)
 
     def hear(self, announced: Mapping[str, Standing] | None = None, /, **voices: Voice) -> Standing | None:
-        """All are asked; gives where this peer should go.
+        """Let all holders answer; gives where this peer should go.
 
         Args:
             announced: where those that do not answer said that they were.
@@ -114,7 +114,7 @@ def test_one_alone_is_not_followed_farther_than_the_run_can_have_come() -> None:
 
 
 def test_while_somebody_is_about_to_come_one_alone_is_not_followed() -> None:
-    """It has not heard of the commit yet, and is of this peer's branch."""
+    """The one about to come is on this peer's branch, and has not heard of the commit yet."""
     peer = Peer(5)
     lie = voice(at(7, "x"), since=3)
     assert peer.hear(b=voice(at(4)), liar=lie) is None
@@ -122,7 +122,7 @@ def test_while_somebody_is_about_to_come_one_alone_is_not_followed() -> None:
 
 
 def test_what_was_had_from_others_is_not_left_for_as_many_others() -> None:
-    """Of those that it was had from, some may be out of reach for a moment."""
+    """Some of the peers that gave the state may be out of reach for a moment."""
     peer = Peer(5)
     peer.branches.installed(at(9), [at(8).lineage])
     lie = voice(at(10, "x"), since=8)
@@ -189,7 +189,7 @@ def test_with_a_majority_wanted_only_one_that_is_rounds_ahead_is_followed() -> N
 
 
 def test_of_three_parts_two_come_together_and_then_the_third() -> None:
-    """Who stands where all come from decides first; the others wait for that."""
+    """A peer that stands where all branches begin decides first; the others wait for that."""
     b, c = voice(at(7, "b"), since=5), voice(at(8, "c"), since=5)
     behind, other = Peer(5), Peer(5)
     for number in (6, 7):
@@ -200,7 +200,7 @@ def test_of_three_parts_two_come_together_and_then_the_third() -> None:
 
 
 def test_the_dead_have_signed_where_they_were() -> None:
-    """Two committed rounds with one that is left, and died; two others were away meanwhile."""
+    """Two peers committed rounds with one that is still there, and died. Two others were away meanwhile."""
     peer, left = Peer(5), voice(at(7))
     assert peer.hear(other=voice(at(5)), left=left) is None
     assert peer.hear({"dead": at(7), "too": at(7)}, other=voice(at(5)), left=left) == at(7)
@@ -217,7 +217,7 @@ def test_where_nobody_is_left_nobody_goes_and_for_staying_the_dead_do_not_count(
 
 
 def test_where_the_other_stages_are_far_ahead_nobody_can_stay() -> None:
-    """They waited for this stage at each round: it has holders that went on."""
+    """The other stages waited for this one at each round, so some of its holders went on."""
     peer, left = Peer(5), voice(at(8))
     for run_round in (None, 5, 6):
         peer.run_round = run_round

@@ -29,7 +29,7 @@ ROUND_SAMPLES = ROUND_MICROBATCHES * MICROBATCH
 
 
 class SizedStage(FakeStage):
-    """Says how large its parameters are."""
+    """A stage of which the test sets the size of the parameters."""
 
     def __init__(self, lineage: str = "00", *, num_bytes: int = 68) -> None:
         super().__init__(lineage)
@@ -47,7 +47,7 @@ class SlowLine(Network):
         self.timing = dataclasses.replace(QUICK, silence_seconds=60.0, average_seconds=60.0)
         self.samples_per_second = samples_per_second
         self.line_seconds = 8.0
-        """What any message with tensors takes to the newcomer or from it."""
+        """The time that any message with tensors takes to the newcomer or from it."""
         self.before = self._before
         self.members = [self.add(number).stage for number in (2, 3)]
 
@@ -82,7 +82,7 @@ async def slow_line(**changes: float) -> AsyncIterator[SlowLine]:
 
 @in_virtual_time
 async def test_a_newcomer_behind_a_slow_line_slows_no_round_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    """The run pauses while it downloads: it is where the group is, and still no member."""
+    """The run pauses while the newcomer downloads. So the newcomer is where the group is, and still no member."""
     async with slow_line() as network:
         newcomer, joining = network.add_newcomer()
         await asyncio.sleep(40.0)
@@ -134,7 +134,7 @@ async def test_it_serves_once_nobody_else_holds_the_stage() -> None:
 
 
 def entry(*, rate: float, setting: str = "synchronous") -> Entry:
-    """Of a peer with 4 MB of parameters, in a stage whose peer announces so many samples a second."""
+    """The entry of a peer with 4 MB of parameters, at a stage with one peer that announces this rate."""
     config = make_config(setting, microbatches=ROUND_MICROBATCHES)
     announced = record(2).model_copy(update={"samples_per_second": rate})
     joining = record(3).model_copy(update={"samples_per_second": 1000.0, "state": PeerState.JOINING})

@@ -6,7 +6,7 @@ from swarm.averaging.catching_up.pace import LEAST_SECONDS, Pace, Position
 
 
 def pace(seconds: float, *, replayed: int, committed: int) -> Pace:
-    """Of a peer that was 20 rounds behind."""
+    """The pace of a peer that was 20 rounds behind."""
     return Pace(
         first=Position(at=5.0, own_round=10, group_round=30),
         newest=Position(at=5.0 + seconds, own_round=10 + replayed, group_round=30 + committed),
@@ -26,7 +26,7 @@ def test_who_replays_slower_never_arrives() -> None:
 
 
 def test_who_is_as_fast_may_be_a_little_faster() -> None:
-    """Rounds are whole: of two that take 4.0 and 4.5 s as many fall into 8 s."""
+    """Rounds are whole: of rounds of 4.0 s and of 4.5 s, equally many end within 8 s."""
     equal = pace(8.0, replayed=2, committed=2)
     assert not equal.is_losing
     assert equal.seconds_left is None

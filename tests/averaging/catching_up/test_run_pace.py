@@ -6,7 +6,7 @@ from swarm.machine.clock import ManualClock
 
 
 def at(round_number: int) -> Standing:
-    """A round of ten samples each."""
+    """Where a peer is after some rounds of ten samples each."""
     return Standing(run_samples=10 * round_number, round=round_number, lineage=str(round_number))
 
 

@@ -38,7 +38,7 @@ NUM_BYTES = 4 * SIZE
 
 
 def line_to(num_holders: int, *, rounds: int = 1) -> Line:
-    """Donors 1, 2, ... that hold the same state after so many rounds."""
+    """Donors 1, 2, ... that hold the same state after some rounds."""
     line = Line({peer_id(number): Holder() for number in range(1, num_holders + 1)})
     for holder in line.holders.values():
         for _ in range(rounds):
@@ -60,7 +60,7 @@ def holder(line: Line, number: int) -> Holder:
 
 
 def after(num_messages: int, act: Callable[[str, pb.DownloadReply], None]) -> Callable[[str, pb.DownloadReply], None]:
-    """Act on the pieces that come after so many."""
+    """Act on all pieces but the first few."""
     num_seen = 0
 
     def tamper(donor: str, reply: pb.DownloadReply) -> None:
@@ -99,7 +99,7 @@ async def test_those_who_find_a_donor_serving_another_wait_their_turn_and_all_ge
     assert "download first), 0.00 MB/s" in waits.present
     all_fetched = await fetching
     assert {fetched.snapshot.digest for fetched in all_fetched} == {holder(line, 1).digest}
-    # What they waited for others says nothing of their lines.
+    # The time in which donors served others says nothing of their lines.
     assert asyncio.get_running_loop().time() > 5.0
     assert max(fetched.seconds for fetched in all_fetched) < 1.0
 
@@ -255,7 +255,7 @@ async def test_a_donor_that_sends_wrong_bytes_is_found_out_and_not_asked_again()
     assert line.num_segments[peer_id(1)] == 1
     line.tamper = lambda donor, reply: None
     assert [source.peer_id for source in (await fetch(transfer, 1, 2)).sources] == [peer_id(2)]
-    # Better than nobody: what it sends is checked again.
+    # A distrusted donor is better than none: what it sends is checked again.
     assert [source.peer_id for source in (await fetch(transfer, 1)).sources] == [peer_id(1)]
 
 
@@ -297,7 +297,7 @@ async def test_hostile_headers_are_refused_and_another_donor_is_taken(
 
     def tamper(donor: str, reply: pb.DownloadReply) -> None:
         if donor == peer_id(1) and reply.HasField("header"):
-            # The farthest: it would be chosen.
+            # This is the farthest snapshot, so it would be chosen.
             reply.header.standing.run_samples += 1
             HOSTILE[kind](reply.header)
 
@@ -424,7 +424,7 @@ class Group:
         self.next_index = 0
 
     async def commit(self) -> None:
-        """One more round, in which everybody alive has learnt something."""
+        """Commit one more round, in which every living peer has learnt something."""
         alive = [peer.stage for peer in self.peers if not peer.dead.is_set()]
         number = max(stage.round for stage in alive)
         for stage in alive:
@@ -433,12 +433,12 @@ class Group:
         await until(lambda: all(stage.round > number for stage in alive))
 
     def add_joiner(self) -> Peer:
-        """A newcomer, which waits for donors that are held up by a script."""
+        """Add a newcomer, which waits for donors that a script holds up."""
         self.network.timing = dataclasses.replace(QUICK, silence_seconds=5.0)
         return self.network.add(1)
 
     async def admit(self, joiner: Peer) -> None:
-        """Count the newcomer in; all are to see that it leads now."""
+        """Commit a round with the newcomer, and check that all peers see that it leads now."""
         self.peers.insert(0, joiner)
         self.stages.insert(0, joiner.stage)
         await until(lambda: all(peer.averager.view().leader_id == joiner.record.peer_id for peer in self.peers))
@@ -494,7 +494,7 @@ async def test_download_slower_than_a_round_converges() -> None:
 async def test_who_replays_slower_than_rounds_pass_takes_a_new_snapshot_and_says_that_it_never_arrives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A result takes three seconds over its line, and a round half a second. Once the run pauses it arrives."""
+    """A result takes three seconds over its line, and a round half a second. It arrives once the run pauses."""
     caplog.set_level(logging.INFO)
     async with group_of(2, 3, segment_bytes=1 << 20) as group:
 
@@ -643,7 +643,7 @@ async def test_a_source_with_wrong_results_is_passed_over(caplog: pytest.LogCapt
 
 @in_virtual_time
 async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download() -> None:
-    """Until then the peer reports nothing and takes part in nothing, so nobody averages with it."""
+    """Until the download the peer reports nothing and takes part in nothing, so no other averages with it."""
     async with group_of(2, 3) as group:
         states: list[tuple[bool, int]] = []
 
@@ -655,7 +655,7 @@ async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download
         async def busy(name: str, source: int, target: int) -> None:
             if is_download(name, source) and group.stages[0].round < 3:
                 await group.commit()
-            # Once it has the state, it reports like everybody.
+            # Once the joiner has the state, it reports like every peer.
             if source == 1 and joiner.stage.results and joiner.stage.num_installs < 2:
                 states.append((place.is_sound, place.standing.round))
                 assert name == "Download"
@@ -672,13 +672,13 @@ async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e30])
 @in_virtual_time
 async def test_a_result_of_impossible_numbers_is_not_applied(value: float, caplog: pytest.LogCaptureFixture) -> None:
-    """Its digest and its lineage fit, as do those of what a liar makes up."""
+    """The result's digest and lineage fit, as they do in what a liar makes up."""
     async with group_of(2, 3) as group:
 
         def lie(target: int, reply: pb.DownloadReply) -> None:
             if reply.HasField("result"):
                 reply.result.sha256 = hashlib.sha256(poison * 17).digest()
-            elif len(reply.data) > 16:  # No segment.
+            elif len(reply.data) > 16:  # Not a segment.
                 reply.data = poison * 17
 
         async def busy(name: str, source: int, target: int) -> None:
@@ -751,7 +751,7 @@ async def test_a_snapshot_that_belies_its_digest_is_not_installed(monkeypatch: p
             nonlocal honest_id
             if target == 2 and reply.HasField("header"):
                 honest_id = snapshot_id(reply.header)
-                # The farthest of all, so it is chosen, and its segments fit its header.
+                # This snapshot is the farthest, so it is chosen, and its segments fit its header.
                 reply.header.standing.round += 1
                 reply.header.standing.run_samples += 1
                 reply.header.state_digest = "00"

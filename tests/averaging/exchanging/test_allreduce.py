@@ -78,7 +78,7 @@ def random_vectors(size: int, num_elements: int) -> list[torch.Tensor]:
 def test_all_end_with_the_same_weighted_mean(
     size: int, num_elements: int, samples: list[int], codec: str, gathers: bool
 ) -> None:
-    """Any number of members and elements, members without samples included."""
+    """Holds for any number of members and elements, also with members that have no samples."""
     samples = [max(1, samples[0]), *samples[1:size]]
     vectors = random_vectors(size, num_elements)
     results = run(average(vectors, samples, simple_codec(codec), gathers=gathers))
@@ -96,7 +96,7 @@ def test_all_end_with_the_same_weighted_mean(
 @pytest.mark.parametrize("name", ["int4", "topk", "dct-topk", "dct-lowpass"])
 @in_virtual_time
 async def test_nothing_is_lost_but_what_the_residuals_keep(name: str, gathers: bool) -> None:
-    """Sum over members of weight * residual, and the owners' residuals, make up for what is missing in the sum."""
+    """The members' residuals times their weights, plus the owners' residuals, are what the sum lacks."""
     config = AveragingConfig(codec=name)  # type: ignore[arg-type]  # names of codecs
     codec, of_results = contribution_codec(config), result_codec(config)
     samples = [1, 3, 4]
@@ -120,7 +120,7 @@ async def test_nothing_is_lost_but_what_the_residuals_keep(name: str, gathers: b
 async def test_the_ratio_is_to_what_a_member_would_send_in_float32(
     name: str, gathers: bool, samples: list[int]
 ) -> None:
-    """Of sparse codecs that is less than the codec's own: sums are larger, and a gather sends all of them to all."""
+    """With sparse codecs it is below the codec's own ratio: sums are larger, and a gather sends each part to all."""
     config = AveragingConfig(codec=name)  # type: ignore[arg-type]  # names of codecs
     vectors = random_vectors(len(samples), 30 * 4096)
     plain = await average(vectors, samples, simple_codec("fp32"))
@@ -162,7 +162,7 @@ async def test_one_member_may_sum_everything_and_the_others_need_no_line_between
 @pytest.mark.parametrize("samples", [[5], [5, 0]])
 @in_virtual_time
 async def test_nothing_is_computed_where_there_is_nothing_to_add(samples: list[int]) -> None:
-    """The only contribution is the average bit for bit; of a lone member's no copy is made either."""
+    """The only contribution is the average, bit for bit. If there is a single member, it is not even copied."""
     vectors = [torch.tensor([1.0, -0.0, 1e-40, -3e14]) for _ in samples]
     results = await average(vectors, samples)
     for result in results:
@@ -188,7 +188,7 @@ async def test_part_out_of_range_names_its_sender_to_everybody(gathers: bool, ba
 
 @in_virtual_time
 async def test_a_sum_that_is_not_finite_is_no_result() -> None:
-    """A leader would go on with it, and its members would refuse to commit it."""
+    """A leader would go on with such a sum, and its members would refuse to commit it."""
     (failed,) = await average([torch.full((9,), 3e38)], [1], gathers=True)
     assert isinstance(failed, MemberFailed)
     assert failed.peer_id == "0"
@@ -217,7 +217,7 @@ async def test_owner_names_the_member_that_sends_nothing() -> None:
     assert failed.value.peer_id == "1"
     with pytest.raises(MemberFailed):
         await reduction.result()
-    # In a gather everybody is an owner in that.
+    # In a gather every member does what an owner does there.
     with pytest.raises(MemberFailed) as failed:
         async with asyncio.timeout(0.05):
             await gather(torch.ones(4), HandOut(shares), terms)

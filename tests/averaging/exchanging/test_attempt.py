@@ -23,13 +23,13 @@ OWN, OTHER = peer_id(1), peer_id(2)
 
 
 def two_members() -> Shares:
-    """Of a vector of four elements."""
+    """The shares of two members in a vector of four elements."""
     offers = [Offer(peer_id=name, num_samples=1, num_targets=1, round_samples=1, norm=1.0) for name in (OWN, OTHER)]
     return divide(offers, num_elements=4, tile=1, clip_to_median=0.0)
 
 
 def attempt_with(exchanges: Any) -> Attempt:
-    """Of a member whose contribution is frozen."""
+    """An attempt of a member with a frozen contribution."""
     contribution = Contribution(tensors={}, num_samples=1, num_targets=1, round_samples=1, committed=frozenset())
     closed = Closed(contribution=contribution, vector_D=torch.zeros(4), norm=0.0)
     return Attempt(make_context(record(1)), exchanges, ballot=Ballot(1, OWN), closed=closed, began_at=0.0)

@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 400.0
 
 
 class SlowStage(FakeStage):
-    """Takes its time to close."""
+    """A stage that takes its time to close."""
 
     def __init__(self, lineage: str = "00") -> None:
         super().__init__(lineage)
@@ -56,7 +56,7 @@ def now() -> float:
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 @in_virtual_time
 async def test_a_closing_of_minutes_is_waited_for(setting: str) -> None:
-    """As of a stage of several GB, or where a task of the compute thread takes ten seconds."""
+    """So it is at a stage of several GB, or where a task of the compute thread takes ten seconds."""
     async with slow_network(setting, 1, 2, 3, timing=Timing()) as network:
         stage(network, 3).seconds = 200.0
         for number in (1, 2, 3):

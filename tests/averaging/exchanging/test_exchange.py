@@ -25,33 +25,33 @@ NUM_ELEMENTS = 4 * TILE + 17
 
 
 class Members:
-    """What all members know between exchanges. What they have kept of one fragment is told as dense vectors."""
+    """What all members know between exchanges; gives what they owe of one fragment as dense vectors."""
 
     def __init__(self, codec: str, decay: float = 1.0, size: int = SIZE) -> None:
         config = AveragingConfig(codec=codec, feedback_decay=decay, gather_members=GATHER_MEMBERS)  # type: ignore[arg-type]  # names of codecs
         self.all = {str(number): Exchanges(config, str(number)) for number in range(size)}
 
     def own_debt(self, name: str, fragment: int = 0) -> torch.Tensor:
-        """What encoding dropped of its contributions."""
+        """What encoding dropped from a member's contributions."""
         feedback = self.all[name].feedback.get(fragment)
         zeros = torch.zeros(NUM_ELEMENTS)
         return (feedback.compensate(zeros) if feedback else zeros).double()
 
     def sum_debt(self, name: str, fragment: int = 0) -> torch.Tensor:
-        """What encoding dropped of the sums that it made."""
+        """What encoding dropped from the sums that a member made."""
         feedback = self.all[name].feedback.get(fragment)
         owed = feedback.owed(slice(0, NUM_ELEMENTS)) if feedback else None
         return (torch.zeros(NUM_ELEMENTS) if owed is None else owed).double()
 
     def debts(self, fragment: int) -> list[torch.Tensor]:
-        """All of it."""
+        """All that the members owe."""
         return [debt(name, fragment) for name in self.all for debt in (self.own_debt, self.sum_debt)]
 
     async def exchange(
         self, contributions: Mapping[str, Contribution], *, bandwidths: Sequence[float] = (1e6,) * SIZE,
         only_owner: str | None = None, clip_to_median: float = 0.0,
     ) -> tuple[Shares, dict[str, Average]]:  # fmt: skip
-        """One attempt, up to the point where it may be committed."""
+        """Make one attempt, up to the point where it may be committed."""
         closed = {name: await self.all[name].close(brought) for name, brought in contributions.items()}
         shares = divide(
             [_offer(name, closed[name], bandwidths[int(name)]) for name in sorted(contributions)],
@@ -67,7 +67,7 @@ class Members:
         return shares, averages
 
     def commit(self, averages: Mapping[str, Average], fragment: int = 0) -> None:
-        """That attempt was committed."""
+        """Commit that attempt."""
         for name, average in averages.items():
             self.all[name].committed(fragment, average.residual)
 
@@ -114,7 +114,7 @@ _ATTEMPTS = st.builds(
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(["topk", "dct-topk", "int4", "dct-lowpass"]), st.lists(_ATTEMPTS, min_size=2, max_size=6))
 def test_what_is_contributed_is_applied_or_still_owed(codec: str, attempts: list[Attempt]) -> None:
-    """Over any members, weights, parts and ways. What a member owes of its own counts as much as its contribution."""
+    """Holds for any members, weights, parts and ways. A member's own debt has the weight of its contribution."""
 
     async def run() -> None:
         members = Members(codec)
@@ -165,7 +165,7 @@ def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("second_samples", [0, 2])
 @pytest.mark.parametrize("codec", ["topk", "dct-topk"])
 async def test_what_a_lone_member_owes_is_paid_once_a_second_one_is_there(codec: str, second_samples: int) -> None:
-    """From a butterfly to a gather: what it learnt alone comes with its contributions, whole and once."""
+    """The exchange turns from a butterfly to a gather. What the member learnt alone comes with it, whole and once."""
     members = Members(codec)
     alone = _contribution(0, 2)
     _, averages = await members.exchange({"0": alone})
@@ -185,7 +185,7 @@ async def test_what_a_lone_member_owes_is_paid_once_a_second_one_is_there(codec:
 
 @pytest.mark.parametrize("codec", ["topk", "dct-topk"])
 async def test_members_that_come_and_go_do_not_make_more_of_what_is_owed(codec: str) -> None:
-    """What is owed to sums counts as much at one weight as at another, however often they change."""
+    """What is owed to sums counts equally at any weight, however often the weights change."""
     members = Members(codec)
     alone = _contribution(0, 2)
     _, averages = await members.exchange({"0": alone})
@@ -264,7 +264,7 @@ async def test_another_state_owes_nothing() -> None:
 
 
 async def test_a_member_that_lost_what_an_exchange_left_starts_without() -> None:
-    """Of that fragment alone; what it closed is made anew."""
+    """Only that fragment's debt is gone; the contribution that was closed is made anew."""
     members = Members("topk")
     for fragment in (0, 1):
         _, averages = await members.exchange({"0": _contribution(fragment, 2, fragment=fragment)})

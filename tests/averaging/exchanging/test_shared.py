@@ -35,7 +35,7 @@ SHAPE = (3, 8)
 
 
 def role(stage_number: int, index: int) -> torch.Tensor:
-    """What a microbatch teaches about the shared block at one of its stages."""
+    """The gradient of a microbatch for the shared block at one of its stages."""
     generator = np.random.default_rng((stage_number, index))
     return torch.from_numpy(generator.standard_normal(SHAPE).astype(np.float32))
 
@@ -85,7 +85,7 @@ def stages_of(network: Network, *numbers: int) -> list[SharingStage]:
 
 
 def learn(network: Network, round_number: int, numbers: Collection[int] = (1, 2, 3, 4)) -> None:
-    """Four microbatches in every stage, one half a peer, or all at the one that is left."""
+    """Have every stage learn four microbatches: two at each peer, or all at the one that is left."""
     for group in ({1, 2}, {3, 4}):
         alive = sorted(group & set(numbers))
         for index in range(4 * round_number, 4 * round_number + 4):
@@ -129,7 +129,7 @@ async def test_the_whole_norm_counts_the_shared_block_once() -> None:
 @pytest.mark.parametrize("victim", [1, 3])
 @in_virtual_time
 async def test_a_leader_that_dies_after_deciding_holds_nobody_up(victim: int) -> None:
-    """Its stage's other member has the average as well, and both stages end with the same shared block."""
+    """The other member of its stage has the average too, and both stages end with the same shared block."""
     async with sharing_network(tied()) as network:
         stages = stages_of(network, 1, 2, 3, 4)
 
@@ -149,7 +149,7 @@ async def test_a_leader_that_dies_after_deciding_holds_nobody_up(victim: int) ->
 async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_not_end_that_member(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the last one of its stage, so there is nobody else that it could have its own stage's average from."""
+    """That member is the last one of its stage, so no other could give it its own stage's average."""
     async with sharing_network(tied(setting)) as network:
         num_encoding, is_killed, honest = 0, False, SharedBlocks.offer
 
@@ -175,7 +175,7 @@ async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_n
 
 @in_virtual_time
 async def test_a_stage_that_lost_its_samples_does_not_hold_up_for_good_who_shares_a_block_with_it() -> None:
-    """The one that waits lets so much through and no more, which may be too little for the other one's round."""
+    """The stage that waits lets only a round's worth through, which may be too little for the other's round."""
     async with sharing_network(tied("diloco")) as network:
         stages = stages_of(network, 1, 2, 3, 4)
         learn(network, 0)
@@ -233,7 +233,7 @@ def test_fragments_share_the_block_in_its_own_rounds() -> None:
 async def test_a_decided_round_is_committed_once_the_other_stages_average_is_to_be_had(
     since: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a line stands still: nobody ends for that, nor waits for a member that comes by."""
+    """A line stands still, say: no peer ends because of that, or waits until a member happens to come by."""
     async with sharing_network(tied()) as network:
         stages, num_refused, is_cut_off = stages_of(network, 1, 2, 3, 4), 0, False
 

@@ -58,7 +58,7 @@ def test_equal_and_unknown_lines_get_equal_parts() -> None:
 
 @given(st.lists(st.floats(1, 7.9), min_size=3, max_size=12))
 def test_lines_are_done_together(bandwidths: list[float]) -> None:
-    """The time D + (M - 2) P over the bandwidth is equal for all that own anything, and higher for nobody else."""
+    """The time D + (M - 2) P over the bandwidth is equal for all owners, and not higher for other members."""
     num_elements = 10**9
     sizes = part_sizes(num_elements, bandwidths, tile=1)
     if max(bandwidths) <= 1.5 * min(bandwidths):

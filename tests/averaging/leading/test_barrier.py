@@ -23,9 +23,9 @@ class OtherStage:
         self.clock = LoopClock()
         self.ready_at, self.back_at = self.clock.monotonic() + ready_at, self.clock.monotonic() + back_at
         self.calls: list[tuple[int, float]] = []
-        """Whom this stage asked, and how long that took."""
+        """The peers that this stage asked, and how long each call took."""
         self.lie: float | None = None
-        """What the lower one says for the norm, which would clip everybody's gradient."""
+        """The norm that the lower peer claims, by which all gradients would be clipped."""
 
     async def call(self, peer: PeerRecord, method: Any, request: Any, *, timeout_seconds: float) -> Any:
         started_at = self.clock.monotonic()
@@ -46,7 +46,7 @@ class OtherStage:
         return pb.BarrierReply(ready=is_ready, squared_norm=4.0, leader=contact_of(record(number, 1)))
 
     async def wait(self) -> float:
-        """Wait for it, as stage 0 does; how long it is ready by then, in seconds."""
+        """Wait for the other stage as stage 0 does. Returns the seconds for which it had been ready by then."""
         context = make_context(record(9), lambda stage: [record(1, stage), record(2, stage)], timing=TIMING)
         member = FakeStage()
         member.round = 7

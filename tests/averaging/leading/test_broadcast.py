@@ -37,13 +37,13 @@ class Network:
         return pb.AbortReply()
 
     async def replies(self, **options: Any) -> dict[PeerId, Any]:
-        """What becomes of a call to everybody."""
+        """The outcomes of a call to all members."""
         broadcast = Broadcast(call=self.call, is_silent=lambda peer: peer in self.silent, timing=TIMING)
         everybody = members(len(self.delays))
         return await broadcast(everybody, ABORT, dict.fromkeys(everybody, pb.AbortRequest()), 1.0, **options)
 
     async def all(self, **options: Any) -> list[Any]:
-        """Likewise, by member; None for no answer."""
+        """The outcomes of a call to all members, by member; None for no answer."""
         replies = await self.replies(**options)
         return [replies.get(peer) for peer in members(len(self.delays))]
 
@@ -58,7 +58,7 @@ async def test_answers_and_errors_come_back_by_member() -> None:
 
 @in_virtual_time
 async def test_what_comes_at_once_is_in_the_order_of_the_members() -> None:
-    """So a leader to whom two are equally to blame for something blames the same one in every run."""
+    """So, where two members are equally to blame, a leader blames the same one in every run."""
     network = Network(*[0.01] * 50, *[0.9] * 50)
     network.silent = {peer_id(number) for number in range(50, 100)}
     assert list(await network.replies()) == list(members(100))

@@ -12,7 +12,7 @@ def _drops(**committed: set[int]) -> dict[str, set[int]]:
 
 
 def test_who_has_nothing_alone_drops_it_all_and_others_nothing() -> None:
-    """As when it was away, and what it had was replayed just before the round was complete: it costs nothing."""
+    """The member was away, say, and all that it had was replayed. To drop everything costs nothing."""
     assert _drops(returned={1, 3}, one={0, 1, 2}, other={3, 4}) == {"returned": {1, 3}}
 
 
@@ -21,7 +21,7 @@ def test_of_two_that_have_the_same_one_keeps_it() -> None:
 
 
 def test_who_has_little_alone_drops_the_rest_rather_than_others_a_part_each() -> None:
-    """It begins its sum again with that little."""
+    """It makes its sum anew from the little that it alone has."""
     held = {"returned": {0, 1, 2, 3, 4, 5}, "one": {6, 7, 0, 1, 2}, "other": {8, 9, 3, 4}}
     assert _drops(**held) == {"returned": {0, 1, 2, 3, 4}}
 
@@ -37,7 +37,7 @@ def test_who_has_no_doubles_drops_nothing() -> None:
 
 
 def test_of_what_a_returned_member_had_nobody_computes_more_than_a_third_again() -> None:
-    """Whatever part of what it had was replayed by when it came back."""
+    """Holds whatever part of its microbatches was replayed before the member came back."""
     for num_replayed in range(33):
         half = num_replayed // 2
         held = {

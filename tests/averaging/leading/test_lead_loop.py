@@ -23,7 +23,7 @@ from tests.support.virtual_time import in_virtual_time
 
 @in_virtual_time
 async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> None:
-    """As with hundreds of members, one of which reports every few milliseconds."""
+    """A look takes long with hundreds of members, of which one reports every few milliseconds."""
     look_seconds = QUICK.heartbeat_seconds / 10
     async with network_of(make_config(), 1) as network:
         peer, looks, time = network.peers[peer_id(1)], list[float](), asyncio.get_running_loop().time

@@ -35,7 +35,7 @@ def test_diloco_wants_the_rounds_samples_whichever_they_are() -> None:
 
 
 def test_a_stage_that_lost_samples_goes_on_with_what_it_has_once_it_is_late() -> None:
-    """Else its rounds would fall behind the others' for good, and no anchor would be common to all stages."""
+    """Otherwise its rounds would stay behind the others' for good, and all stages would have no anchor in common."""
     complete = partial(is_complete, DILOCO)
     assert complete(3, frozenset(), 1, is_late=lambda: True)
     assert not complete(3, frozenset(), 0, is_late=lambda: True), "there is nothing to average"
@@ -49,7 +49,7 @@ def test_a_member_that_holds_most_of_a_round_is_not_left_out_of_it() -> None:
 
 
 def test_a_round_ends_early_with_everybody_or_not_at_all() -> None:
-    """Else a newcomer's first step might end it in place of the one that has nearly all of it."""
+    """Otherwise a newcomer's first step might end the round in place of the member that has nearly all of it."""
     complete, wanted = partial(is_complete, DILOCO), DILOCO.rounds.round_samples
     assert not complete(3, frozenset(), wanted - 1, absent_samples=1, is_late=lambda: True)
 

@@ -9,7 +9,7 @@ from tests.support.virtual_time import in_virtual_time
 
 
 def averaging_with(*others: PeerRecord, num_stages: int = 3) -> Averager:
-    """The averaging of a stage's only peer, which has learnt something of its round."""
+    """The averaging of a stage's only peer, which has learnt something in its round."""
     member = FakeStage()
     member.learn(0)
     context = make_context(
@@ -26,7 +26,7 @@ def at_round(number: int, stage: int, state: PeerState = PeerState.SERVING) -> P
 
 @in_virtual_time
 async def test_a_stage_follows_another_one_that_is_further() -> None:
-    """Else its rounds would fall behind for good, and no anchor would be common to all stages."""
+    """Otherwise its rounds would stay behind for good, and all stages would have no anchor in common."""
     assert averaging_with(at_round(1, stage=2)).watch.view().complete
     assert not averaging_with(at_round(0, stage=2)).watch.view().complete
 
@@ -47,7 +47,7 @@ async def test_neither_its_own_stage_nor_a_peer_that_does_not_serve_pulls_a_stag
 
 @in_virtual_time
 async def test_a_stage_that_another_has_waited_for_goes_on_with_what_it_has() -> None:
-    """Else it might get no more: the other one lets a round's worth through, and then none."""
+    """Otherwise it might get no more samples: the other stage lets a round's worth through, and then none."""
     averager = averaging_with()
     now = averager.context.clock.monotonic()
     averager.place.awaited(now - QUICK.awaited_seconds / 2)

@@ -18,7 +18,7 @@ from tests.support.virtual_time import in_virtual_time
 
 @in_virtual_time
 async def test_reports_go_out_in_the_order_of_ids() -> None:
-    """So the same faults in a simulated world come at the same calls in every run, whatever ids hash to."""
+    """So simulated faults come at the same calls in every run, whatever the hashes of ids are."""
     async with network_of(make_config(), *range(1, 13)) as network:
         await asyncio.sleep(QUICK.heartbeat_seconds / 2)
         first = [target for name, source, target in network.calls if (name, source) == ("Report", 1)][:11]

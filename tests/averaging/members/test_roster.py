@@ -57,7 +57,7 @@ def test_a_member_that_reports_has_lost_nothing() -> None:
 
 
 def test_a_newcomer_waits_for_those_that_only_answered_it() -> None:
-    """They do not know of it yet, and would be passed over if it led a round at once."""
+    """Those peers do not know of the newcomer yet, and would be passed over if it led a round at once."""
     group, third = Group(), PeerId(record(3).peer_id)
     assert not group.roster.awaits_members(HERE)
     group.roster.answered(third, HERE)
@@ -73,7 +73,7 @@ def test_a_newcomer_waits_for_those_that_only_answered_it() -> None:
 
 
 def test_a_member_that_leaves_is_called_until_it_is_gone() -> None:
-    """What it has is lost then, and known to be."""
+    """What it has is lost once it is gone, and is then known to be lost."""
     group = Group()
     group.listed = [record(2).model_copy(update={"state": PeerState.LEAVING})]
     group.clock.advance(TIMING.fresh_seconds)
@@ -172,7 +172,7 @@ def test_a_member_with_which_no_attempt_succeeds_is_not_waited_for_until_it_has_
 
 
 def test_what_a_leader_holds_is_known_by_its_answers() -> None:
-    """It reports to nobody."""
+    """A leader reports to no peer."""
     group = Group("diloco")
     group.roster.heard_of_round(OTHER, HERE, pb.ReportReply(num_samples=500))
     group.roster.suspect(OTHER, is_gone=False)
@@ -262,7 +262,7 @@ def test_a_member_that_answers_a_call_is_not_overdue_though_its_reports_do_not_a
 
 
 def test_a_leader_that_answers_leads_though_its_announcements_lapse() -> None:
-    """Else another one would lead until it made itself known, and again when that was a while ago."""
+    """Otherwise another peer would lead until this one made itself known, and again some time after that."""
     group = Group(own=3)
     group.listed.clear()
     for _ in range(20):
@@ -314,7 +314,7 @@ def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pyt
 
 
 def test_what_several_have_told_of_is_not_more_than_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round may have as many as are kept, and every member tells of the same ones."""
+    """A round may have as many microbatches as are kept, and every member tells of the same ones."""
     monkeypatch.setattr("swarm.averaging.members.round_reports.LONGEST_LIST", 10)
     group = Group(round_microbatches=10)
     group.report(*range(10))
@@ -336,7 +336,7 @@ def test_made_up_peers_do_not_fill_the_memory() -> None:
 
 
 def test_a_newcomer_that_reports_is_not_forgotten_for_those_that_were_heard_of_before_it() -> None:
-    """Its record has not spread yet."""
+    """The newcomer's record has not spread yet."""
     group = Group()
     newcomer = record(3)
     for number in range(10, 500):

@@ -9,7 +9,7 @@ from tests.support.chain import eventually
 
 
 class Peer:
-    """What has its turn at a peer, and what waits for a step."""
+    """A peer's turns: which microbatches have one, and how many gradients wait for a step."""
 
     def __init__(self, most: int) -> None:
         self.num_unstepped = 0
@@ -32,7 +32,7 @@ class Peer:
             self.num_unstepped += 1
 
     async def end(self, age: int) -> None:
-        """Its gradient is accumulated."""
+        """End a microbatch's turn: its gradient is accumulated."""
         self._ends[age].set()
         await self._tasks[age]
 
@@ -67,7 +67,7 @@ async def test_what_fails_or_is_given_up_makes_room() -> None:
 
 
 async def test_one_that_is_late_holds_up_nobody() -> None:
-    """As where its peer further on is frozen; those that take as long as usual are waited for."""
+    """The peer further on is frozen, say. Microbatches that take as long as usual are waited for."""
     peer = Peer(1)
     await peer.begin(0)
     peer.clock.advance(10.0)
@@ -82,7 +82,7 @@ async def test_one_that_is_late_holds_up_nobody() -> None:
 
 
 async def test_the_first_hold_up_nobody_for_long_either() -> None:
-    """As where a peer joins while a stage further on has no peers: nothing has told how long is usual."""
+    """A peer joins while a stage further on has no peers, say, and does not know yet how long is usual."""
     peer = Peer(1)
     await peer.begin(0, 1)
     peer.clock.advance(FIRST_LATE_SECONDS - 1.0)

@@ -109,7 +109,7 @@ def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
 
 
 def test_versions_in_use_are_bounded_and_no_batch_grows_meanwhile() -> None:
-    """With a staleness of one: the newest, two older ones for microbatches in their order, and no fourth."""
+    """With a staleness of one there are the newest version and two older ones, and no fourth."""
     weights, events = recorded()
     late = weights.version
     late.users = 1
@@ -209,7 +209,7 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     assert weights.num_unstepped_samples == 4, "one step at most while the round is exchanged"
     change = {name: weights.masters[name].detach() - at_closing[name] for name in anchor}
     assert any(bool(value.any()) for value in change.values())
-    # A closing again gives what was learnt meanwhile as well; its own result is what is committed here.
+    # A second closing includes what was learnt meanwhile, and its result is the one that is committed here.
     average = {name: 0.5 * value for name, value in closing.tensors.items()}
     weights.commit(average, total_squared_norm=0.0, num_samples=8, num_members=2, lineage="")
     weights.step_if_due()
@@ -266,7 +266,7 @@ def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> 
         samples.append(closing.num_samples)
         zero = {name: torch.zeros_like(closing.tensors[name])}
         weights.commit(zero, total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
-        # Back to its anchor, which an average of zero does not move; the other one goes on undisturbed.
+        # It is back at its anchor, which an average of zero does not move; the other fragment goes on undisturbed.
         torch.testing.assert_close(weights.masters[name].detach(), start[name])
         assert torch.equal(weights.masters[other].detach(), before[other])
     assert samples == [4, 8, 8, 8]
@@ -298,7 +298,7 @@ def test_the_average_that_is_applied_stays_as_it_is() -> None:
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
 )
 def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device: str) -> None:
-    """The outer step is taken there as well: from equal averages follows the same state, bit by bit."""
+    """The outer step is taken on the CPU too, so equal averages give the same state, bit by bit."""
     elsewhere, here = weights_of(config_of("diloco"), linear().to(device), lineage=""), weights_in("diloco")
     for number in range(3):
         for weights in (elsewhere, here):
@@ -328,7 +328,7 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
 
 
 def _away(num_fragments: int = 1) -> tuple[StageWeights, dict[str, torch.Tensor]]:
-    """A peer that takes two inner steps of 4 samples each in round 1, and what it learns by them."""
+    """A peer that takes two inner steps of 4 samples each in round 1, and what it learns by these."""
     weights = overlapping(0, num_fragments)
     commit_without_steps(weights)
     anchor = values_of(weights.masters)

@@ -7,7 +7,7 @@ from tests.stage.linear import accumulate, assert_same, config_of, gradients, li
 
 
 def test_synchronous_commits_are_adamw_in_one_process() -> None:
-    """Clipped by the norm of the whole model, of which this stage is a part; the rate follows the run's samples."""
+    """Clipping is by the norm of the whole model, and the rate follows the run's samples."""
     options: dict[str, float | str] = {
         "weight_decay": 0.1, "clip_norm": 1.0, "schedule": "cosine", "warmup_samples": 8, "total_samples": 64,
     }  # fmt: skip
