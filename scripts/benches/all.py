@@ -50,7 +50,7 @@ def run(options: Options) -> dict[str, Any]:
         if "figures" in entries.get(name, {}):
             say(f"{name} is kept, {_origin(entries[name])}")
             continue
-        # What they are of is asked first: the tree may change while a bench runs.
+        # The version is asked first, because the tree may change while a bench runs.
         entries[name] = {**figures_file.origin(), **_measure(name, options.dataset)}
         figures_file.write(options.out, entries)
     return {"benches": entries}
@@ -62,7 +62,7 @@ def exit_code(figures: Mapping[str, Any]) -> int:
 
 
 def _wanted(options: Options) -> Sequence[str]:
-    """The benches to run: what makes sense with one text alone waits for its name, and for a GPU what measures one."""
+    """The benches to run. Those that make sense with one text only need its name, and those of a GPU need one."""
     wanted = []
     for name in options.only or tuple(MEASURING):
         if options.dataset == BenchOptions.dataset and _dataset_is_required(name):
@@ -89,7 +89,7 @@ def _measure(name: str, dataset: str) -> dict[str, Any]:
     bench = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     say(f"{name} ended after {time.monotonic() - started_at:.0f} s")
     lines = bench.stdout.splitlines()
-    # One that misses its goal has figures, and an exit code as well.
+    # A bench that misses its goal prints figures and ends with an error code.
     if bench.returncode and not (lines and lines[-1].startswith("{")):
         return {"error": f"exit code {bench.returncode}"}
     return {"figures": json.loads(lines[-1])}

@@ -45,7 +45,7 @@ POLL_SECONDS = 0.002
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """The environment of both sides: one thread, as in swarm-peer."""
 MAX_ERROR = 0.3
-"""An arm with a larger one has not averaged, and its time is worth nothing."""
+"""An arm with a larger error has not averaged, and its time is worth nothing."""
 SAME = 1e-2
 """Survivors closer to a mean than this hold it; it is far less than any two means differ by."""
 HALF_SECONDS = 300.0
@@ -77,7 +77,7 @@ class Options(OutputOptions):
 
 @dataclass(frozen=True)
 class Arm:
-    """One side with one codec, as the side's processes call it."""
+    """One side with one codec, which is named as the side's processes name it."""
 
     side: str
     codec: str
@@ -148,14 +148,14 @@ class Group:
         return [wait_for_json(self._folder(number) / READY_FILE, self.children) for number in numbers]
 
     def order(self, name: str, **arguments: Any) -> int:
-        """Order something of all members; gives the order's number."""
+        """Give an order to all members. Returns the order's number."""
         number, self.num_orders = self.num_orders, self.num_orders + 1
         for member in self.members:
             write_json(self._folder(member) / f"{number}.json", {"name": name, **arguments})
         return number
 
     def ask(self, name: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Order something and wait for the members' answers."""
+        """Give an order to all members, and wait for their answers."""
         number = self.order(name, **arguments)
         return [wait_for_json(self._folder(m) / f"{number}.reply.json", self.children) for m in self.members]
 
@@ -242,7 +242,7 @@ def _killed_round(group: Group, arm: Arm, half_bytes: int) -> dict[str, Any]:
 
 
 def until_sent(total_bytes: int, children: Supervisor, *, timeout_seconds: float = HALF_SECONDS) -> None:
-    """Return when this machine has sent itself so many bytes in all.
+    """Wait until this machine has sent itself this many bytes in all.
 
     Raises:
         PeerUnavailable: some child ended meanwhile.
@@ -257,7 +257,7 @@ def until_sent(total_bytes: int, children: Supervisor, *, timeout_seconds: float
 
 
 def held(distances: dict[str, float]) -> str:
-    """Which mean a member holds, if any."""
+    """The name of the mean that a member holds, if it holds any."""
     name, nearest = min(distances.items(), key=lambda item: item[1])
     return f"the mean of {name}" if nearest < SAME else "neither mean"
 

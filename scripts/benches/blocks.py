@@ -72,7 +72,7 @@ def run(options: Options) -> dict[str, Any]:
 def _config(options: Options, types: tuple[str, ...]) -> RunConfig:
     config = shakespeare(options.dataset, options.iterations)
     model: ModelConfig = dataclasses.replace(config.model, block_types=types, num_shards=options.shards)
-    # Of two stages each would have an end where shards meet.
+    # With two stages, each would have an end at which shards meet.
     return dataclasses.replace(
         config,
         model=model,

@@ -119,7 +119,7 @@ class Delayed:
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The newest."""
+        """The newest weights."""
         return self._reference.weights
 
     def step(self, number: int) -> float:
@@ -158,7 +158,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def run_config(options: Options, row: Row, seed: int) -> RunConfig:
-    """What a row trains."""
+    """The run that a row trains."""
     rate, momentum = row.outer
     return RunConfig(
         run="bench-causes",
@@ -170,12 +170,12 @@ def run_config(options: Options, row: Row, seed: int) -> RunConfig:
             dataset=options.dataset,
             seed=seed,
             sequence_length=SEQUENCE_LENGTH,
-            # Samples come in the same order, whatever it is.
+            # Samples come in the same order, whatever the size is.
             microbatch_size=row.batch,
             held_out_fraction=0.1,
         ),
         rounds=RoundsConfig(
-            # Not even one process needs the same bits as others.
+            # No two processes need the same bits.
             setting="diloco",
             round_samples=row.workers * row.steps * row.batch,
             inner_batch_samples=row.batch,

@@ -24,7 +24,7 @@ SETTINGS = ("synchronous", "diloco")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread, as in swarm-peer."""
 CASE_SECONDS = 900.0
-"""After so long a case is taken never to end."""
+"""A case that takes longer than this will never end."""
 
 JUDGED = {"settings.*.commit_beyond_step_cpu_seconds": LESS, "settings.*.loop_held_seconds": LESS}
 
@@ -72,7 +72,7 @@ def run_config(setting: str, options: Options) -> RunConfig:
 
 
 def run_case(config: RunConfig, num_rounds: int) -> list[dict[str, Any]]:
-    """One setting, in two fresh processes."""
+    """Run one setting in two fresh processes; gives its figures."""
     with tempfile.TemporaryDirectory(prefix="bench-closing-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")

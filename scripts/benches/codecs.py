@@ -78,7 +78,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all of it; gives the figures."""
+    """Measure all codecs; gives the figures."""
     compute_like_peers()
     tensors = [_compare(name, parts) for name, parts in _tensors(options)]
     vector_N = torch.randn(options.num_elements, generator=torch.Generator().manual_seed(0))
@@ -102,7 +102,7 @@ def _tensors(options: Options) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     for order, gradient in enumerate(_pseudo_gradients(options), start=1):
         yield f"pseudo-gradient {order}, the model", gradient
         for name in sorted(gradient):
-            # One layer stands for all of them.
+            # One layer stands for all layers.
             if gradient[name].numel() >= 16 * TILE and ("layers" not in name or "layers.2." in name):
                 yield f"pseudo-gradient {order}, {name}", {name: gradient[name]}
     torch.manual_seed(0)

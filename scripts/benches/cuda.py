@@ -83,7 +83,7 @@ def run(options: Options) -> dict[str, Any]:
     gc.collect()
     sides, device_bytes = {}, {}
     for name, staging in stagings.items():
-        # What it takes besides the sides that are there already.
+        # Memory is counted without that of sides that are there already.
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         sides[name] = Side(config, device, staging)
@@ -151,7 +151,7 @@ class Side:
         self._tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int32)
 
     def tokens_per_second(self, num_microbatches: int) -> float:
-        """Compute so many."""
+        """Compute this many microbatches; gives the rate."""
         runtime = Runtime(queue_capacity=IN_FLIGHT, stopwatch=self._staging.stopwatch)
         runtime.start()
         try:

@@ -71,8 +71,8 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train all of it; gives the figures."""
-    # What is wrong with an arm or the text is said before any process starts.
+    """Train all arms with all seeds; gives the figures."""
+    # Errors of an arm or of the text are reported before any process starts.
     for name in options.arms:
         config = run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset)
         digest = with_corpus(config)[0].data.digest

@@ -67,7 +67,7 @@ FAULTS: dict[Scenario, Callable[[FaultySwarm], bool]] = {
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train all of it; gives the figures."""
+    """Train in all scenarios; gives the figures."""
     torch.set_num_threads(1)
     config, data = with_corpus(_config(options))
     say(f"reference: {options.steps} steps in one process")
@@ -143,12 +143,12 @@ def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, refer
 
 
 def _was_put_to_test(faulty: FaultySwarm) -> bool:
-    """Whether all that was to fail has: a swarm in which nothing does shows nothing."""
+    """Whether all planned faults came: a swarm without faults shows nothing."""
     return faulty.faults.total() > 0 and faulty.owed == 0
 
 
 async def _weights(swarm: SwarmProcesses, steps: int) -> list[dict[str, torch.Tensor]]:
-    """Every living peer's, after so many rounds."""
+    """The weights of every living peer after this many rounds."""
     channels = ChannelPool()
     weights = [await download_weights(swarm.config, peer.record, steps, channels) for peer in swarm.peers]
     await channels.close()

@@ -92,7 +92,7 @@ class Work:
     peer: str
     capacity: float
     rate: float
-    """Like the capacity, in microbatches per second."""
+    """The peer's rate in microbatches per second, like the capacity."""
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def judge(share: float | None, ratios: Sequence[float]) -> dict[str, Any]:
 
 
 def share_of_capacity(phases: Sequence[Sequence[Work]]) -> float:
-    """What was done in measurements of equal length, over what could have been done."""
+    """What the peers did in measurements of equal length, over what they could have done."""
     done = sum(work.rate for phase in phases for work in phase)
     return done / sum(work.capacity for phase in phases for work in phase)
 
@@ -185,7 +185,7 @@ def paces(options: Options) -> list[tuple[int, float]]:
 
 
 def _measure(options: Options, policy: Policy, folder: Path) -> list[list[Work]]:
-    """The three measurements."""
+    """Make the three measurements."""
     config, _ = with_corpus(_config(options, policy))
     with Supervisor(folder / "logs") as children:
         swarm = SwarmProcesses(config, children, folder, program=partial(_program, policy))
@@ -203,7 +203,7 @@ def _measure(options: Options, policy: Policy, folder: Path) -> list[list[Work]]
         swarm.peers.append(swarm.until_ready(joining, 0))
         poor.append(Peer(serving=swarm.peers[-1], microbatches_per_second=1 / options.microbatch_seconds))
         phases.append(_watch(options, swarm, poor))
-        # Not the first one, through which the others came to know each other.
+        # The first peer stays, because the others came to know each other through it.
         leaving = poor.pop(1).serving
         swarm.peers.remove(leaving)
         os.kill(leaving.child.pid, signal.SIGTERM)

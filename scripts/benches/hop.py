@@ -93,12 +93,12 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure both; gives the figures."""
+    """Measure both sides; gives the figures."""
     compute_like_peers()
     configs = {size: with_corpus(_config(options, shape))[0] for size, shape in SHAPES.items()}
     with tempfile.TemporaryDirectory(prefix="bench-hop-") as name, Supervisor(Path(name) / "logs") as children:
         say("hivemind.moe's servers and our peers start")
-        # All of theirs before any of ours: hivemind forks, which gRPC must not see.
+        # All of hivemind's come before any of ours: hivemind forks, and gRPC must not be there then.
         theirs = {size: _connect_expert(shape, children, Path(name) / size) for size, shape in SHAPES.items()}
         with asyncio.Runner() as runner:
             turns: dict[str, paired.Turns] = {}

@@ -138,7 +138,7 @@ def require_let_in(kind: str, num_calls: int, outcomes: Mapping[str, int]) -> No
 
 @dataclass(frozen=True)
 class Beside:
-    """The other process."""
+    """The other process beside the honest traffic."""
 
     tally: Path
     """Where an intruder counts its calls."""
@@ -148,7 +148,7 @@ class Beside:
 
 @contextmanager
 def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
-    """Run the other process."""
+    """Run the other process while the block runs."""
     name = f"{kind}-{time.monotonic_ns()}"
     tally = file.with_name(f"{name}.json")
     child = children.start(name, [sys.executable, "-m", "scripts.benches.sides.intruder", kind, str(file), str(tally)])

@@ -38,9 +38,9 @@ POLL_SECONDS = 0.2
 FIRST_STEP_SECONDS = 120.0
 MANY_STEPS = 1_000_000
 SECONDS_PER_SAMPLE = 0.005
-"""Of each stage's computing."""
+"""How long each stage computes for a sample."""
 TOLD = ("behind", "cannot take part", "installed the snapshot")
-"""What lines have in which a joiner says how it gets on."""
+"""Words of the log lines in which a joiner says how it gets on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class _Run:
         self._metrics = hosted.folder / "trainer" / "metrics.jsonl"
 
     def figures(self) -> dict[str, Any]:
-        """Run it."""
+        """Make the run; gives its figures."""
         options, invite = self._options, self._start()
         before = self._steps_within(options.before_seconds)
         looks = self._hosted.start(self._home, "status", "status", [invite, "--watch", "--json"])
@@ -142,7 +142,7 @@ class _Run:
         }
 
     def _start(self) -> str:
-        """Two peers and a trainer; gives the invite."""
+        """Start two peers and a trainer; gives the invite."""
         file, options = self._hosted.folder / "run.toml", self._options
         write_config(self._config, file)
         first = self._hosted.serving_peer(self._home, "first", ["--config", file, "--stage", 0])
@@ -163,7 +163,7 @@ class _Run:
         return self._hosted.peer(host, f"joiner-{number}", [invite, "--stage", 1, *allowed])
 
     def _until_all_serve(self, joiners: Sequence[Child], began_at: float) -> dict[str, float]:
-        """By joiner, when it served; those that did not in time are left out."""
+        """Wait until all joiners serve; gives when each did, without those that did not in time."""
         served: dict[str, float] = {}
         while len(served) < len(joiners) and time.monotonic() - began_at < self._options.limit_seconds:
             fail_on_exit(self._hosted.children)
@@ -185,7 +185,7 @@ class _Run:
         return step_seconds
 
     def _step_seconds(self, first: int, seconds: float) -> float:
-        """Of the steps from one on; a time in which there was none counts as a step."""
+        """The seconds of the steps from one on. A time without a step counts as a step."""
         return seconds / max(1, self._num_steps() - first)
 
     def _rows(self) -> list[dict[str, Any]]:

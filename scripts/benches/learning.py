@@ -102,7 +102,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
-    """What a setting trains."""
+    """The run that a setting trains."""
     if setting == "tiny":
         config = configs.load_preset("tiny")
         data = dataclasses.replace(config.data, dataset=options.dataset, seed=seed)
@@ -125,18 +125,18 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
 
 
 def single_config(config: RunConfig) -> RunConfig:
-    """A step on every inner batch."""
+    """The run of one process that takes a step on every inner batch."""
     rounds = RoundsConfig(setting="synchronous", round_samples=config.rounds.inner_batch_samples)
     return dataclasses.replace(config, rounds=rounds)
 
 
 def num_rounds(config: RunConfig, tokens: int) -> int:
-    """The number of rounds that so many tokens take."""
+    """The number of rounds that this many tokens take."""
     return -(-tokens // (config.rounds.round_samples * config.data.sequence_length))
 
 
 def _train(options: Options, setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
-    """All sides with one seed: their curves and what else is told of them."""
+    """Train all sides with one seed; gives their curves, and what else is told of them."""
     config, data = with_corpus(run_config(options, setting, seed))
     sides: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-learning-") as name:
@@ -241,7 +241,7 @@ def seconds_until(curve: Sequence[Point], loss: float) -> float | None:
 
 
 def target_loss(plain: Sequence[Point]) -> float:
-    """The loss that is to be reached."""
+    """The loss that every side has to reach."""
     return next(loss for tokens, _, loss in plain if tokens >= SHARE_OF_TOKENS * plain[-1][0])
 
 

@@ -186,7 +186,7 @@ def _sample(options: Options, tokens: int, watched: Sequence[Watched]) -> Sample
 
 
 def _summary(samples: Sequence[Sample]) -> Sample:
-    """The median of each figure; of what must not be, all; of what is longest, the longest."""
+    """The median of each figure; but the sum of what must not happen, and the longest of longest times."""
     summary = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]

@@ -142,7 +142,7 @@ def run_config(setting: str, options: Options) -> RunConfig:
 
 
 def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) -> dict[str, Any]:
-    """One case, in two fresh processes; gives the first one's figures."""
+    """Run one case in two fresh processes; gives the figures of the first one."""
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")
@@ -216,7 +216,7 @@ def bytes_per_frozen(config: RunConfig, measured: Mapping[str, Figures]) -> floa
 
 
 def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> dict[str, int]:
-    """What arithmetic says of each moment."""
+    """The bytes that arithmetic expects at each moment."""
     state = sum(sizes.state_bytes(config, STAGE).values())
     delayed = sizes.delayed_bytes(config, STAGE)
     waiting = num_in_flight * sizes.in_flight_bytes(config, STAGE, is_kept=is_kept)
@@ -247,7 +247,7 @@ def recompute_ratio(config: RunConfig) -> paired.Ratio:
         budget=GraphBudget(limit_bytes=0),
     )
     inputs = random_inputs(config)
-    # The first graph of all is kept, to be measured.
+    # The very first graph is kept, to be measured.
     backend.release(backend.forward(0, 0, inputs))
 
     def microbatch(graphs: str, number: int) -> float:

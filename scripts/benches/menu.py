@@ -44,7 +44,7 @@ def run_named(prog: str, kind: str, known: Mapping[str, str], module_of: Callabl
 
 
 def _exit_code(figures: Mapping[str, Any]) -> int:
-    # What was not judged has None, or no such figure.
+    # A bench that was not judged has None, or no such figure.
     return int(figures.get("passed") is False)
 
 

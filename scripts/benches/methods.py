@@ -47,7 +47,7 @@ WARM_UP = 5
 """Steps that do not count for rates."""
 POLL_SECONDS = 0.1
 KILL_SECONDS = 180.0
-"""A training that makes no progress for so long is taken for stuck."""
+"""A training that makes no progress for this long is taken for stuck."""
 
 JUDGED = {"methods.*.scaling_efficiency": MORE, "dp_over_ddp_loop": MORE}
 
@@ -100,7 +100,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def run_config(options: Options, method: str) -> RunConfig:
-    """What a method trains."""
+    """The run that a method trains."""
     rounds = RoundsConfig(setting="synchronous", round_samples=BATCH_SAMPLES)
     if method == "swarm_diloco":
         samples = BATCH_SAMPLES * BATCHES_A_ROUND
@@ -147,7 +147,7 @@ class Training:
         config, steps, metrics = map(str, (self._folder / "run.toml", self._rounds, self._metrics))
         restarts = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
         if self._method == "ddp_loop":
-            # It writes no checkpoints, so that it would begin anew.
+            # The loop writes no checkpoints, so it would begin anew.
             return [sys.executable, *restarts[:-1], "0", "-m", "scripts.benches.sides.ddp_loop", config, steps, metrics]
         given = [
             *("--config", config, "--steps", steps, "--metrics", metrics, "--threads", "1", "--device", "cpu"),
@@ -158,7 +158,7 @@ class Training:
         return alone if self._method == "single" else [sys.executable, *restarts, "--no-python", *alone]
 
     def _processes(self) -> list[psutil.Process]:
-        """All of its processes that compute."""
+        """All processes of the training that compute."""
         roots = [psutil.Process(child.pid) for child in self._children.running]
         return [process for root in roots for process in (root, *root.children(recursive=True))]
 
@@ -169,7 +169,7 @@ class Training:
         return [row["step"] for row in self._rows() if "train/loss" in row]
 
     def to_the_end(self) -> tuple[Rows, int]:
-        """Wait for its end; gives its figures, and the most memory that one of its processes held.
+        """Wait for the end of the training; gives its figures, and the most memory that one of its processes held.
 
         Raises:
             DeadlineExceeded: a process failed.
@@ -209,7 +209,7 @@ class Training:
         return process if self._method == "single" else process.children()[-1]
 
     def _until(self, condition: Callable[[], bool]) -> bool:
-        """Wait for it; False if training has ended, or nothing comes of it."""
+        """Wait for a condition. Returns False if training ended first, or made no progress."""
         deadline = time.monotonic() + KILL_SECONDS
         while not condition():
             if time.monotonic() > deadline or any(end.name == self._child.name for end in self._children.exits()):
@@ -237,7 +237,7 @@ def figures(config: RunConfig, rows: Rows, memory_bytes: int) -> dict[str, Any]:
 
 
 def compare(found: Mapping[str, dict[str, Any]], rows: Mapping[str, Rows]) -> None:
-    """Add what follows from `single`, if that was trained."""
+    """Add the figures that compare with `single`, if that was trained."""
     if "single" not in found:
         return
     losses = [loss for _, loss in curve(rows["single"])]
@@ -252,7 +252,7 @@ def curve(rows: Rows) -> list[tuple[float, float]]:
     """Seconds of training, and the mean of the last losses then."""
     steps = [row for row in rows if "train/loss" in row]
     seconds, points = 0.0, list[tuple[float, float]]()
-    # A row of DiLoCo is a round, whose loss is a mean by itself.
+    # A row of DiLoCo is a round, and its loss is a mean already.
     width = min(SMOOTHED, max(1, len(steps) // 10))
     for number, row in enumerate(steps):
         seconds += row["train/step_time"]

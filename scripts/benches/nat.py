@@ -67,7 +67,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 class _World:
-    """One arrangement."""
+    """The hosts and processes of one arrangement."""
 
     def __init__(self, hosted: Hosted, internet: Internet, peer_kind: str, caller_kind: str) -> None:
         self._hosted = hosted

@@ -48,7 +48,7 @@ BOUND = 1e-4
 CONTROL_BOUND = 1e-3
 """Least relative difference that each negative control must show."""
 CONTROL_MICROBATCH = 19
-"""The one that the controls leave out or count twice: in the middle of the third round."""
+"""The microbatch that the controls leave out or count twice: in the middle of the third round."""
 MICROBATCHES_PER_ROUND = 8
 COMMIT_SECONDS = 30.0
 """Longest wait for a member to commit the last round: others may be ahead of it by a moment."""
@@ -92,14 +92,14 @@ class Trained:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train all of it; gives the figures."""
+    """Train all swarms and references; gives the figures."""
     compute_like_peers()
     with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder, Supervisor(Path(folder) / "logs") as children:
         return (_compare_adapters if options.lora else _compare)(options, children, Path(folder))
 
 
 def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, Any]:
-    """Three shapes of a swarm that trains all weights."""
+    """Compare three shapes of a swarm that trains all weights with one process."""
     config, data = with_corpus(_config(options))
     steps, num_peers = options.steps, options.peers_per_stage
     references = _references(lambda: Reference(config, data), steps)
@@ -116,8 +116,8 @@ def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, 
 
 
 def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> dict[str, Any]:
-    """A swarm that trains adapters, with peft's layers in one process."""
-    # Only now: it takes seconds to import.
+    """Compare a swarm that trains adapters with peft's layers in one process."""
+    # Only now, because this takes seconds to import.
     from scripts.benches.sides.peft_model import RUN, peft_model, with_model
 
     plain = dataclasses.replace(_config(options), lora=LoraConfig(rank=options.lora))
@@ -149,7 +149,7 @@ def _references(begin: Callable[[], Reference], steps: int) -> _References:
 def _figures(
     swarm: Trained, references: _References, shapes: Mapping[str, Mapping[str, float]], *, committed: Sequence[int]
 ) -> dict[str, Any]:
-    """What is reported.
+    """The figures that are reported.
 
     Args:
         shapes: by name, the differences of swarms of other shapes.

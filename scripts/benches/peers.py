@@ -108,7 +108,7 @@ def _config(options: Options) -> RunConfig:
             dataset=options.dataset, sequence_length=256, microbatch_size=options.microbatch_size, max_tokens=4_000_000
         ),
         rounds=RoundsConfig(setting="synchronous", round_samples=options.microbatch_size * options.microbatches),
-        # Clipping by the norm over all stages is more than the others offer.
+        # No clipping by the norm over all stages, which the other sides do not offer.
         optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=0.0),
     )
 

@@ -129,7 +129,7 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
         folder = Path(name)
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
-        # All at once: each would have one core to itself while it imports torch and warms up.
+        # All start at once, so that none has a core to itself while it imports torch and warms up.
         limit = [_whole_model(f"limit-{number}", 1, options, children, folder) for number in range(2)]
         single = [_whole_model("single", 2, options, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
@@ -163,7 +163,7 @@ def _whole_model(name: str, threads: int, options: Options, children: Supervisor
 
 
 def _train_at_once(processes: Sequence[Worker], tokens: int) -> float:
-    """Their tokens/s together."""
+    """Train on these processes at once; gives their tokens/s together."""
     for process in processes:
         process.begin()
     return sum(tokens / process.seconds() for process in processes)

@@ -115,7 +115,7 @@ class _Table:
         self._router.update(0, self._records)
 
     def choose(self, count: int) -> float:
-        """Make so many choices, and report how each went; gives the CPU seconds."""
+        """Make this many choices, and report how each went; gives the CPU seconds."""
         router, clock, all_seconds = self._router, self._clock, self._seconds
         began = time.process_time()
         for _ in range(count):
@@ -138,7 +138,7 @@ class _Table:
 
 
 def _table_bytes(size: int, seed: int) -> int:
-    """Memory of a router that knows so many peers, with what it was told of them."""
+    """The memory of a router that knows this many peers, with what it was told of them."""
     tracemalloc.start()
     try:
         table = _Table(size, seed)

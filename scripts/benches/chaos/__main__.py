@@ -47,7 +47,7 @@ from swarm.config import (
 )
 
 PARTS = 3
-"""A storm has so many parts."""
+"""The number of parts of a storm."""
 LINE_BYTES_PER_SECOND = 1e9
 DISK_MIB = 64
 SECONDS_PER_SAMPLE = 0.2
@@ -188,7 +188,7 @@ def _config(options: Options) -> RunConfig:
 
 
 def _wait(cast: Cast, seconds: float) -> tuple[float, float]:
-    """Let the swarm be for a while; gives when that began and ended."""
+    """Leave the swarm alone for a while. Returns when that began and ended."""
     began_at = time.monotonic()
     while time.monotonic() < began_at + seconds:
         cast.tick()
@@ -197,7 +197,7 @@ def _wait(cast: Cast, seconds: float) -> tuple[float, float]:
 
 
 def _storm(cast: Cast, options: Options, kinds: list[str], draws: random.Random) -> list[Struck]:
-    """One part of it: faults, until the time is over; all of them have ended then."""
+    """Run one part of the storm: faults until the time is over, by when all have ended."""
     weights = [KINDS[name].weight for name in kinds]
     struck: list[Struck] = []
     lasting: list[tuple[float, ExitStack]] = []

@@ -41,9 +41,9 @@ class Role:
         child: None while it is dead.
         address: where others enter the DHT; it stays the same.
         restart_at: monotonic time at which it is started again.
-        ready: it serves; a trainer does at once.
-        frozen: it has been sent SIGSTOP.
-        ended_by_us: its end was asked for.
+        ready: whether it serves; a trainer counts as ready at once.
+        frozen: whether it has been sent SIGSTOP.
+        ended_by_us: whether its end was asked for.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Role:
 
     @property
     def alive(self) -> bool:
-        """Whether it could work."""
+        """Whether its process runs and is not frozen."""
         return self.child is not None and self.ready and not self.frozen
 
     @property
@@ -92,7 +92,7 @@ class Usage:
 
 @dataclass(eq=False)
 class Cast:
-    """All roles."""
+    """All roles of a swarm, and what was seen of them."""
 
     folder: Path
     config: Path
@@ -113,9 +113,9 @@ class Cast:
     """Likewise, the share of all peers that are alive."""
 
     usage: list[Usage] = field(default_factory=list)
-    """Of all living processes, every few seconds."""
+    """What all living processes held, every few seconds."""
     cores: list[tuple[float, float, float]] = field(default_factory=list)
-    """As often: the time, and what this machine's cores have been idle so far, and in all, in ticks."""
+    """At the same times: the time, and this machine's idle and total ticks so far."""
     _looked_at: float = 0.0
 
     def add(self, stages: int, peers_per_stage: int, trainers: int) -> None:
@@ -213,7 +213,7 @@ class Cast:
         role.frozen = True
 
     def thaw(self, role: Role) -> None:
-        """Let it go on, unless it has died meanwhile."""
+        """Let a frozen process go on, unless it has died meanwhile."""
         if role.child is not None and role.frozen:
             os.kill(role.child.pid, signal.SIGCONT)
             role.frozen = False
@@ -278,7 +278,7 @@ class Cast:
 
 
 def _usage(role: Role, now: float) -> Usage | None:
-    """None if it has just died, or just begun."""
+    """What a role's process holds; None if it has just died, or just begun."""
     assert role.child is not None
     try:
         status = proc.status(role.child.pid)

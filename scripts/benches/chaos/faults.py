@@ -39,7 +39,7 @@ class Kind:
 
 @contextmanager
 def fault(kind: Kind, cast: Cast, random: Random) -> Iterator[list[Role]]:
-    """One fault, from its beginning to its end; gives the roles that it hit."""
+    """Run one fault from its beginning to its end; gives the roles that it hit."""
     with ExitStack() as undo:
         yield kind.begin(cast, random, undo)
 
@@ -71,12 +71,12 @@ def _kill_dht(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _kill_p2pd(role: Role) -> bool:
-    """False where there is none: it has just died, say, and is not back yet."""
+    """Kill a process's p2pd. Returns False if there is none, because it has just died, say."""
     assert role.child is not None
     killed = False
     for pid, name in proc.children(role.child.pid).items():
         if name == "p2pd":
-            # It may have ended by itself since.
+            # The child may have ended by itself since.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 killed = True
@@ -133,7 +133,7 @@ def _part(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _part_one_way(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Nothing that one machine sends arrives, or nothing that is sent to it."""
+    """Let nothing arrive that one machine sends, or nothing that is sent to it."""
     role = random.choice(cast.peers())
     ends = ([role], cast.roles) if random.random() < 0.5 else (cast.roles, [role])
     _hinder(cast, *ends, undo)
@@ -148,7 +148,7 @@ def _slow(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """One link passes nothing, and then all at once."""
+    """Let one link pass nothing for a while, and then all at once."""
     one, other = random.sample(cast.roles, 2)
     _hinder(cast, [one], [other], undo)
     _hinder(cast, [other], [one], undo)
@@ -156,7 +156,7 @@ def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """What a peer answers to one of its callers never arrives, though it has done the work."""
+    """Lose what a peer answers to one of its callers, though the peer has done the work."""
     callee, caller = _pair(cast, random)
     undo.callback(cast.throttle.break_connections, caller.link, callee.link)
     _hinder(cast, [callee], [caller], undo)
@@ -164,7 +164,7 @@ def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _lose_acks(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """What a caller has to say to the answers it got never arrives."""
+    """Lose what a caller says to the answers that it got."""
     callee, caller = _pair(cast, random)
     undo.callback(cast.throttle.break_connections, caller.link, callee.link)
     _hinder(cast, [caller], [callee], undo)

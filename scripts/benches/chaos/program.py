@@ -23,7 +23,7 @@ _FORMAT = "d"
 
 
 def set_clock(path: Path, seconds: float) -> None:
-    """Have the clock of the processes that were started with this file be so far ahead."""
+    """Put the clock of all processes that were started with this file this many seconds ahead."""
     if not path.exists():
         path.write_bytes(struct.pack(_FORMAT, 0.0))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
@@ -37,7 +37,7 @@ def read_clock(path: Path) -> float:
 
 
 def wind(path: Path) -> None:
-    """Have this process's `time.time` obey the file; before anything is imported that keeps the function."""
+    """Have this process's `time.time` obey the file. To be called before any import that keeps the function."""
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     right = time.time

@@ -39,7 +39,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What every bench can be told."""
+    """The options that every bench has."""
 
     json: bool = False
     """Print one JSON object as the last line of stdout, instead of a table."""
@@ -47,25 +47,25 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(OutputOptions):
-    """What a bench that trains on a text can be told."""
+    """The options of a bench that trains on a text."""
 
     dataset: str = "stdlib"
     """Text to train on: stdlib, a file, a folder or a glob."""
 
 
 def require_multiple(option: str, value: int, of: int) -> None:
-    """Raise ValueError for an option's value that is not so many times something."""
+    """Raise ValueError for an option's value that is no multiple of a number."""
     if value < of or value % of:
         raise ValueError(f"--{option} must be a multiple of {of}, not {value}")
 
 
 def largest_of(errors: Iterable[float]) -> float:
-    """The largest; infinity if one is not finite: max() passes over a NaN that is not the first."""
+    """The largest value; infinity if any is not finite, because max() passes over a NaN that is not the first."""
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def compute_like_peers(num_threads: int = 1) -> None:
-    """Have this process compute as swarm's programs do: with so many threads, and with their way to keep memory."""
+    """Have this process compute as swarm's programs do: with this many threads, and with their way to keep memory."""
     process.keep_freed_memory()
     torch.set_num_threads(num_threads)
 
@@ -174,7 +174,7 @@ class SwarmProcesses:
         # Waited for without reaping, so that the supervisor can still tell how it ended.
         while not (ended := self.children.exits()):
             now = time.monotonic()
-            # Only its size: to read all of it so often would take time from what is measured.
+            # Only the file's size is read: to read all of it so often would take time from what is measured.
             if metrics.exists() and (size := metrics.stat().st_size) != num_bytes:
                 num_bytes, grown_at = size, now
             if now - grown_at > STALL_SECONDS:

@@ -45,12 +45,12 @@ def read(path: Path) -> Entries:
 
 
 def write(path: Path, entries: Entries) -> None:
-    """Write a file, at once or not at all."""
+    """Write a file whole or not at all."""
     write_json(path, {"benches": entries})
 
 
 def origin() -> dict[str, Any]:
-    """What figures are of that are measured now: the version, the machine, and torch."""
+    """What figures that are measured now come from: the version, the machine, and torch."""
     return {
         "version": version(),
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

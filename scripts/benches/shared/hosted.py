@@ -51,7 +51,7 @@ class Hosted:
 
 
 def invite_of(peer: Child) -> str:
-    """As a peer that serves has printed it."""
+    """The invite that a serving peer has printed."""
     return next(line.split()[2] for line in peer.log.read_text().splitlines() if "join:" in line)
 
 

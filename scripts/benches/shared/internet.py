@@ -69,19 +69,19 @@ class Host:
     address6: str = ""
 
     def command(self, command: Sequence[object]) -> list[str]:
-        """What runs a command there."""
+        """The command line that runs a command on this host."""
         return ["ip", "netns", "exec", self.namespace, *map(str, command)]
 
 
 def missing() -> str:
-    """What this machine lacks for it; empty if nothing."""
+    """What this machine lacks for such an internet; empty if nothing."""
     if os.geteuid() != 0:
         return "only root can make network namespaces"
     return next((f"{program} is not installed" for program in ("ip", "nft", "tc") if shutil.which(program) is None), "")
 
 
 class Internet:
-    """Laid when entered, and removed when left, with all that runs inside."""
+    """An internet of namespaces. It is laid when entered, and removed when left, with all that runs inside."""
 
     def __init__(self) -> None:
         self._prefix = f"swarm{os.getpid()}-"

@@ -22,14 +22,14 @@ class Lines(Supervisor):
     def __init__(self, log_folder: Path, throttle: Throttle, environment: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            environment: of every child, beside its line.
+            environment: the environment of every child, beside its line.
         """
         super().__init__(log_folder)
         self.folder = log_folder
         self.environment = dict(environment or {})
         self.throttle = throttle
         self.links: dict[str, Link] = {}
-        """By child."""
+        """The link of each child, by its name."""
         self.own = throttle.link()
         """The link of this process."""
 

@@ -27,7 +27,7 @@ class Ratio:
     extremes: tuple[float, float]
     """The least and the largest of them."""
     interval: tuple[float, float]
-    """In which the median of ever more repetitions would be, with 95 %."""
+    """The interval in which the median of endless repetitions lies, with 95 %."""
 
 
 def in_turns(
@@ -68,7 +68,7 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """In which the median of what they are drawn from is, with 95 %, whatever its distribution: the sign test's.
+    """The interval that holds the distribution's median with 95 %, whatever the distribution, by the sign test.
 
     Of fewer than six values it has all.
     """
@@ -79,12 +79,12 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def medians(turns: Turns) -> dict[str, float]:
-    """Each side's own."""
+    """The median of each side's turns."""
     return {name: statistics.median(values) for name, values in turns.items()}
 
 
 def spread(values: Sequence[float]) -> float:
-    """Their standard deviation; none of a single one."""
+    """The standard deviation of values; zero for a single one."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 

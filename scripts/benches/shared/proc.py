@@ -14,12 +14,12 @@ PROC = Path("/proc")
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used so far, its children left out."""
+    """The CPU seconds that a process has used so far, without its children's."""
     return sum(_ticks(pid)[:2]) / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds_of_all(pid: int) -> float:
-    """What a process has used so far, with its children, those that have ended included."""
+    """The CPU seconds that a process has used so far, with those of its children, even of ended ones."""
     return sum(_ticks(pid)) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds_of_all, children(pid)))
 
 
@@ -53,23 +53,23 @@ def num_descriptors(pid: int) -> int:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """What a process has in memory now, without what is there of its programs' files."""
+    """The bytes that a process has in memory now, without those of its programs' files."""
     return _bytes(status(pid)["RssAnon"])
 
 
 def peak_bytes() -> int:
-    """The most that this process ever had, or had since `forget_peak`."""
+    """The most bytes that this process ever had in memory, or had since `forget_peak`."""
     found = status()
     return _bytes(found["VmHWM"]) - _bytes(found["RssFile"])
 
 
 def forget_peak() -> None:
-    """Let `peak_bytes` begin again."""
+    """Have `peak_bytes` count anew from now on."""
     (PROC / "self" / "clear_refs").write_text("5", encoding="ascii")
 
 
 def written_bytes(pid: int) -> int:
-    """What a process has ever written, to sockets and to files."""
+    """The bytes that a process has ever written, to sockets and to files."""
     (line,) = (line for line in (PROC / str(pid) / "io").read_text().splitlines() if line.startswith("wchar:"))
     return int(line.split()[1])
 
@@ -78,13 +78,13 @@ def written_bytes(pid: int) -> int:
 
 
 def loopback_bytes() -> int:
-    """What this machine has ever sent to itself."""
+    """The bytes that this machine has ever sent to itself."""
     (line,) = (line for line in (PROC / "net" / "dev").read_text().splitlines() if line.lstrip().startswith("lo:"))
     return int(line.split()[1])
 
 
 def idle_and_all_ticks() -> tuple[float, float]:
-    """What this machine's cores have been idle so far, and in all."""
+    """The ticks for which this machine's cores were idle so far, and all their ticks."""
     # user, nice, system, idle, iowait, irq, softirq, steal
     ticks = [float(word) for word in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)

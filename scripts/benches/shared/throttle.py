@@ -68,7 +68,7 @@ class Link:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Has gRPC connect through the proxy, to localhost as well."""
+        """Environment variables that have gRPC connect through the proxy, even to localhost."""
         return {"grpc_proxy": f"http://{self.proxy}", "no_grpc_proxy": ""}
 
 
@@ -82,14 +82,14 @@ class DelayLine:
         self._arrives_at = 0.0
 
     def send(self, chunk: bytes, seconds: float) -> None:
-        """Let bytes arrive so much later, though never before what was sent before them."""
+        """Let bytes arrive this much later, but never before what was sent earlier."""
         self._arrives_at = max(self._arrives_at, self._loop.time() + seconds)
         self._under_way.append(chunk)
         # Timers that are due at once go off in any order: each brings what has waited longest.
         self._loop.call_at(self._arrives_at, self._arrive)
 
     async def end(self) -> None:
-        """Return when everything has arrived."""
+        """Wait until everything has arrived."""
         await asyncio.sleep(self._arrives_at - self._loop.time())
         while self._under_way:
             self._arrive()
@@ -129,7 +129,7 @@ class Throttle:
         self.loop.close()
 
     def link(self) -> Link:
-        """A new one."""
+        """Make a new link."""
         return self.loop.run(self._listen())
 
     def serve(self, endpoint: str, link: Link) -> None:
@@ -141,7 +141,7 @@ class Throttle:
         self._obstacles[source, target] = (*self._obstacles.get((source, target), ()), bytes_per_second)
 
     def clear(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:
-        """Take one such obstacle away; after the last, let everything pass again, and first what has waited."""
+        """Remove one such obstacle. After the last one everything passes again, and first what has waited."""
         rest = list(self._obstacles.pop((source, target)))
         rest.remove(bytes_per_second)
         if rest:
@@ -154,7 +154,7 @@ class Throttle:
         return len(self._obstacles)
 
     def break_connections(self, one: Link, other: Link) -> None:
-        """Break those between two processes; what waited for its turn is lost."""
+        """Break the connections between two processes; what waited for its turn is lost."""
         self.loop.loop.call_soon_threadsafe(self._break, one, other)
 
     def _abort(self) -> None:

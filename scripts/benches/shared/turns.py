@@ -36,7 +36,7 @@ def take_turns(results: Path, work: Callable[[], float | None]) -> None:
 
 
 class Worker:
-    """A process that takes turns, stopped but for these."""
+    """A process that takes turns, and is stopped between them."""
 
     def __init__(self, name: str, command: Sequence[str], results: Path, children: Supervisor) -> None:
         """Start it; it is to call `take_turns` with the folder `results`."""
@@ -47,7 +47,7 @@ class Worker:
         self._child: Child = children.start(name, command)
 
     def until_stopped(self) -> None:
-        """Return when it waits for its next turn: at the start, or after its turn is over.
+        """Wait until it is stopped before its next turn, at the start or when its turn is over.
 
         Raises:
             PeerUnavailable: some child ended meanwhile.
@@ -69,7 +69,7 @@ class Worker:
         os.kill(self._child.pid, signal.SIGCONT)
 
     def seconds(self) -> float:
-        """What its turn took, once it is over. Raises as `until_stopped` does, after TURN_SECONDS."""
+        """The seconds that its turn took, once it is over. Raises as `until_stopped` does, after TURN_SECONDS."""
         result = wait_for_json(self._results / f"{self._turn}.json", self._children, timeout_seconds=TURN_SECONDS)
         self._turn += 1
         self.until_stopped()
