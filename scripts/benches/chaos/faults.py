@@ -28,8 +28,10 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        weight: how often it is drawn, relative to others. seconds: shortest and longest time that it lasts. begin: does
-        it; gives the roles that it hit (none if no process could be hit), and puts what ends it on the stack.
+        weight: how often it is drawn, relative to others.
+        seconds: shortest and longest time that it lasts.
+        begin: begins the fault; gives the roles that it hit (none if no process could be hit), and puts what ends the
+            fault on the stack.
     """
 
     weight: float
