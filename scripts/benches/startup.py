@@ -45,11 +45,11 @@ PROGRAMS = {
     "local": "peers.local.program",
     "keys": "peers.keys",
 }
-"""The module of each."""
+"""The module of each program."""
 YARDSTICKS = {"torch": "import torch", "hivemind": "import torch, hivemind"}
 """What CPU seconds are compared with, measured in the same repetition: `torch`, but for those below."""
 IN_THE_DHT = ("first_peer_serving", "joiner_serving", "trainer_first_step", "status_dht")
-"""What needs hivemind as well."""
+"""The moments for which hivemind is needed as well."""
 
 JUDGED = {"cpu_over_import.*": LESS}
 
@@ -108,7 +108,7 @@ def _starts(swarm: SwarmProcesses) -> dict[str, float]:
     figures = _serves(swarm, 0, "first_peer")
     _serves(swarm, 1, "second_peer")
     figures |= first_step(swarm)
-    # It downloads what the second one has learnt.
+    # The joiner downloads what the second peer has learnt.
     figures |= _serves(swarm, 1, "joiner")
     joiner = swarm.peers[-1]
     for way, where in (("status", ["--peer", _entry(joiner)]), ("status_dht", ["--initial-peers", joiner.dht_address])):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
 MOST_STEPS = 1_000_000
-"""More than are taken while it is measured."""
+"""More steps than are taken while the bench measures."""
 SETTLE_SECONDS = 1.0
 """Time after viewers have come, until what they cost is counted."""
 
@@ -70,7 +70,7 @@ class Options(BenchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What was measured in one; CPU is in cores: seconds of processor time for each second."""
+    """The measurements of one turn. CPU is in cores: seconds of processor time for each second."""
 
     steps_per_second: float
     peers_cpu: float
@@ -125,7 +125,7 @@ def _columns(turns: Sequence[Turn]) -> Mapping[str, Sequence[float]]:
 
 
 def _start_dashboard(swarm: SwarmProcesses) -> tuple[Child, str]:
-    """A dashboard of the swarm, and where its page is."""
+    """Start a dashboard of the swarm; gives it, and the address of its page."""
     record = swarm.peers[0].record
     options = DashboardOptions(
         peer=(str(Entry(PeerId(record.peer_id), record.endpoint)),), port=0, history=swarm.folder / "history"
@@ -141,7 +141,7 @@ def _start_dashboard(swarm: SwarmProcesses) -> tuple[Child, str]:
 
 
 async def _turn(swarm: SwarmProcesses, dashboard: Child, url: str, num_viewers: int, seconds: float) -> Turn:
-    # Only who runs it needs the extra serve.
+    # Only users of this bench need the extra `serve`.
     from websockets.asyncio.client import connect
 
     told = 0
@@ -153,7 +153,7 @@ async def _turn(swarm: SwarmProcesses, dashboard: Child, url: str, num_viewers: 
             told += 1
 
     async def spent() -> list[float]:
-        """As a step ends."""
+        """What was spent, read as a step ends."""
         metrics = swarm.metrics("trainer")
         size = metrics.stat().st_size
         while metrics.stat().st_size == size:

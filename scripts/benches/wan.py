@@ -72,13 +72,13 @@ class Options(BenchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a microbatch is in one of the rows."""
+    """The size of a microbatch in one of the rows."""
 
     layers: Layers
     num_merged: int = 1
     """SWARM's microbatches in one of ours."""
     scale: float = 1.0
-    """The lines, and what goes over them, are so many times smaller than the row's."""
+    """How many times smaller than the row's the lines, and what goes over them, are."""
 
     @property
     def compute_seconds(self) -> float:
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def tensor_bytes(self) -> float:
-        """The bytes of its activations, and of their gradient."""
+        """The bytes of a microbatch's activations, and of their gradient."""
         return self.num_merged * self.layers.tensor_bytes
 
     def share(self, megabits: float, round_trip_seconds: float) -> float:
@@ -107,7 +107,7 @@ def _layers(column: str) -> Layers:
 ROWS: dict[RowName, Row] = {
     "base": Row(layers=_layers("base"), num_merged=8, scale=4.0),
     "xxlarge": Row(layers=_layers("xxlarge"), num_merged=2, scale=4.0),
-    # It sends little, so its lines are as fast as SWARM's: HTTP/2's windows bind here if they are too small.
+    # GPT-3's row sends little, so its lines are as fast as SWARM's: HTTP/2's windows bind here if they are too small.
     "gpt3": Row(layers=_layers("GPT-3")),
 }
 SWARM_BEST = Row(layers=_layers("Ours"))
@@ -123,7 +123,7 @@ class Measured:
     round_trip_ms: int
     tokens_per_second: list[float] = field(default_factory=list)
     share_of_line: list[float] = field(default_factory=list)
-    """Of the busiest line in its busiest direction."""
+    """How busy the busiest line was in its busiest direction, in each measurement."""
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _measure_row(options: Options, name: RowName) -> list[Measured]:
 
 
 def _measure(options: Options, name: RowName, config: RunConfig, settings: list[Measured], folder: Path) -> None:
-    """All round trips over one line."""
+    """Measure all round trips over one line."""
     row, megabits = ROWS[name], settings[0].megabits
     bytes_per_second = megabits / row.scale * 1e6 / 8
     seconds = max(options.seconds, ENOUGH / row.limit(megabits))

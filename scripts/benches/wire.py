@@ -39,7 +39,7 @@ class Arm:
     is_narrow: bool = False
     """Whether there is a bottleneck."""
     nudge: float = 0.0
-    """By which part of themselves the initial weights are larger."""
+    """By which share the initial weights are larger than usual."""
 
 
 ARMS: Mapping[str, Arm] = {

@@ -59,7 +59,7 @@ def digest(held: Sequence[torch.Tensor]) -> str:
 
 
 def compare(held: Sequence[torch.Tensor], means: Mapping[str, Sequence[int]], num_parameters: int) -> dict[str, Any]:
-    """What a member holds: its digest, and how far it is from the average of each of these sets of members."""
+    """Describe what a member holds: its digest, and its distance from the average of each of these sets of members."""
     distances = {name: distance(held, exact_mean(members, num_parameters)) for name, members in means.items()}
     return {"digest": digest(held), "distances": distances}
 

@@ -66,7 +66,7 @@ class Times:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """How long what is done inside the block takes."""
+        """Measure how long the block takes."""
         wall, cpu = time.perf_counter(), time.thread_time()
         yield
         self.wall.append(time.perf_counter() - wall)
@@ -77,14 +77,14 @@ class RoundTimes:
     """How long the ends of a stage's rounds took.
 
     Args:
-        weights: from now on their closings and commits are measured.
+        weights: the weights of which closings and commits are measured from now on.
         steps: the optimizer's.
     """
 
     def __init__(self, weights: StageWeights, steps: Times) -> None:
         self.closings, self.commits, self._steps = Times(), Times(), steps
         self.beyond_steps = Times()
-        """Times of commits, without the optimizer's steps within."""
+        """The times of commits, without the optimizer's steps in them."""
         self._close, self._commit = weights.close, weights.commit
         weights.close, weights.commit = self.close, self.commit  # type: ignore[method-assign]
 
@@ -105,7 +105,7 @@ class RoundTimes:
 
 @contextmanager
 def watched_loop(longest: list[float]) -> Iterator[None]:
-    """Note for how long one callback of the event loop computed at most."""
+    """Note the longest time for which one callback of the event loop computed."""
     run = asyncio.Handle._run
 
     def watched(handle: asyncio.Handle) -> None:
@@ -128,7 +128,7 @@ def timed(step: Callable[..., None], times: Times) -> Callable[..., None]:
 
 
 async def train(stage: Stage, config: RunConfig, index: int) -> None:
-    """One microbatch, acknowledged."""
+    """Train and acknowledge one microbatch."""
     tokens = torch.zeros(request_specs(config, 0)[TOKENS].shape, dtype=torch.int32)
     microbatch = Microbatch(index=index, round=stage.round, num_samples=1, accumulate_only_at=None)
     subscriber = object()
@@ -144,7 +144,7 @@ async def train(stage: Stage, config: RunConfig, index: int) -> None:
 
 
 async def main(folder: Path, number: int, num_rounds: int) -> None:
-    """Meet the other one, train and commit, and stay until it has."""
+    """Meet the other member, train and commit, and stay until the other has committed too."""
     torch.set_num_threads(1)
     config = configs.load(folder / "run.toml")
     identity, channels, clock = generate(), ChannelPool(), SystemClock()

@@ -23,7 +23,7 @@ from swarm.training.samples import TOKENS
 
 
 def main(path: Path, num_steps: int, metrics: Path) -> None:
-    """Train so many steps; the first worker appends a line for each."""
+    """Train this many steps; the first worker appends a line for each."""
     compute_like_peers()
     dist.init_process_group("gloo")
     rank, num_workers = dist.get_rank(), dist.get_world_size()

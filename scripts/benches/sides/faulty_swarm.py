@@ -40,7 +40,7 @@ class FaultySwarm:
     swarm: SwarmProcesses
     rng: random.Random
     faults: Counter[str] = field(default_factory=Counter)
-    """By kind."""
+    """How many faults there were, by kind."""
     owed: int = 0
     """Faults that are due: they wait while no peer can be spared."""
     joining: list[tuple[Child, int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class FaultySwarm:
         return bool(ends)
 
     def _take_in(self) -> None:
-        """A joiner that serves is a peer like any other from then on."""
+        """Take in joiners that serve by now: from then on they are peers like any other."""
         for child, stage in list(self.joining):
             if self.swarm.ready_file(child.name).exists():
                 self.joining.remove((child, stage))
@@ -112,7 +112,7 @@ class FaultySwarm:
     # -- kills ---------------------------------------------------------------------------------------------------------
 
     def _spare(self, stage: int) -> list[ServingPeer]:
-        """Peers of a stage of which one may be killed."""
+        """The peers of a stage, of which one may be killed."""
         peers = [peer for peer in self.swarm.peers if peer.record.stage == stage]
         return peers if len(peers) > 1 else []
 
@@ -130,18 +130,18 @@ class FaultySwarm:
         return True
 
     def kill_one(self) -> bool:
-        """A peer of a random stage."""
+        """Kill a peer of a random stage."""
         return self.kill([self.rng.randrange(self.swarm.config.stages.num_stages)])
 
     def kill_neighbours(self) -> bool:
-        """A peer of a random stage and one of the next."""
+        """Kill a peer of a random stage and one of the next stage."""
         stage = self.rng.randrange(self.swarm.config.stages.num_stages - 1)
         return self.kill([stage, stage + 1])
 
     # -- the network ---------------------------------------------------------------------------------------------------
 
     def disturb(self) -> bool:
-        """Lose what a process has answered, or acknowledged, or let bytes pass one way only, for a while."""
+        """For a while, lose a process's answers or acknowledgements, or let bytes pass one way only."""
         lines = self.swarm.children
         assert isinstance(lines, Lines)
         stage = self.rng.randrange(self.swarm.config.stages.num_stages)

@@ -22,11 +22,11 @@ from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Order
 
 CODECS: dict[str, CompressionBase] = {"8bit": Uniform8BitQuantization(), "fp16": Float16Compression()}
 MATCHMAKING_SECONDS, REQUEST_SECONDS = 1.0, 0.5
-"""As short as these may be for a group of four to find each other."""
+"""The shortest times with which a group of four still finds each other."""
 STEP_SECONDS = 60.0
-"""After so long it gives a step up; this is the default of its own optimizer."""
+"""After this time hivemind gives a step up; this is the default of its own optimizer."""
 CHUNK_SECONDS = 5.0
-"""Silence after which it goes on without a member. Only the killed round needs it; its optimizer's default is 15."""
+"""The silence after which hivemind goes on without a member; needed in the killed round. Its default is 15."""
 
 
 class CodecPeer:
@@ -52,7 +52,7 @@ class CodecPeer:
         self._reply: dict[str, Any] = {}
 
     def prepare(self, tensors: list[torch.Tensor]) -> None:
-        """Have those values, and a group."""
+        """Take these values, and find a group."""
         with self.averager.get_tensors() as own:
             for tensor, value in zip(own, tensors, strict=True):
                 tensor.copy_(value)
@@ -76,7 +76,7 @@ class CodecPeer:
         self._reply["seconds"] = time.monotonic() - at
 
     def finish(self) -> dict[str, Any]:
-        """What came of it."""
+        """The outcome of the step."""
         return self._reply
 
 

@@ -15,7 +15,7 @@ class Identity(nn.Module):
     def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
         super().__init__()
         self.is_last = stage == config.stages.num_stages - 1
-        # Optimizers want something to hold.
+        # An optimizer needs at least one parameter.
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None) -> Tensor:

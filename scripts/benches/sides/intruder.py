@@ -38,7 +38,7 @@ FAULTS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
 
 
 class Intruder:
-    """One connection, and what is sent over it."""
+    """One connection, and the calls that are made over it."""
 
     def __init__(self, channel: grpc.aio.Channel, target: dict[str, Any]) -> None:
         self._channel = channel
@@ -49,23 +49,23 @@ class Intruder:
         self._outcomes: Counter[str] = Counter()
 
     async def malformed(self) -> None:
-        """Bytes that are no message, or one of nonsense."""
+        """Send bytes that are no message, or a message of nonsense."""
         call: Any = self._channel.unary_unary(BEGIN)
         await call(self._random.randbytes(self._random.randrange(200)), timeout=20)
 
     async def opens(self) -> None:
-        """A microbatch that is right as far as it goes: it takes a slot, and is given up."""
+        """Begin a valid microbatch, which takes a slot, and give it up."""
         async with asyncio.timeout(5), self._opened() as (call, answer):
             await answer
             call.cancel()
 
     async def idle(self) -> None:
-        """A stream that says nothing."""
+        """Open a stream and say nothing."""
         call: Any = self._channel.stream_stream(TRAIN)()
         await call.read()
 
     async def slow(self) -> None:
-        """A tensor of which a byte comes now and then."""
+        """Send a tensor of which a byte comes now and then."""
         header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(1, 1, 1), num_bytes=4)
         chunk = pb.TrainRequest(chunks=[TensorChunk(header=header, data=b"x")]).SerializeToString()
         async with self._opened() as (call, answer):
@@ -88,13 +88,13 @@ class Intruder:
             yield call, answer
         finally:
             answer.cancel()
-            # A caller that did not wait for it does not want to know.
+            # A caller that did not wait for the answer has no use for it.
             await asyncio.wait({answer})
             if not answer.cancelled():
                 answer.exception()
 
     async def run(self, kind: str, tally: Path) -> None:
-        """Do it again and again, many at a time."""
+        """Make the call again and again, many at a time."""
 
         async def again() -> None:
             task = asyncio.current_task()
@@ -119,10 +119,10 @@ class Intruder:
 
 
 def _name_of(error: Exception) -> str:
-    """What is counted: what the peer said, or which fault of this side it is."""
+    """The name under which an outcome is counted: what the peer said, or the fault of this side."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return type(error).__name__
-    # This gRPC says by itself, of a message that it did not send, since the call had ended.
+    # gRPC itself says this of a message that it did not send, because the call had ended.
     return "InternalError" if error.details() == "Internal error from Core" else error.code().name
 
 
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 async def intrude(target: dict[str, Any], kind: str, tally: Path) -> None:
-    """A channel belongs to the loop that it was made in."""
+    """Intrude over a channel that is made here, because a channel belongs to the loop that it was made in."""
     identity = Token.parse(target["token"]).admit(generate())
     credentials = tls.pinned_credentials(target["certificate_pem"], identity)
     options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS)

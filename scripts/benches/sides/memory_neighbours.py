@@ -32,7 +32,7 @@ class Answer(HopReply):
 
 
 class NextStage(Hop):
-    """The next stage's place: answers when it is let, first come, first served, with random gradients."""
+    """Stands in for the next stage: when told to, it answers the oldest call with random gradients."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -44,7 +44,7 @@ class NextStage(Hop):
         return False
 
     def answer_one(self) -> None:
-        """Let the first one that waits have its gradient."""
+        """Answer the call that has waited longest."""
         self._passes.release()
 
     async def train(

@@ -62,7 +62,7 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
         "optimizer": FLOAT_BYTES * num_moments(config, stage),
         "version": size,
         "gradient_bucket": size,
-        # In the synchronous setting this round's is the version.
+        # In the synchronous setting this round's anchor is the version itself.
         "anchors": size if config.rounds.synchronous else 2 * size,
     }
     if not config.rounds.synchronous and config.outer_step.momentum:
@@ -73,7 +73,7 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
 
 
 def delayed_bytes(config: RunConfig, stage: int) -> int:
-    """The version before an inner step, which microbatches that are in flight go on using."""
+    """The version before an inner step, which microbatches in flight go on using."""
     return 0 if config.rounds.synchronous else FLOAT_BYTES * num_parameters(config, stage)
 
 
@@ -90,7 +90,7 @@ def graph_bytes(config: RunConfig, stage: int) -> int:
     # what it gates, and the product. A number a head and one a norm besides.
     floats = 6 * model.d_model + 2 * _kv_width(config) + 3 * model.feed_forward_width + model.num_heads + 2
     if config.lora.is_on:
-        # What each adapter's first matrix gives.
+        # The output of each adapter's first matrix.
         floats += config.lora.rank * sum(map(len, config.lora.groups(model)))
     rotary = config.data.sequence_length * model.d_model // model.num_heads
     # Norms keep their weight, which is counted with the parameters if it is trained.

@@ -51,14 +51,14 @@ from swarm.types import PeerRecord, PeerState
 STAGE = 1
 MEMBERS = 2
 WAVES = 3
-"""Times IN_FLIGHT microbatches, that a member trains in a round."""
+"""A member trains this many times the microbatches in flight in a round."""
 POLL_SECONDS = 0.001
 SETTLE_SECONDS = 1.0
 """Time after a round: its calls end a little later than the round does."""
 
 
 class Member:
-    """One member, and what it is fed."""
+    """One member, and the microbatches that it is fed."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Member:
         self._figures: dict[str, int] = {}
 
     async def report_changes(self) -> None:
-        """Tell averaging of them, until cancelled."""
+        """Tell averaging of changes, until cancelled."""
         await self._stage.endings.report_changes(self.averager.notify)
 
     async def measure(self, baseline_bytes: int) -> dict[str, int]:
@@ -173,7 +173,7 @@ class Member:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _finish_one(self) -> None:
-        """Have the oldest one finished, and what follows from it done."""
+        """Finish the oldest microbatch, and do what follows from that."""
         self._next.answer_one()
         await self._microbatches.popleft()
 
@@ -193,7 +193,7 @@ class Member:
 
 
 def random_inputs(config: RunConfig) -> dict[str, torch.Tensor]:
-    """What the stage before would send."""
+    """Random tensors such as the stage before would send."""
     specs = request_specs(config, STAGE)
     return {TOKENS: torch.zeros(specs[TOKENS].shape, dtype=torch.int32), HIDDEN: torch.randn(specs[HIDDEN].shape)}
 
@@ -221,7 +221,7 @@ def warm_up() -> None:
 
 
 async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) -> None:
-    """Meet the other one, be measured, and stay until it is as well."""
+    """Meet the other member, be measured, and stay until the other has been measured too."""
     torch.set_num_threads(1)
     config = configs.load(folder / "run.toml")
     identity, channels = generate(), ChannelPool()
@@ -256,7 +256,7 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
         )
         servicer = AveragingServicer(member.averager.handlers, own_id=identity.peer_id)
         add_AveragingServiceServicer_to_server(servicer, server)
-        # A peer that is slow is asked whether it lives.
+        # Others ask a slow peer whether it lives.
         add_HealthServicer_to_server(HealthServicer(), server)
         await server.start()
         member.runtime.start()

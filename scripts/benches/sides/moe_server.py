@@ -29,7 +29,8 @@ def serve(
 ) -> None:
     """Serve one expert, write the DHT's addresses to `ready_file`, and go on until killed."""
     compute_like_peers()
-    # hivemind forks while its threads run: a child that finds tempfile's lock taken waits for ever. It's taken once.
+    # hivemind forks while its threads run, and a child that finds tempfile's lock taken waits for ever. The lock is
+    # taken only the first time.
     util.get_temp_dir()
     dht = hivemind.DHT(initial_peers=list(initial_peers), host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     Server(dht, {backend.name: backend}, num_connection_handlers=num_handlers, start=True)

@@ -30,7 +30,7 @@ def main(config_path: Path, results: Path, steps: int, addresses: list[str]) -> 
     """Train when it is this side's turn, until killed.
 
     Args:
-        addresses: of each stage's server, in order.
+        addresses: the addresses of each stage's server, in order.
     """
     compute_like_peers()
     config, data = with_corpus(configs.load(config_path))

@@ -36,7 +36,7 @@ CLOCK = SystemClock()
 
 
 async def meet(host: str) -> None:
-    """A meeting point, until the process ends."""
+    """Be a meeting point until the process ends."""
     own = generate()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     point = MeetingPoint(own.peer_id, MeetingLimits(), CLOCK, insecure=False, is_exchanging=lambda: False)
@@ -48,7 +48,7 @@ async def meet(host: str) -> None:
 
 
 async def serve(host: str, entry: str = "") -> None:
-    """A peer that takes pieces, until the process ends."""
+    """Be a peer that takes pieces until the process ends."""
     own, dialler, points = generate(), Dialler(), [Entry.parse(entry)] if entry else []
 
     async def take(request: bytes, _: Any) -> bytes:

@@ -64,7 +64,7 @@ class Paced(nn.Module):
 
 
 class PacedTransformer(StageModule):
-    """A stage of the transformer, with the same parameters and the same results, only later."""
+    """A stage of the transformer with the same parameters and results, which come later."""
 
     def forward(self, inputs: Tensor, **options: Any) -> Tensor:
         """See StageModule."""
@@ -72,7 +72,7 @@ class PacedTransformer(StageModule):
 
 
 def _pause(outputs: Tensor, num_samples: int) -> Tensor:
-    """`outputs` of so many samples, unchanged."""
+    """Give `outputs` unchanged, after the pause for this many samples."""
     paused: Tensor = _Pause.apply(outputs, num_samples)  # type: ignore[no-untyped-call]  # torch's
     return paused
 

@@ -35,7 +35,7 @@ def with_model(config: RunConfig, folder: Path) -> RunConfig:
         num_hidden_layers=config.model.num_layers,
         num_attention_heads=config.model.num_heads,
         max_position_embeddings=config.data.sequence_length,
-        # So large that adapters find something to learn beside weights that never learnt anything.
+        # A range so large that adapters find something to learn, though the frozen weights never learnt anything.
         initializer_range=0.1,
     )
     torch.manual_seed(0)

@@ -45,11 +45,11 @@ def torch_adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained.
+    """The model that is trained.
 
     Attributes:
         summed_loss: a microbatch's losses, summed over its targets.
-        parameters: those that are trained, by their names in the swarm.
+        parameters: the trained parameters, by their names in the swarm.
     """
 
     summed_loss: Callable[[Samples, DropoutKey], torch.Tensor]
@@ -126,6 +126,6 @@ class Reference:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Go on from these weights."""
+        """Load weights, to go on from these."""
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])

@@ -50,7 +50,7 @@ NUM_CHECKED = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What the peers have used until now, or within some time.
+    """The resources that the peers have used until now, or within some time.
 
     Attributes:
         seconds: of the clock.
@@ -70,7 +70,7 @@ class Counters:
     num_readings: int
 
     def since(self, before: "Counters") -> "Counters":
-        """What was added."""
+        """The difference to earlier counters."""
         return Counters(
             seconds=self.seconds - before.seconds,
             loopback_bytes=self.loopback_bytes - before.loopback_bytes,
@@ -97,7 +97,7 @@ class Peer:
 
     @property
     def num_known(self) -> int:
-        """Peers that it knows, itself included."""
+        """The number of peers that it knows, itself included."""
         return sum(map(len, self._known.records.values()))
 
     async def serve(self) -> None:
@@ -109,7 +109,7 @@ class Peer:
             tasks.create_task(self._later(republish(self._directory, self._config)))
 
     async def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        # Else they would all go to the same nodes at the same time.
+        # Otherwise all would go to the same nodes at the same time.
         with contextlib.closing(work):
             await asyncio.sleep(self._rng.uniform(0.0, ANNOUNCE_SECONDS))
             await work
@@ -223,9 +223,9 @@ def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any
     def by_size(values: Mapping[int, float]) -> dict[str, float]:
         return {str(size): value for size, value in values.items()}
 
-    # What one sends another receives, so each is half of what passes.
+    # What one peer sends another one receives, so each is half of what passes.
     sent = {size: statistics.mean(u.passed_bytes) / 2 / u.seconds for size, u in used.items()}
-    # All receive about the same.
+    # All peers receive about equally much.
     busiest = {size: max(u.passed_bytes) / u.seconds - sent[size] for size, u in used.items()}
     # With fewer peers, the copies of a key grow as well; all these read at the same interval.
     sizes = [size for size in used if size > REPLICAS and stretch(size) == 1.0]
@@ -244,7 +244,7 @@ def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any
         "dht_extrapolated_bytes_per_second": by_size(
             {size: fixed + per_peer * size / stretch(size) for size in EXTRAPOLATED}
         ),
-        # So many read, and so much each.
+        # The number of readers grows like the number of peers, and so does what each of them reads.
         "dht_extrapolated_busiest_bytes_per_second": by_size(
             {size: busiest[sizes[-1]] * (size / sizes[-1]) ** 2 / stretch(size) for size in EXTRAPOLATED}
         ),

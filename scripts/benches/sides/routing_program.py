@@ -17,9 +17,9 @@ from swarm.routing.peer_queue import PeerQueue
 
 COSTS: dict[str, Callable[[random.Random], float] | None] = {
     "queue": None,
-    # The least finish time is that of the peer that was chosen longest ago.
+    # So the peer that was chosen longest ago has the least finish time.
     "round_robin": lambda rng: 1.0,
-    # What is left of an exponential time is as long as the whole, so every peer is as likely to have the least.
+    # The rest of an exponential time is distributed like the whole, so every peer is equally likely to have the least.
     "random": lambda rng: rng.expovariate(1.0),
 }
 

@@ -37,7 +37,7 @@ class StaticStage:
         self._numbers = itertools.count()
 
     def step(self) -> None:
-        """An optimizer step on the next round's microbatches."""
+        """Take an optimizer step on the next round's microbatches."""
         tokens_BT1 = self._tokens(next(self._numbers))
         # Older versions of torch refuse inputs with gaps between their rows.
         inputs = (tokens_BT1[:, :-1].contiguous(),) if self._is_first else ()

@@ -62,7 +62,7 @@ class Member:
         self.finished = asyncio.Event()
 
     def learn(self, num_samples: int) -> None:
-        """Have trained on so many samples in this round."""
+        """Count this many samples as trained on in this round."""
         self.contribution = dataclasses.replace(self.contribution, num_samples=num_samples, round_samples=num_samples)
 
     def progress(self) -> Progress:
@@ -156,12 +156,12 @@ class CodecPeer:
         self._running = tasks.create_task(self._averager.run())
 
     async def rest(self) -> None:
-        """No part any more."""
+        """Take no part in rounds any more."""
         self._running.cancel()
         await asyncio.wait([self._running])
 
     async def start(self, at: float) -> None:
-        """Have the samples of the round at that reading of the clock."""
+        """Count the samples of the round at this reading of the clock."""
         self.member.finished.clear()
         self.member.last = None
         await asyncio.sleep(at - time.monotonic())
@@ -169,7 +169,7 @@ class CodecPeer:
         self.learn(self._num_peers - 1)
 
     def learn(self, num_samples: int) -> None:
-        """Have the member train on so many samples in this round, and say so."""
+        """Have the member train on this many samples in this round, and report it."""
         self.member.learn(num_samples)
         self._averager.notify()
 

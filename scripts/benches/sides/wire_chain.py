@@ -22,7 +22,7 @@ from swarm.stage.staging import Staging
 from swarm.training import optim
 
 KEPT_BYTES = 1 << 40
-"""Graphs are never computed again."""
+"""A budget with which no graph is ever computed again."""
 
 
 class WireChain:

@@ -80,7 +80,7 @@ SETTINGS: dict[SettingName, Setting] = {
     "slow-peer-long-line": Setting(paces=SLOW_PEER, max_in_flight=4, round_trip_seconds=0.1),
 }
 ALONE = Setting(paces=((0.05,),), max_in_flight=1)
-"""One after the other: what its time has beside computing is that of handing on."""
+"""A swarm with one microbatch at a time: its time beside computing is that of handing on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +238,7 @@ def machines(setting: Setting, link_seconds: float) -> list[Machine]:
 
 
 def shares(counts: Sequence[Sequence[int]]) -> Work:
-    """The share of each peer, from what each of its stage did."""
+    """The share of each peer, from what the peers of its stage did."""
     return tuple(tuple(count / max(1, sum(stage)) for count in stage) for stage in counts)
 
 
@@ -259,7 +259,7 @@ def _config(options: Options, num_stages: int) -> RunConfig:
             setting="diloco",
             inner_batch_samples=64 * MICROBATCH_SIZE,
             round_samples=NEVER * MICROBATCH_SIZE,
-            # The simulator's peers take no steps, and so wait for none.
+            # The simulator's peers take no steps, so they wait for none.
             max_staleness=1,
         ),
     )

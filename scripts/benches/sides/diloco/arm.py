@@ -41,7 +41,7 @@ class Curve:
         self._held_out = HeldOut(self.config, self.data)
 
     def after_round(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Measure, if it is time to, with the weights that the round came to."""
+        """Measure the loss of the weights that the round came to, if a measurement is due."""
         done = number + 1
         if done * CURVE_POINTS // self.num_rounds > number * CURVE_POINTS // self.num_rounds:
             tokens = done * self.config.rounds.round_samples * self.config.data.sequence_length

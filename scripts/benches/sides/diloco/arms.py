@@ -13,7 +13,7 @@ from swarm.config import RunConfig
 
 NUM_WORKERS = 2
 INNER_BATCH_SAMPLES = 16
-"""A microbatch, and what one worker takes an inner step on."""
+"""The samples of a microbatch, which are also those of one worker's inner step."""
 LONGEST_ROUND = 200
 """Inner steps a worker and round of the arm with the fewest rounds."""
 LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 8e-3}

@@ -57,7 +57,7 @@ _Result = TypeVar("_Result")
 
 
 class InlineRuntime(Runtime):
-    """The compute thread's place: work is done where it is asked for, at once."""
+    """Stands in for the compute thread: work is done at once, where it is asked for."""
 
     def __init__(self) -> None:
         super().__init__(queue_capacity=1)
@@ -67,7 +67,7 @@ class InlineRuntime(Runtime):
 
 
 class Worker:
-    """One peer."""
+    """One peer of the swarm."""
 
     def __init__(self, number: int, config: RunConfig, network: MemoryNetwork, tasks: asyncio.TaskGroup) -> None:
         module = build_stage(config, 0, device="cpu")
@@ -152,11 +152,11 @@ class DrivenSwarm:
         self._indices = itertools.count()
         self.workers: list[Worker] = []
         self.bytes_averaged = 0
-        """Sent and received by all workers."""
+        """The bytes that all workers sent and received."""
         self.num_attempts = 0
         """Attempts at committing a round."""
         self.num_lost_samples = 0
-        """Trained by workers that were killed, and in no average."""
+        """The samples that killed workers trained on, and that are in no average."""
 
     @property
     def round(self) -> int:
@@ -171,7 +171,7 @@ class DrivenSwarm:
         return anchor
 
     async def start(self, num_workers: int) -> None:
-        """Have so many workers."""
+        """Start this many workers."""
         self.workers = [await self._new_worker() for _ in range(num_workers)]
 
     def stop(self) -> None:
@@ -213,7 +213,7 @@ class DrivenSwarm:
         self.num_attempts += reports[0].attempts
 
     async def _feed(self, num_samples: int) -> None:
-        """Hand out microbatches in turn until the workers have so many samples of the round."""
+        """Hand out microbatches in turn until the workers have this many samples of the round."""
         turns = itertools.cycle(self.workers)
         while sum(worker.member.progress().num_samples for worker in self.workers) < num_samples:
             await self._until(self._all_open, "open")

@@ -30,19 +30,19 @@ class MemoryNetwork:
         self._peers: dict[str, tuple[PeerRecord, Handlers]] = {}
 
     def add(self, record: PeerRecord, handlers: Handlers) -> None:
-        """A peer that answers from now on."""
+        """Add a peer, which answers from now on."""
         self._peers[record.peer_id] = record, handlers
 
     def remove(self, record: PeerRecord) -> None:
-        """The peer is gone, as after kill -9: its callers are told so, and so are those that wait for its answer."""
+        """Remove a peer as kill -9 does: its callers are told so, also those that wait for its answer."""
         del self._peers[record.peer_id]
 
     def records(self, stage: int) -> list[PeerRecord]:
-        """What a directory says."""
+        """The records that a directory would give."""
         return [record for record, _ in self._peers.values() if record.stage == stage]
 
     def handlers(self, peer: PeerRecord) -> Handlers:
-        """The other end. Raises PeerUnavailable if the peer is gone."""
+        """The handlers of the called peer. Raises PeerUnavailable if the peer is gone."""
         if peer.peer_id not in self._peers:
             raise PeerUnavailable(f"{peer.peer_id} is gone", is_unreachable=True)
         return self._peers[peer.peer_id][1]
