@@ -1,6 +1,6 @@
 """The weights with which this round and the one before began.
 
-Owned by the compute thread, as a part of stage/weights. Nobody writes to an anchor. Evaluation computes with one; with
+Owned by the compute thread, as a part of stage/weights. Nothing writes to an anchor. Evaluation computes with one; with
 DiLoCo it is what a round's outer step starts from, and in the synchronous setting what a microbatch of the round before
 is computed with.
 """

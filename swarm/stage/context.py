@@ -20,7 +20,7 @@ class StageLimits:
     largest_in_flight: int = 0
     """The most microbatches admitted at once; or `max_in_flight`, if that is larger."""
     orphan_seconds: float = 2.5
-    """How long, at least, an answer whose call died waits for a retry before it is rolled back. Inner steps, and
+    """How long, at least, an answer that lost its call waits for a retry before it is rolled back. Inner steps, and
     so the round, wait that long too; a retry that comes later is merely computed again."""
     round_wait_seconds: float = 30.0
     """How long a microbatch of the next round waits for this peer to commit the current one."""

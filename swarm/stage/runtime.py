@@ -100,7 +100,7 @@ class Runtime:
         return result, await stopwatch.seconds()
 
     def submit(self, work: Callable[[], None], *, priority: Priority) -> None:
-        """Have the thread do work that nobody waits for; what it raises is lost.
+        """Have the thread do work without waiting for it; its errors are lost.
 
         Raises Overloaded, or CancelledError if the thread has stopped.
         """

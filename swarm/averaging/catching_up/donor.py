@@ -1,7 +1,7 @@
 """What a peer keeps for those behind it: snapshots that others fetch, and the results committed since.
 
 Used by averaging/handlers, which hand it Download requests, and by catching_up/advance, which tells it of every commit.
-A snapshot stays as it was when it was first asked for, whatever is committed meanwhile. Keeps nothing while nobody
+A snapshot stays as it was when it was first asked for, whatever is committed meanwhile. Keeps nothing while no peer
 asks, and nothing without a bound. Never touches weights.
 """
 
@@ -105,7 +105,7 @@ class Donor:
         raise MalformedMessage("the request does not say what is wanted")
 
     async def run(self) -> None:
-        """Let go of what nobody asks for any more, until cancelled."""
+        """Let go of what no peer asks for any more, until cancelled."""
         while True:
             await self._clock.sleep(LOOK_SECONDS)
             self.expire()
@@ -133,7 +133,7 @@ class Donor:
         self._log.clear()
 
     def expire(self) -> None:
-        """Let go of what nobody has asked for lately."""
+        """Let go of what no peer has asked for lately."""
         now = self._clock.monotonic()
         self._pins = [pin for pin in self._pins if pin.expires_at > now]
         self._prune()

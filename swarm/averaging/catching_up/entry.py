@@ -2,7 +2,7 @@
 
 Used by catching_up/catch_up. In the synchronous setting every exchange waits for all members, so one slow line slows
 the whole run. The peer judges by what it measured itself: how fast the snapshot came, and how often the group commits.
-What others announce about their computing counts as well, but never keeps out a peer whose line is fast.
+What others announce about their computing counts as well, but never keeps out a peer with a fast line.
 """
 
 import math

@@ -115,7 +115,7 @@ def require_applicable(result: RoundResult, contribution: Tensors) -> None:
 
 
 class IncomingResult:
-    """A result whose bytes are coming."""
+    """A result on its way: its bytes come piece by piece."""
 
     def __init__(self, before: Standing, header: pb.ResultHeader, max_bytes: int) -> None:
         """Raises MalformedMessage for a header that makes no sense."""

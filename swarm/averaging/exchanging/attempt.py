@@ -43,7 +43,7 @@ class Attempt:
         self._scopes: set[asyncio.Timeout] = set()
         """Timeouts around the exchange and around what others are sending; to expire one ends what runs in it."""
         self._sending: set[str] = set()
-        """Members whose part is on its way here, or is being taken in."""
+        """Members that are sending their part, or have it taken in now."""
         self._end = ""
 
     def open(self, shares: Shares) -> None:

@@ -58,7 +58,7 @@ class Payload:
 
 
 class HandOut:
-    """The side of a member whose contribution goes to all others as it is (sparse codecs, small groups)."""
+    """The side of a member that hands its contribution to all others as it is (sparse codecs, small groups)."""
 
     missing: Sequence[str] = ()
     """No member sends anything to it."""
@@ -125,7 +125,7 @@ class Reduction:
 
     @property
     def missing(self) -> Sequence[str]:
-        """Members whose part is still waited for."""
+        """Members from which no part has come yet."""
         return [share.peer_id for share in self._shares.senders if share.peer_id not in self._arrived]
 
     def num_bytes_from(self, peer_id: str) -> int:

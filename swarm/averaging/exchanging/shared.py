@@ -85,7 +85,7 @@ class SharedBlocks:
             holders: a peer of each stage that shares the blocks, this one included.
 
         Raises:
-            PeerUnavailable: some stage's average cannot be had.
+            PeerUnavailable: no peer gives some stage's average.
         """
         by_stage = {holder.stage: holder for holder in holders}
         if sorted(by_stage) != self._stages:

@@ -15,7 +15,7 @@ from functools import cached_property
 from swarm.errors import MalformedMessage
 
 BANDWIDTH_NOISE = 1.5
-"""Lines whose bandwidths differ by less than this factor count as equal: on a fast network so much is noise."""
+"""Bandwidths that differ by less than this factor count as equal: on a fast network that much is noise."""
 PLAUSIBLE_BANDWIDTHS = 1.0, 1e12
 """Bytes a second; a line that is said to have more or less counts as not measured."""
 BANDWIDTH_RANGE = 8.0

@@ -1,4 +1,4 @@
-"""Watches the round of this peer's group: what its members have of it, who leads, and whether an attempt may begin.
+"""Watches the round of this peer's group: what members have of it, which one leads, whether an attempt may begin.
 
 Asked by leading/lead_loop, by leading/beginning during an attempt, and by the parts that tell others of the round.
 Draws on what peers reported and on this one's own progress. Changes nothing.

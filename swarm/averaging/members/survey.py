@@ -117,7 +117,7 @@ class Survey:
             try:
                 await self._advance.apply(reply.outcome)
             except Refused as refused:
-                # Something that the commit needs cannot be had any more, so the whole state will be downloaded.
+                # Something that the commit needs is gone, so the whole state will be downloaded.
                 logger.info("round %d cannot be committed here: %s", standing.round, refused)
         return theirs, leading
 

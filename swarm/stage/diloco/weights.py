@@ -169,7 +169,7 @@ class DilocoWeights(StageWeights):
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
         """What inner steps have added to parameters since their last average.
 
-        Nothing if it is not finite: a peer whose weights diverged is to drop them.
+        Nothing if it is not finite: a peer is to drop weights that diverged.
 
         Args:
             num_samples: the samples that these steps have used. With fragments all may be of earlier rounds, which
