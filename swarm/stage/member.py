@@ -81,7 +81,7 @@ class StageMember:
         )
 
     def activity(self) -> Activity:
-        """How the compute thread gets on, for which closing and committing wait."""
+        """How the compute thread gets on; closing and committing wait for it."""
         return Activity(
             quiet_seconds=self._runtime.quiet_seconds,
             longest_seconds=self._runtime.longest_seconds,
