@@ -51,7 +51,7 @@ class Answers:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether something would be lost with this peer, though the answer to it was sent."""
+        """Whether acknowledgements are still to come, or to be acted upon, which would be lost with this peer."""
         return self.num_unacknowledged > 0 or self.num_settling > 0
 
     @contextmanager
