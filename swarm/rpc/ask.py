@@ -1,7 +1,7 @@
 """The caller's side of a call with one message each way: one deadline, and errors of swarm.errors.
 
-Used by describe, meeting/check, dht/lookup, pipeline and averaging. It believes nothing beyond the bounds of a message:
-what the answer means is for the caller to judge. Never asks again.
+Used by describe, meeting/check, dht/lookup, pipeline and averaging. Of an answer only the bounds of its numbers and
+lists are checked: what they mean is for the caller to judge. Never asks again.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ Reply = TypeVar("Reply")
 
 
 async def ask(call: Callable[[Any], Awaitable[Reply]], request: Any, *, seconds: float, finite: bool = True) -> Reply:
-    """What a peer answers. Cancelling ends the call.
+    """Ask a peer, and return its answer. Cancelling ends the call.
 
     Args:
         call: a grpc.aio.UnaryUnaryMultiCallable.
         seconds: longest wait for the answer, the time to connect included.
-        finite: whether an answer with NaN or infinity is none.
+        finite: whether an answer that holds NaN or infinity is refused.
 
     Raises:
-        DeadlineExceeded: there was no answer in this time.
+        DeadlineExceeded: no answer came within `seconds`.
         PeerUnavailable: the peer cannot be reached, or the answer has a number or a list that is out of bounds.
-        SwarmError: what the peer refused with.
+        SwarmError: the error with which the peer refused.
     """
     try:
         # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the answer.
         async with asyncio.timeout(seconds):
             reply = await call(request)
-        # The figures are added up and written down, and JSON knows neither NaN nor infinity.
+        # Callers add figures up and write them as JSON, which knows neither NaN nor infinity.
         require_bounds(reply, finite=finite)
     except TimeoutError:
         raise DeadlineExceeded(f"no answer within {seconds:.3g} s") from None

@@ -1,8 +1,8 @@
-"""Bounds on the numbers and lists in a message, beyond which no honest peer's are.
+"""Bounds on the numbers and lists in a message; those of an honest peer are always within them.
 
-Used by guard for every request, and by callers for answers of peers. What passes can be added up and sent on without
-overflowing, and its lists cost the reader little. Knows nothing of what the fields are for. Looks at numbers and lists
-alone: every message of every stream passes here, and many have more text and bytes than numbers.
+Used by guard for every request, and by callers for answers of peers. Numbers within the bounds can be added up and sent
+on without overflowing, and lists within them cost the reader little. Knows nothing of what the fields are for. Every
+message of every stream is checked here, so texts and bytes, which many consist of, are not looked at.
 """
 
 import math
@@ -15,16 +15,16 @@ from swarm.errors import MalformedMessage
 from swarm.types import LARGEST_COUNT
 
 LONGEST_LIST = 1 << 18
-"""Entries of a list: one takes a byte on the wire and a hundred in memory."""
+"""The most entries of a list. An entry may take one byte on the wire and a hundred in memory."""
 LONGEST_MESSAGE_LIST = 1 << 14
-"""Entries of a list of messages: each is looked at by itself, for microseconds, while nothing else is done."""
+"""The most entries of a list of messages. Each takes microseconds to look at, and the event loop waits meanwhile."""
 
 _INTEGERS = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 """The integers that can be beyond LARGEST_COUNT."""
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
 _Fields = tuple[tuple[str, str, bool, Any], ...]
-"""Name and kind of each field that is looked at, whether it is a list, and the fields of the message in it."""
+"""For each field to look at: its name, its kind, whether it is a list, and the fields of the messages that it holds."""
 
 
 def require_bounds(message: Any, *, finite: bool) -> None:
@@ -37,7 +37,7 @@ def require_bounds(message: Any, *, finite: bool) -> None:
 
 
 def num_entries(request: Any) -> int:
-    """Entries of all lists of messages in a request that comes as a whole; messages inside it have no such lists."""
+    """The number of entries in the lists of messages of a unary request. Messages inside it have no such lists."""
     return sum(
         len(getattr(request, name))
         for name, kind, is_list, _ in looked_at(request.DESCRIPTOR)
@@ -76,7 +76,7 @@ def _look_at_list(name: str, kind: str, values: Any, inner: _Fields, finite: boo
 
 @lru_cache(maxsize=256)
 def looked_at(descriptor: Descriptor) -> _Fields:
-    """The fields of a kind of message that can be out of bounds."""
+    """Those fields of one kind of message that can be out of bounds."""
     found: list[tuple[str, str, bool, Any]] = []
     for field in descriptor.fields:
         kind = _kind(field)

@@ -2,8 +2,8 @@
 
 Used by guard, which counts the calls, and by servicers, which count what they keep for a call. In a locked run a caller
 is a member's id. In an open one it is an IP address, so that all processes on one machine are one caller; of an IPv6
-address only the first 64 bits count, since a provider gives a customer all addresses that begin with these. Whoever
-comes through a tunnel is told apart by a loopback address of its own. A caller without calls is soon forgotten.
+address only the first 64 bits count, since a provider gives a customer all addresses that begin with these. Each caller
+that comes through a tunnel has a loopback address of its own. A caller without calls is soon forgotten.
 """
 
 import hashlib
@@ -17,40 +17,40 @@ from swarm.errors import IntegrityError, Overloaded
 from swarm.machine.clock import Clock, SystemClock
 
 MAX_CALLS = 1024
-"""Calls of one caller that may be under way at one time. Most calls of an honest caller are a trainer's that wait."""
+"""The most calls of one caller under way at one time. An honest trainer has many, which mostly wait for answers."""
 MAX_KEPT_BYTES = 256 << 20
-"""What may be kept for the calls of one caller; for its microbatches it may be more (stage/incoming)."""
+"""The most bytes kept for the calls of one caller. Those of its microbatches may be more, and are counted apart."""
 RETRY_SECONDS = 1.0
 """How long a caller with too many calls waits before it tries again."""
 KEPT_RETRY_SECONDS = 0.05
-"""How long a caller for which too much is kept waits before it tries again. There is room once one of its calls has
-ended."""
+"""How long a caller for which too many bytes are kept waits before it tries again. There is room as soon as one of its
+calls has ended."""
 CALLS_PER_SECOND = 500.0
-"""Calls that one caller may begin. Those beyond it wait, so that no caller keeps this peer busy with answers alone."""
+"""Calls that one caller may begin in a second. Further ones wait, so that no caller keeps this peer busy by itself."""
 BURST_CALLS = 1000
 """Calls that a caller may begin at once after a pause."""
 WASTED_CALLS = 5
-"""A call that came to nothing, refused or broken off, counts as this many. An honest caller is not slowed by that until
-there are hundreds of them."""
+"""A call that was refused or broken off counts as this many calls. An honest caller is slowed by that only after
+hundreds of them."""
 ENTRIES_PER_CALL = 32
-"""Entries of the lists in a request that take about as long as a call."""
+"""This many entries of the lists in a request take about as much time as one call."""
 NETWORK_BITS = 64
 """Bits of an IPv6 address that tell one caller from another."""
 LONGEST_SECONDS = 10.0
-"""The longest that a call waits its turn. A caller that begins and breaks off calls faster than they are counted shuts
-out an honest one at the same address for no longer."""
+"""The longest that a call waits for its turn. So a caller that keeps beginning and breaking off calls cannot delay an
+honest one at the same address by more than this."""
 
 Caller = NewType("Caller", str)
 
 _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
-"""The beginnings of this machine's addresses. In an open run all processes beside this peer are one caller, and must
-not wait for each other's turn."""
+"""How the addresses of this machine begin. In an open run all processes on it are one caller, and must not wait for
+each other."""
 _TUNNELLED = "127.77."
 """Callers that a meeting point connects come from addresses that begin like this, each from one of its own."""
 
 
 class Callers:
-    """What each caller takes now."""
+    """Counts what each caller takes of this peer now: calls, and kept bytes."""
 
     def __init__(
         self,
@@ -62,32 +62,32 @@ class Callers:
     ) -> None:
         """
         Args:
-            max_bytes: kept for the calls of one caller.
-            max_training_bytes: kept for its microbatches, besides.
+            max_bytes: the most bytes kept for the calls of one caller, those for its microbatches left out.
+            max_training_bytes: the most bytes kept for the microbatches of one caller.
         """
         self._clock = clock or SystemClock()
         self.num_begun = 0
-        """Calls of all callers, since the beginning."""
+        """How many calls have begun, of all callers."""
         self._max_calls = max_calls
         self._max_bytes = {True: max_training_bytes, False: max_bytes}
         self._num_calls: Counter[Caller] = Counter()
         self._num_bytes = {True: Counter[Caller](), False: Counter[Caller]()}
-        """What is kept for each caller: for its microbatches, and for its other calls."""
+        """Bytes kept for each caller: for its microbatches (True), and for its other calls (False)."""
         self._due: dict[Caller, float] = {}
-        """When a caller's next call would be due if its calls came evenly; only for those that are ahead of it."""
+        """When the next call of each recent caller would be due if its calls came evenly."""
 
     def enter(self, caller: Caller, num_entries: int = 0) -> float:
-        """Count a call that begins; `leave` ends it.
+        """Count a call that begins, until `leave`.
 
         Args:
             num_entries: entries of the lists in its request; every ENTRIES_PER_CALL of them count as one more call.
 
         Returns:
-            The seconds that the call has to wait before it is served, because of those that came before it.
+            The seconds that the call has to wait before it is served, because of the caller's earlier calls.
 
         Raises:
-            Overloaded: too many are under way; or it has many entries, and those before it wait so long already that it
-                cannot be counted in full.
+            Overloaded: too many calls of the caller are under way; or the request has many entries, and the calls
+                before it wait so long already that its entries cannot all be counted.
         """
         if self._num_calls[caller] >= self._max_calls:
             raise Overloaded(f"{self._max_calls} calls of this caller are under way", retry_after_seconds=RETRY_SECONDS)
@@ -98,10 +98,10 @@ class Callers:
         return seconds
 
     def leave(self, caller: Caller, *, wasted: bool = False) -> None:
-        """Count a call no longer.
+        """Count the end of a call.
 
         Args:
-            wasted: whether it came to nothing.
+            wasted: whether the call was refused or broken off.
         """
         subtract(self._num_calls, caller, 1)
         if wasted:
@@ -123,10 +123,10 @@ class Callers:
         return max(0.0, self._due[caller] - now)
 
     def keep(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
-        """Count bytes that are kept for a call; `release` ends that.
+        """Count bytes as kept for a call, until `release`.
 
         Raises:
-            Overloaded: it would be too much for one caller, for which something is kept already.
+            Overloaded: that would be too much for one caller. Not raised if nothing is kept for this caller yet.
         """
         held = self._num_bytes[training][caller]
         if held and held + num_bytes > self._max_bytes[training]:
@@ -134,22 +134,22 @@ class Callers:
         self._num_bytes[training][caller] += num_bytes
 
     def release(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
-        """Count bytes no longer."""
+        """Count bytes as no longer kept."""
         subtract(self._num_bytes[training], caller, num_bytes)
 
     @property
     def num_remembered(self) -> int:
-        """Callers of which anything is remembered."""
+        """The number of callers of which anything is remembered."""
         return len(self._due.keys() | self._num_calls.keys())
 
     @property
     def num_calls(self) -> int:
-        """Calls of all callers that are under way."""
+        """The number of calls under way, of all callers."""
         return self._num_calls.total()
 
     @property
     def num_bytes(self) -> int:
-        """What is kept for all callers."""
+        """The number of bytes kept for all callers together."""
         return sum(kept.total() for kept in self._num_bytes.values())
 
 
@@ -194,10 +194,10 @@ def chain_of(context: Any) -> str:
 
 
 def tunnel_source(caller: str) -> str:
-    """The loopback address from which a caller is connected to this peer's server that came through a tunnel.
+    """The loopback address from which a caller that came through a tunnel is connected to this peer's own server.
 
     Args:
-        caller: who it is, as far as the meeting point says.
+        caller: what identifies the caller, as the meeting point tells it.
     """
     first, second = hashlib.sha256(caller.encode()).digest()[:2]
     return f"{_TUNNELLED}{first}.{second}"
@@ -209,7 +209,7 @@ def is_tunnelled(host: str) -> bool:
 
 
 def subtract(counter: Counter[Caller], caller: Caller, amount: int) -> None:
-    """Count less for a caller, and forget it once nothing is left."""
+    """Lower a caller's count, and forget the caller once nothing is left."""
     counter[caller] -= amount
     if counter[caller] <= 0:
         del counter[caller]

@@ -1,7 +1,7 @@
 """Channels to peers.
 
-Used by everything that calls a peer. A peer has one channel, and a second one for bulk transfers; pings show within
-seconds that a neighbour is frozen or out of reach. Never retries.
+Used by everything that calls a peer. A peer has one channel for short calls and one for bulk transfers; pings show
+within seconds that a neighbour is frozen or out of reach. Never retries.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _Key = tuple[str, str, bool]
 
 UNUSED_SECONDS = 3600.0
 """A channel that nothing asked for in this time is closed when another one is opened: its peer has most likely left.
-Calls that it still has may go on for the same time."""
+Calls still under way on it may go on for the same time."""
 
 READY_SECONDS = 5.0
 """Longest wait for TLS over a better line."""
@@ -37,29 +37,29 @@ READY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Opened:
-    """A channel, and for a peer with several ways what opens its connections."""
+    """A channel; and the road that opens its connections, where gRPC does not dial by itself."""
 
     channel: grpc.aio.Channel
     road: Road | None = None
 
     @property
     def is_lost(self) -> bool:
-        """Whether gRPC dials by itself, and in vain."""
+        """Whether gRPC dials the channel's only endpoint by itself, and the endpoint does not answer."""
         return self.road is None and self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     def let_go(self) -> grpc.aio.Channel:
-        """Open no more connections."""
+        """Open no more connections for the channel, and return it to be closed."""
         if self.road is not None:
             self.road.close()
         return self.channel
 
 
 class ChannelPool:
-    """Two channels for each server and certificate; reused by all calls, which may run at the same time.
+    """Keeps two channels for each server and certificate, which all calls share.
 
-    One is for bulk transfers. A call waits behind all that was written to its connection before, and a call of a few
-    bytes behind megabytes on a slow line would miss its deadline. A peer with several ways, or behind a meeting point,
-    gets a new channel when a better way is found; calls under way end on the one that they have.
+    One of them is for bulk transfers. A call waits behind all that was written to its connection before it, so a call
+    of a few bytes behind megabytes on a slow line would miss its deadline. A peer with several endpoints, or behind a
+    meeting point, gets a new channel when a better way is found; calls under way end on the old one.
     """
 
     def __init__(self, *, insecure: bool = False, identity: Identity | None = None, clock: Clock | None = None) -> None:
@@ -67,7 +67,7 @@ class ChannelPool:
         Args:
             insecure: talk in the clear, and only with peers that do so too.
             identity: this peer's own. A member of a locked run shows it, and calls only peers of the run.
-            clock: tells whether certificates hold.
+            clock: tells whether certificates are valid now.
         """
         self.is_insecure = insecure
         self._identity = identity
@@ -79,13 +79,13 @@ class ChannelPool:
         self._dialler = Dialler()
         self._points = Points(identity, insecure=insecure)
         self._ways: dict[str, Ways] = {}
-        """By place, of peers that are not simply dialled."""
+        """The ways to each peer that gRPC cannot simply dial, by the peer's place."""
 
     def channel(self, record: PeerRecord, *, bulk: bool = False) -> grpc.aio.Channel:
         """The channel to a peer, opened on first use.
 
         Args:
-            bulk: the one for transfers of megabytes that nothing short waits for.
+            bulk: whether it is the one for transfers of megabytes.
 
         Raises:
             PeerUnavailable: the peer announces TLS and this one does without, or the other way round; or, in a
@@ -99,7 +99,7 @@ class ChannelPool:
         ways = self._ways_to(record)
         opened = self._channels.get(key)
         if opened is not None and ways is not None and opened.is_lost:
-            # The endpoint that was the best answers no longer.
+            # The endpoint that gRPC dials by itself answers no longer.
             self._spawn(_close([opened.let_go()], UNUSED_SECONDS))
             opened = None
         if opened is None:
@@ -128,7 +128,7 @@ class ChannelPool:
         await self._dialler.close()
 
     def _close_unused(self, now: float) -> None:
-        """Close unused channels once their calls have ended. Peers come and go for weeks."""
+        """Close unused channels once their calls have ended. Over the weeks of a run many peers come and go."""
         unused = [key for key, used_at in self._used_at.items() if now - used_at >= UNUSED_SECONDS]
         if unused:
             channels = [self._channels.pop(key).let_go() for key in unused]
@@ -171,12 +171,12 @@ class ChannelPool:
         return _Opened(grpc.aio.secure_channel(endpoint, credentials, options=(*options, *tls.PINNED_OPTIONS)), road)
 
     async def _improve(self, key: _Key, ways: Ways) -> None:
-        """Put a better channel in the place of one whose connections are copied or carried, when there is one."""
+        """Replace a channel whose connections are copied here or carried by a meeting point once a better way works."""
         while (opened := self._channels.get(key)) is not None and opened.road is not None:
             found = await opened.road.better()
             better = self._open(key, found, None) if isinstance(found, str) else self._open(key, "", ways, first=found)
             is_ready = False
-            # Only once it is connected: else its peer would seem to be out of reach.
+            # The new channel is used only once it is connected: else its peer would seem to be out of reach.
             with suppress(TimeoutError):
                 async with asyncio.timeout(READY_SECONDS):
                     await better.channel.channel_ready()

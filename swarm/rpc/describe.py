@@ -1,4 +1,4 @@
-"""What a stage peer says of itself: the one call with which anything else asks for it.
+"""The call with which a stage peer is asked about itself.
 
 Used by the trainer, which follows rounds, by peers that begin or move, by swarm-status, and by the benches.
 """
@@ -17,8 +17,8 @@ async def describe(channel: grpc.aio.Channel, request: pb.DescribeRequest, *, se
     """Ask one peer; every number in its answer is finite. Cancelling ends the call.
 
     Args:
-        seconds: longest wait for the answer. It includes the time to connect, and the time that the request has the
-            peer wait for its next round.
+        seconds: longest wait for the answer. It includes the time to connect, and the time for which the request makes
+            the peer wait for its next round.
 
     Raises:
         WrongRun: the request names a run, and the peer is of another one by now: it may have been started again at the

@@ -1,4 +1,4 @@
-"""The caller's side of a call that answers with many messages, which may take hours, but must never stand still.
+"""The caller's side of a call with many messages as its answer. It may take hours, but must never stand still.
 
 Used by content and by averaging/transport.
 """
@@ -13,11 +13,12 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.rpc.failures import translate
 
 SLOWEST_BYTES_PER_SECOND = 32 << 10
-"""A download that comes more slowly than this, beyond the wait for one piece, is given up: another peer may send."""
+"""A download that is slower than this on average is given up, since another peer may be faster. One longest silence is
+not counted."""
 
 
 async def download(call: Any, peer_id: str, *, silence_seconds: float) -> AsyncGenerator[Any, None]:
-    """The messages of a grpc.aio.UnaryStreamCall, which is cancelled when this is closed.
+    """Yield the messages of a grpc.aio.UnaryStreamCall. Closing this generator cancels the call.
 
     Args:
         silence_seconds: the longest wait for the next message.
@@ -25,7 +26,7 @@ async def download(call: Any, peer_id: str, *, silence_seconds: float) -> AsyncG
     Raises:
         DeadlineExceeded: the peer was silent, or too slow.
         PeerUnavailable: the call ended early.
-        SwarmError: what the peer answered.
+        SwarmError: the error with which the peer ended the call.
     """
     time = asyncio.get_running_loop().time
     waited_seconds = num_bytes = 0.0
@@ -35,7 +36,7 @@ async def download(call: Any, peer_id: str, *, silence_seconds: float) -> AsyncG
             async with asyncio.timeout(silence_seconds):
                 reply = await call.read()
             if reply is grpc.aio.EOF:
-                # The status, if it is a bad one, comes only now.
+                # A bad status is known only at the end of the stream.
                 if await call.code() is not grpc.StatusCode.OK:
                     raise PeerUnavailable(f"the download from {peer_id} ended early")
                 return

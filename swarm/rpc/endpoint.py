@@ -11,7 +11,7 @@ def endpoint_of(host: str, port: int) -> str:
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """The inverse of `endpoint_of`; the host may be missing. Raises ValueError if it is none."""
+    """The inverse of `endpoint_of`; the host may be missing. Raises ValueError if the text is no endpoint."""
     host, _, port = endpoint.rpartition(":")
     if not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
         raise ValueError(f"{endpoint[:80]!r} is no host:port")
@@ -19,7 +19,7 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def ip_of(host: str) -> Ip | None:
-    """The IP address that a host is; None for a name."""
+    """The IP address that the text of a host stands for; None if that is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

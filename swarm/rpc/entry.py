@@ -1,7 +1,8 @@
 """A peer and where its gRPC server is: PEER_ID@HOST:PORT, of which an invite holds one or several.
 
-Used by swarm-peer, which has it in its log, by dht/lookup and meeting/, which connect. The id makes it safe to copy: a
-peer that answers has to show that id's certificate before it is told or asked anything. Never looks up where a peer is.
+Used by swarm-peer, which writes it to its log, and by dht/lookup and meeting/, which connect. The id makes it safe to
+copy: a peer that answers has to show that id's certificate before it is told or asked anything. Never looks up where a
+peer is.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ class Entry:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of `str`. Raises ValueError, one line, if it is none."""
+        """The inverse of `str`. Raises ValueError, whose message is one line, if the text is no entry."""
         match = _ENTRY.fullmatch(text)
         if match is None or not 0 < int(match["port"]) < 65536:
             raise ValueError(
@@ -60,14 +61,14 @@ class Entry:
         return host_and_port(self.endpoint)[1]
 
     async def connect(self, own: Identity, *, insecure: bool) -> grpc.aio.Channel:
-        """A channel to this very peer. Cancellation leaves nothing behind.
+        """Open a channel to this very peer. Cancellation leaves nothing behind.
 
         Args:
             own: the caller's identity.
-            insecure: the run does without TLS; then the id is taken on trust.
+            insecure: whether the run does without TLS; then the id is not checked.
 
         Raises:
-            PeerUnavailable: no peer answers there, another one does, or one without TLS.
+            PeerUnavailable: no peer answers there, or another one, or one without TLS.
             ValueError: the run is locked, and there is no token.
         """
         if insecure:
@@ -76,7 +77,7 @@ class Entry:
         return grpc.aio.secure_channel(self.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS))
 
     async def certificate(self, own: Identity | None) -> str:
-        """The certificate that this very peer shows, to be pinned. Raises as `connect` does."""
+        """Fetch the certificate of this very peer, to pin it. Raises as `connect` does."""
         try:
             certificate_pem = await shown_certificate(self.host, self.port)
         except OSError as error:
@@ -95,9 +96,9 @@ class Entry:
 
 
 async def shown_certificate(host: str, port: int) -> str:
-    """The certificate of the server that listens there, which has proved to have its key. Raises OSError."""
+    """Fetch the certificate of the server at an address; TLS proves that the server has its key. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # gRPC shows only certificates that it has verified, and this one is checked against an id instead.
+    # gRPC would show only a certificate that it has verified; callers check this one against an id instead.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     # With an earlier TLS a locked run's server would refuse us before it has shown anything.
@@ -107,7 +108,7 @@ async def shown_certificate(host: str, port: int) -> str:
     try:
         shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     finally:
-        # To close TLS in order takes an answer of the server's, which some never give.
+        # An orderly end of TLS waits for an answer of the server, and some servers never answer.
         writer.transport.abort()
     return ssl.DER_cert_to_PEM_cert(shown)
 
@@ -121,7 +122,7 @@ def id_of(certificate_pem: str) -> PeerId | None:
 
 
 def _is_self_signed(certificate_pem: str) -> bool:
-    """Whether it is a certificate of an open run; in a locked one a token has signed it."""
+    """Whether a certificate is one of an open run; in a locked run a token has signed it."""
     certificate = certificates.load(certificate_pem)
     try:
         certificate.verify_directly_issued_by(certificate)

@@ -33,8 +33,8 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
 }
 _TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing|response code 504", re.IGNORECASE)
-"""What gRPC says of an attempt to connect that took too long. Of a TLS handshake that did, it says that it closed the
-socket itself. 504 is what meeting/dialler answers where no way worked."""
+"""Matches what gRPC says when connecting took too long. "Endpoint closing" is what it says of a TLS handshake that did,
+and 504 is what meeting/dialler answers where no way worked."""
 _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
 
 
@@ -44,7 +44,7 @@ def abort_code(error: SwarmError) -> grpc.StatusCode:
 
 
 async def abort(context: Any, error: SwarmError) -> NoReturn:
-    """End a call of which `context` is the ServicerContext, so that the caller's `translate` gives the same error."""
+    """End the call whose ServicerContext is `context`, so that the caller's `translate` gives the same error."""
     metadata = [(_ERROR_KEY, type(error).__name__)]
     if isinstance(error, errors.Overloaded):
         metadata.append((_ARGUMENT_KEY, repr(error.retry_after_seconds)))
@@ -55,7 +55,7 @@ async def abort(context: Any, error: SwarmError) -> NoReturn:
 
 
 def translate(error: grpc.aio.AioRpcError) -> SwarmError:
-    """What a failed call means: what its servicer raised, or that the peer is out of reach, or was too slow."""
+    """The error that a failed call stands for: its servicer's own, or that the peer is out of reach or too slow."""
     metadata = {str(key): value for key, value in error.trailing_metadata() or ()}
     name, argument = metadata.get(_ERROR_KEY), metadata.get(_ARGUMENT_KEY, "0")
     details = error.details() or error.code().name
@@ -71,7 +71,7 @@ def translate(error: grpc.aio.AioRpcError) -> SwarmError:
         return error_class(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(details)
-    # There is no connection and so no peer, unless the attempt timed out, as it does where a network is parted.
+    # Where connecting fails at once, the peer's process is gone. A timeout does not show that: a network may be parted.
     is_gone = "failed to connect" in details and not _TIMED_OUT.search(details)
     is_unreachable = error.code() is grpc.StatusCode.UNAVAILABLE
     return errors.PeerUnavailable(f"{error.code().name}: {details}", is_gone=is_gone, is_unreachable=is_unreachable)

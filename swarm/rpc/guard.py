@@ -47,11 +47,11 @@ FOR_TRAINERS_AT_STAGE_0 = frozenset(
         "/swarm.rpc.v1.GenerationService/Generate",
     }
 )
-"""Later stages take activations from peers alone."""
+"""Calls that trainers may make at stage 0 alone: later stages take activations only from peers."""
 SMALL_BYTES = 64 << 10
-"""Up to this size a request or an answer is not counted: even with as many as may be under way it is little."""
+"""The bytes of a request or an answer up to this size are not counted: all that may be under way are little."""
 PIECE_SECONDS = 120.0
-"""How long a caller may take for one piece of what is averaged or downloaded: a whole group may share a slow line."""
+"""How long a caller may take to receive one piece of an average or download: a whole group may share a slow line."""
 
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
@@ -60,9 +60,9 @@ Behaviour = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands in for bytes that are no message; gRPC itself would write a traceback into the log for each.
+    """Stands in for a request that cannot be read; gRPC itself would write a traceback into the log for each.
 
-    It looks like a message that has no field, so that servicers refuse it as they refuse others.
+    It looks like a message in which no field is set, and servicers refuse such messages.
     """
 
     reason: str
@@ -85,8 +85,8 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> None:
         """
         Args:
-            authority: the owner of a locked run; None in an open one, where nothing is asked.
-            stage: which one this peer serves now.
+            authority: tells who is a member of a locked run; None in an open one, where every caller has all rights.
+            stage: tells which stage this peer serves now.
         """
         self._authority = authority
         self._callers = callers
@@ -104,7 +104,7 @@ class Guard(grpc.aio.ServerInterceptor):
             guarded = self._single
         else:
             guarded = self._generator if isasyncgenfunction(behaviour) else self._coroutine
-        # A single answer is sent as a stream of one: the caller sees no difference, and here one can wait for its end.
+        # A single answer is sent as a stream of one. The caller sees no difference, and the guard can wait for its end.
         is_streamed = handler.request_streaming
         make = grpc.stream_stream_rpc_method_handler if is_streamed else grpc.unary_stream_rpc_method_handler
         return make(
@@ -122,7 +122,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 except Overloaded as error:
                     await abort(context, error)
                 try:
-                    # This waits until the caller takes it or is gone. Until then gRPC keeps the bytes.
+                    # Returns once the caller has taken the reply or is gone. Until then gRPC keeps its bytes.
                     await context.write(reply)
                 finally:
                     self._callers.release(caller, num_bytes)
@@ -146,19 +146,20 @@ class Guard(grpc.aio.ServerInterceptor):
                         is_begun = False
                         async for reply in replies:
                             if not is_begun:
-                                # Sent with a reply that is not taken, it would wait too, and the call could not end.
+                                # Otherwise gRPC would send the metadata with the first reply, and the two would wait
+                                # together for a caller that takes nothing. The call could not be aborted meanwhile.
                                 await context.send_initial_metadata(())
                                 is_begun = True
                             await send(context, reply, PIECE_SECONDS)
                 except DeadlineExceeded as error:
-                    # This waits as well, until the caller reads or is gone; but what the answer was made from is freed.
+                    # `abort` too waits until the caller reads or is gone, but the source of the answer is freed by now.
                     await abort(context, error)
 
         return guarded
 
     @asynccontextmanager
     async def _admitted(self, method: str, request: Any, context: Context) -> AsyncIterator[Caller]:
-        """Serve the call inside the block. It is counted before it is checked: nonsense costs as much to answer."""
+        """Count a call, then check it, and serve it inside the block. A call that is refused costs time as well."""
         caller = caller_of(context)
         try:
             seconds = self._callers.enter(caller, num_entries(request) if isinstance(request, Message) else 0)
@@ -195,7 +196,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return num_bytes
 
     async def _refuse_slowly(self, caller: Caller, context: Context, error: Overloaded) -> NoReturn:
-        """Refuse after a wait, or the caller would ask again at once. Waiting calls take memory, so only some wait."""
+        """Refuse a call after a wait, or its caller would ask again at once. Waits take memory: only MAX_CALLS wait."""
         if self._num_refused[caller] < MAX_CALLS:
             self._num_refused[caller] += 1
             try:
@@ -230,7 +231,7 @@ class Guard(grpc.aio.ServerInterceptor):
 def _read(deserialize: Callable[[bytes], Any], is_streamed: bool, data: bytes) -> Any:
     try:
         message = deserialize(data)
-        # A request that comes as a whole is checked once it has waited its turn.
+        # A unary request is checked later, after it has waited for its turn (_admitted).
         if is_streamed:
             require_bounds(message, finite=True)
     except DecodeError:

@@ -1,10 +1,10 @@
-"""An invite to a run: one word that says which run it is, and at which peers it is entered.
+"""An invite: one word that says which run it is to, and through which peers a joiner enters that run.
 
-    swarm://1...    "1" is the version of the form, and what follows are base58 digits without 0, O, I and l
+    swarm://1...    "1" is the version of the form; after it come base58 digits, which have no 0, O, I or l
 
 A swarm-peer prints one; every program that joins or looks at a run takes it (peers/shared/entrance). It names peers by
-id and gRPC endpoint, as an Entry does, and whatever else a joiner needs those peers tell it. It holds no secret: the
-token of a locked run is written behind it, INVITE#TOKEN. docs/protocol.md has the bytes. Pure.
+id and gRPC endpoint, as an Entry does, and these peers tell a joiner all else. It holds no secret: the token of a
+locked run is written behind it, INVITE#TOKEN. docs/protocol.md has the bytes. Pure.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ from swarm.types import PeerId
 
 SCHEME = "swarm://"
 LONGEST = 120
-"""Characters of an invite, unless its only peer has a very long name."""
+"""The most characters of an invite, unless its only peer has a very long name."""
 _VERSION = "1"
 _LOCKED = 1
-"""The flag of a locked run; no other is known."""
+"""The flag of a locked run; there is no other flag."""
 _RUN_BYTES, _ID_BYTES, _PORT_BYTES, _CHECK_BYTES = 8, 20, 2, 4
 _FOLLOWED = 0x80
 """Set in an endpoint's first byte if another endpoint of the same peer follows."""
 _IP_BYTES = {0: 4, 1: 16}
-"""The other bits of that byte: an IPv4 or an IPv6 address, or beyond them the length of a name, and one."""
+"""The other bits of that byte are 0 for an IPv4 address, 1 for an IPv6 one, and for a name its length plus one."""
 _LONGEST_NAME = 126
 _MOST_DIGITS = 1024
-"""Far more than any invite has."""
+"""The most digits that are decoded, far more than any invite has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Invite:
     Attributes:
         run: the last 16 hexadecimal digits of its id, which are a digest of its configuration.
         is_locked: whether a token is needed.
-        entries: where it is entered, the best first; several of one peer are its several addresses.
+        entries: peers through which to enter, the best first. A peer with several addresses has several entries.
     """
 
     run: str
@@ -54,10 +54,10 @@ class Invite:
     def fitting(cls, run_id: str, entries: Sequence[Entry], *, is_locked: bool) -> Self:
         """An invite with as many of the entries as there is room for, in their order, and with the first in any case.
 
-        Names of more than 126 characters are left out.
+        Entries whose host has a name of more than 126 characters are left out.
 
         Raises:
-            ValueError: there is no other.
+            ValueError: no entry is left.
         """
         writable = [entry for entry in dict.fromkeys(entries) if len(entry.host) <= _LONGEST_NAME]
         if not writable:
@@ -84,7 +84,7 @@ class Invite:
         """The inverse of `str`.
 
         Raises:
-            ValueError: one line says whether it is no invite, one of another version, or one that is not whole.
+            ValueError: one line says whether the text is no invite, one of another version, or one that is not whole.
         """
         if not text.startswith(SCHEME):
             raise ValueError(
@@ -98,7 +98,7 @@ class Invite:
                 "that the run's peers have"
             )
         try:
-            # Decoding takes time by the square of the length.
+            # The time that decoding takes grows with the square of the length.
             data = base58.b58decode(digits) if len(digits) <= _MOST_DIGITS else b""
         except ValueError:
             data = b""
@@ -148,7 +148,7 @@ def _packed_endpoint(entry: Entry) -> bytes:
 
 
 def _unpacked(data: bytes) -> Iterable[Entry]:
-    """Raises ValueError or IndexError for what is none."""
+    """The inverse of `_packed`. Raises ValueError or IndexError for any other bytes."""
     while data:
         peer_id, data = _split(data, _ID_BYTES)
         is_followed = True

@@ -12,7 +12,7 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 def client_options(silence_ms: int, answer_ms: int) -> Options:
     """Options of a channel that sends a ping after a silence, and is broken if the answer takes too long.
 
-    Connecting may take both together. The machine of a frozen peer accepts connections, and says nothing.
+    An attempt to connect is given up after both together: a frozen peer's machine accepts connections, but is silent.
     """
     return (
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -31,7 +31,7 @@ def client_options(silence_ms: int, answer_ms: int) -> Options:
 
 CLIENT_OPTIONS: Options = client_options(1000, 2000)
 BULK_OPTIONS: Options = (
-    # A ping waits behind the megabytes that the kernel has taken, for seconds where a slow line is shared.
+    # A ping waits behind the megabytes in the kernel's buffer, which takes seconds where a slow line is shared.
     *client_options(20_000, 20_000),
     # Without this the channel would share its connection with every other channel to the same address.
     ("grpc.use_local_subchannel_pool", 1),

@@ -1,4 +1,4 @@
-"""How far away a peer is, how fast the line to it, and what its clock shows: both ends of ProbeService.
+"""How far away a peer is, how fast the line to it is, and what its clock shows: both ends of ProbeService.
 
 The servicer runs at every stage peer. swarm-doctor and a peer that joins ask it. Bytes without a meaning go there and
 back, few enough to be no burden, and none while the asked peer exchanges: its own training comes first.
@@ -21,15 +21,15 @@ from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceServicer, ProbeServiceStub
 PIECE_BYTES = 32 << 10
 """Largest message."""
 MOST_UNDER_WAY = 16
-"""How many messages are sent before their replies are here."""
+"""The most messages that are sent before the first of them is answered."""
 MEASURED_BYTES = 2 << 20
-"""What goes each way to measure a rate, if the line is fast enough for it."""
+"""How many bytes go each way to measure a rate, if the line is fast enough."""
 MEASURING_SECONDS = 2.0
-"""After so long, the rest of the bytes is left out."""
+"""How long a rate is measured at most. Bytes that have not been sent by then are left out."""
 MAX_CALL_BYTES = 2 * MEASURED_BYTES
-"""What a servicer takes and gives in one call."""
+"""The most bytes that a servicer takes and gives in one call."""
 BUDGET_BYTES, BUDGET_SECONDS = 8 * MEASURED_BYTES, 60.0
-"""What it takes and gives in all within so long."""
+"""The most bytes that a servicer takes and gives in all calls, within these seconds."""
 SILENCE_SECONDS = 5.0
 """Longest wait for a message."""
 NUM_ROUND_TRIPS = 3
@@ -65,7 +65,7 @@ class ProbeServicer(ProbeServiceServicer):
         while (request := await self._read(context)) is not None:
             if left is None:
                 left = request.total_bytes
-                # Now, and not while the caller is writing: then it would not hear why.
+                # Too many bytes are refused here, because a caller that is busy writing would not hear why.
                 self._reserve(left)
             left -= len(request.data) + request.wanted_bytes
             if left < 0 or max(len(request.data), request.wanted_bytes) > PIECE_BYTES:
@@ -81,7 +81,7 @@ class ProbeServicer(ProbeServiceServicer):
         return request
 
     def _reserve(self, num_bytes: int) -> None:
-        """Raises MalformedMessage for too much, and Overloaded if the line is needed for other things."""
+        """Count a call's bytes. Raises MalformedMessage if they are too many, Overloaded if the line is in use."""
         if num_bytes > MAX_CALL_BYTES:
             raise MalformedMessage(f"a probe moves at most {MAX_CALL_BYTES} bytes in all")
         now = self._clock.monotonic()
@@ -117,7 +117,7 @@ async def measure_distance(channel: grpc.aio.Channel, clock: Clock) -> Distance:
     """Ask a peer for the time, several times. Cancellation ends the call.
 
     Raises:
-        SwarmError: what the peer refused with, or PeerUnavailable where it does not answer.
+        SwarmError: the peer's refusal, or PeerUnavailable if it does not answer.
     """
     found: list[Distance] = []
     async with Stream(_open(channel)) as call:
@@ -144,10 +144,10 @@ async def measure_rates(channel: grpc.aio.Channel, clock: Clock) -> Rates:
 
 
 async def _rate(call: Stream, request: pb.ProbeRequest, clock: Clock) -> float:
-    """Bytes per second with which so many of these requests go there, and their replies come back."""
+    """Send a request again and again, and return at how many bytes per second its pieces cross the line."""
     began_at, num_sent, num_answered = clock.monotonic(), 0, 0
     while True:
-        # Few at first: on a slow line all that is under way has to arrive yet when the time is over.
+        # Few are under way at first: when the time is over, all of them still have to cross what may be a slow line.
         has_room = num_sent - num_answered < min(2 + num_answered, MOST_UNDER_WAY)
         is_over = num_sent * PIECE_BYTES >= MEASURED_BYTES or clock.monotonic() >= began_at + MEASURING_SECONDS
         if has_room and not is_over:

@@ -1,4 +1,4 @@
-"""Numbered segments of which several workers fetch each one once.
+"""Numbered segments that several workers share out, so that each segment is fetched once.
 
 Used by content and by averaging/catching_up. A segment that one worker fails to fetch comes back for the others.
 """
@@ -12,7 +12,7 @@ class Segments:
     """The segments that are missing.
 
     Attributes:
-        num_missing: how many are missing, those included that are being fetched.
+        num_missing: how many are missing, including those that are being fetched.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
@@ -22,8 +22,10 @@ class Segments:
         self._changed = asyncio.Event()
 
     async def take(self) -> int | None:
-        """A segment that this caller alone fetches; None when all are here. A segment that others fail to fetch comes
-        back."""
+        """Take a segment, which this caller alone then fetches; None once all are here.
+
+        Waits while others fetch the last ones, since a segment that they fail to fetch comes back.
+        """
         while not self._queue and self._flying:
             self._changed.clear()
             await self._changed.wait()
@@ -34,13 +36,13 @@ class Segments:
         return index
 
     def finish(self, index: int) -> None:
-        """A segment is here."""
+        """Note that a segment is here."""
         self._flying.discard(index)
         self.num_missing -= 1
         self._changed.set()
 
     def give_back(self, index: int) -> None:
-        """The worker that took a segment is done with it. If it is not here, another one may take it."""
+        """Note that the worker which took a segment is done with it: if it is not here, others may take it."""
         if index in self._flying:
             self._flying.discard(index)
             self._queue.appendleft(index)

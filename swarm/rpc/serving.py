@@ -18,11 +18,11 @@ MESSAGE_SECONDS = 30.0
 
 SERVER_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # On one connection; gRPC itself holds the rest back, or refuses it.
+    # The most calls on one connection; gRPC itself holds further ones back, or refuses them.
     ("grpc.max_concurrent_streams", MAX_CALLS),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    # Otherwise two servers could share one port, and each other's calls.
+    # Otherwise two servers could share one port, and get each other's calls.
     ("grpc.so_reuseport", 0),
 )
 
@@ -31,7 +31,7 @@ def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc
     """Have a server, made with SERVER_OPTIONS, listen. Port 0 takes a free one; without credentials there is no TLS.
 
     Args:
-        host: IP address; empty for all of this machine's, of IPv4 and IPv6.
+        host: an IP address; empty for all addresses of this machine, IPv4 and IPv6.
 
     Returns:
         The port.
@@ -51,7 +51,7 @@ def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc
 
 
 async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> None:
-    """Write a message of a stream of which `context` is the ServicerContext.
+    """Send a message to the caller over the stream whose ServicerContext is `context`.
 
     Raises:
         DeadlineExceeded: the caller takes nothing.
@@ -64,7 +64,7 @@ async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> 
 
 
 async def receive(context: Any, seconds: float = MESSAGE_SECONDS) -> Any:
-    """The next message of a stream of which `context` is the ServicerContext; None at its end.
+    """Wait for the next message of the stream whose ServicerContext is `context`; None at its end.
 
     Raises:
         DeadlineExceeded: the caller sends nothing.

@@ -51,7 +51,7 @@ class Stream:
             raise PeerUnavailable(f"took nothing for {seconds:.0f} s", is_unreachable=True) from None
 
     async def read(self, seconds: float) -> Any:
-        """The next message. Raises PeerUnavailable if none comes in this time; at the end, what the status says."""
+        """The next message. Raises PeerUnavailable if none comes in time, and the error of the status at the end."""
         try:
             async with asyncio.timeout(seconds):
                 message = await self._call.read()

@@ -1,8 +1,8 @@
 """TLS between peers: every server shows its own certificate, every client pins the one that was announced.
 
 Used by channels and by the programs that start servers. In an open run a certificate is right if it is the one in the
-peer's signed record, and callers show none. In a locked run both sides also show that a token of the owner's issued
-theirs; without that the handshake fails. Which peer may call what is decided by guard.
+peer's signed record, and callers show none. In a locked run both sides also show that a token of the owner has issued
+their certificates, or the handshake fails. Which peer may call what is decided by guard.
 """
 
 import grpc
@@ -29,7 +29,7 @@ def pinned_credentials(certificate_pem: str, own: Identity | None = None) -> grp
     Args:
         own: the caller's identity; servers of a locked run are shown its certificates.
     """
-    # Of a chain the server's own certificate alone is pinned: with the token's, any peer with that token would do.
+    # Of a chain only the server's own certificate is pinned. With the token's too, any peer with that token would pass.
     root = first_pem(certificate_pem).encode()
     if own is None or own.authority is None:
         return grpc.ssl_channel_credentials(root_certificates=root)

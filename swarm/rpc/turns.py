@@ -1,9 +1,8 @@
 """Whose turn it is to download from this peer: one at a time, and with less than all of the line while it trains.
 
-Used by averaging/catching_up/donor and by content/servicer, for pieces of some megabytes. Downloads that share a line
-all take as long as all of them together, so one after the other is sooner for each but the last; and a peer that has
-its state is a donor for the others. Training and heartbeats share the line with one download at most. Never sees what
-is downloaded.
+Used by averaging/catching_up/donor and by content/servicer, for pieces of some megabytes. If downloads share a line,
+each takes as long as all together. One after the other, all but the last end sooner, and a peer that has its state is a
+donor for the others. Training and heartbeats share the line with one download at most. Never sees what is downloaded.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -15,31 +14,31 @@ from swarm.machine.clock import Clock
 SHARE = 0.5
 """The share of the time in which a download may have the line while this peer trains."""
 LONGEST_PAUSE_SECONDS = 5.0
-"""The longest pause between two pieces: a peer that downloads takes a donor for dead that says nothing for 15 s."""
+"""The longest pause between two pieces. A donor that says nothing for 15 s is taken for dead."""
 HOLD_SECONDS = 3.0
-"""How long a turn goes on without a call: a piece is checked before the next one is asked for."""
+"""How long a turn lasts without a call: the peer that downloads checks a piece before it asks for the next one."""
 TURN_SECONDS = 600.0
-"""The longest turn, if others wait: one that downloads slowly, or pretends to, must not keep them from it for ever."""
+"""The longest turn while others wait: a peer that downloads slowly, or pretends to, must not hold them up for ever."""
 RETRY_SECONDS = 1.0
 """How long a peer that waits for its turn waits before it asks again."""
 KEPT_SECONDS = 5.0
-"""How long it keeps its place without asking."""
+"""How long a peer that waits for its turn keeps its place without asking."""
 MOST_WAITING = 64
 YIELD_SECONDS = 5.0
-"""The longest wait of a piece for an exchange under way here, which needs the line first. The peer that downloads waits
-three times as long for the next piece before it gives the donor up."""
+"""How long a piece waits at most for an exchange under way here, which needs the line first. The peer that downloads
+waits three times as long for the next piece before it gives the donor up."""
 YIELD_LOOK_SECONDS = 0.1
 
 
 async def yield_to_exchange(is_exchanging: Callable[[], bool], clock: Clock) -> None:
-    """Wait until this peer does not exchange, but no longer than YIELD_SECONDS."""
+    """Wait while this peer exchanges, but no longer than YIELD_SECONDS."""
     until = clock.monotonic() + YIELD_SECONDS
     while is_exchanging() and clock.monotonic() < until:
         await clock.sleep(YIELD_LOOK_SECONDS)
 
 
 class Turns:
-    """The turns of those that download from one peer."""
+    """The turns of the peers that download from one peer."""
 
     def __init__(self, clock: Clock, *, is_training: Callable[[], bool]) -> None:
         """
@@ -50,20 +49,20 @@ class Turns:
         self._is_training = is_training
         self._holder = ""
         self._since = 0.0
-        """When its turn began."""
+        """When the holder's turn began."""
         self._num_calls = 0
-        """The calls of the holder that are under way."""
+        """The number of the holder's calls under way."""
         self._used_at = -HOLD_SECONDS
         self._piece_began_at: float | None = None
         self._waiting: dict[str, float] = {}
-        """Those that wait, the first one first, and when each last asked."""
+        """The peers that wait, in their order, and when each last asked."""
 
     @asynccontextmanager
     async def turn(self, who: str) -> AsyncIterator[None]:
-        """Give one piece inside the block, after a pause if this peer trains.
+        """Give one piece to `who` inside the block, after a pause if this peer trains.
 
         Raises:
-            Overloaded: it is another one's turn; the message tells how many come first.
+            Overloaded: it is another peer's turn; the message tells how many come first.
         """
         now = self._clock.monotonic()
         if who != self._holder or self._is_over(now):
@@ -79,7 +78,7 @@ class Turns:
                 self._used_at = self._clock.monotonic()
 
     def _take(self, who: str, now: float) -> None:
-        """Begin a turn, or raise Overloaded and keep a place."""
+        """Begin a turn of `who`; if others come first, keep a place for `who` and raise Overloaded."""
         self._waiting = {other: at for other, at in self._waiting.items() if now - at < KEPT_SECONDS}
         is_held = who != self._holder and not self._is_over(now)
         place = list(self._waiting).index(who) if who in self._waiting else len(self._waiting)
@@ -103,7 +102,7 @@ class Turns:
         return has_stopped or now - self._since >= TURN_SECONDS
 
     async def _pause(self, now: float) -> None:
-        """Leave the line to training for a while that is in proportion to what the piece before took."""
+        """Leave the line to training for a while, in proportion to how long the piece before took."""
         if self._piece_began_at is not None and self._is_training():
             seconds = (now - self._piece_began_at) * (1.0 - SHARE) / SHARE
             await self._clock.sleep(min(seconds, LONGEST_PAUSE_SECONDS))

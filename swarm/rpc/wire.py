@@ -1,4 +1,4 @@
-"""Tensors to messages and back.
+"""Turns tensors into messages, and messages into tensors.
 
 Used by both ends of every call that carries tensors. A tensor travels as its own bytes, cut into chunks, so that no
 message is large; the receiver knows which shapes it wants and allocates nothing else. Never converts between element
@@ -20,8 +20,8 @@ CHUNK_BYTES = 1 << 20
 """Most bytes of a tensor in one chunk. A message is sent once it has this many, so it has less than twice as many."""
 
 LARGEST_ACTIVATION = 65504.0
-"""Largest magnitude of an activation or its gradient: float16's largest number, whatever the element type. Beyond it
-training has diverged, or a peer wants it to: products of such numbers overflow float32."""
+"""Largest magnitude of an activation or its gradient: float16's largest number, whatever the element type. Beyond it,
+training has diverged or a peer wants to make it diverge: products of such numbers overflow float32."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -66,10 +66,10 @@ _Message = TypeVar("_Message", bound=_WithChunks)
 
 
 def filled(first: _Message, tensors: Mapping[str, torch.Tensor]) -> Iterator[_Message]:
-    """The messages that carry CPU tensors, each of one of the ENCODINGS, as chunks: `first`, and new ones after it.
+    """Yield messages that carry CPU tensors, of types in ENCODINGS, as chunks: `first`, and then new ones.
 
-    There is at least one, and each but the last has CHUNK_BYTES or more. They are filled in place, since a message that
-    is put into another is copied twice.
+    There is at least one message, and each but the last has CHUNK_BYTES or more. Chunks are added in place, because a
+    finished chunk would be copied twice when it is put into a message.
     """
     message, num_bytes = first, 0
     for name, tensor in tensors.items():
@@ -102,9 +102,9 @@ class TensorReader:
         return not self._missing and self._current is None
 
     def clear(self) -> None:
-        """Let go of all bytes: an error that `feed` has raised refers to this reader for as long as it is looked at.
+        """Let go of all bytes: the traceback of an error that `feed` raised may keep this reader alive for long.
 
-        Whatever has taken `tensors` keeps them.
+        Callers that have taken `tensors` keep them.
         """
         self._buffer, self.tensors = bytearray(), {}
 
@@ -112,8 +112,8 @@ class TensorReader:
         """Take the next chunk.
 
         Raises:
-            MalformedMessage: an unexpected or repeated name, another shape, encoding or size than expected, or an
-                empty chunk.
+            MalformedMessage: the chunk is empty, or has an unexpected or repeated name, or another shape, encoding or
+                size than expected.
         """
         if chunk.HasField("header"):
             self._begin(chunk.header)

@@ -45,7 +45,7 @@ def test_all_else_passes() -> None:
 
 
 def test_what_cannot_be_too_large_is_not_looked_at() -> None:
-    """Or a list of 16,384 messages of two bytes each would take tens of milliseconds."""
+    """If all fields were checked, a list of 16,384 messages of two bytes each would take tens of milliseconds."""
     for descriptor, name in ((pb.AverageRequest.DESCRIPTOR, "shares"), (pb.SnapshotHeader.DESCRIPTOR, "tensors")):
         assert _inner(descriptor, name)
     passed_over = (stage_pb2.Open.DESCRIPTOR, "hints"), (pb.CommitRequest.DESCRIPTOR, "partners")

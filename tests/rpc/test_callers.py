@@ -1,4 +1,4 @@
-"""What each caller takes."""
+"""How much each caller may take of a peer."""
 
 import pytest
 
@@ -112,7 +112,7 @@ def test_what_is_kept_for_one_caller_is_limited() -> None:
 
 
 def test_microbatches_have_room_of_their_own() -> None:
-    """Of these slots hold back the rest; of other calls there may be any number."""
+    """Slots bound the number of microbatches, but nothing bounds that of other calls, so they are counted apart."""
     callers = Callers(max_bytes=100, max_training_bytes=1000)
     callers.keep(ONE, 600, training=True)
     callers.keep(ONE, 60)

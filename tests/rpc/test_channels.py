@@ -113,7 +113,7 @@ async def test_tls_is_for_all_or_none(pool: ChannelPool, insecure_pool: ChannelP
 async def test_who_accepts_a_connection_and_says_nothing_is_out_of_reach_and_not_gone(
     monkeypatch: pytest.MonkeyPatch, secure: bool
 ) -> None:
-    """As a frozen peer's machine does."""
+    """A frozen peer's machine does this."""
     monkeypatch.setattr(channels, "CLIENT_OPTIONS", client_options(100, 200))
     pool = ChannelPool(insecure=not secure)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -156,7 +156,7 @@ async def test_a_short_call_does_not_wait_behind_a_bulk_transfer(serve: Serve, i
         record = _record(proxy.port)
         short, bulk = insecure_pool.channel(record), insecure_pool.channel(record, bulk=True)
         proxy.links[Direction.TO_SERVER].bytes_per_second = 3e5
-        # For longer than a channel for short calls waits for the answer to a ping.
+        # The transfer takes longer than a channel for short calls would wait for the answer to a ping.
         transfer = asyncio.create_task(_call(bulk, bytes(1_500_000)))
         await asyncio.sleep(1.0)
         assert await _call(short, seconds=1.0) == b"hello"

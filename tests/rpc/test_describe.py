@@ -1,4 +1,4 @@
-"""One peer is asked what it says of itself: every way in which that fails is one of the library's errors."""
+"""One peer is asked to describe itself: every way in which that fails is one of the library's errors."""
 
 import math
 import socket

@@ -22,7 +22,7 @@ OPEN, ID = generate(), PeerId("0123456789abcdef" * 2 + "01234567")
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Callable[[Identity | None], Awaitable[str]]]:
-    """Starts a server of an identity, or one without TLS; gives its endpoint."""
+    """A function that starts a server of an identity, or one without TLS, and returns its endpoint."""
     servers: list[grpc.aio.Server] = []
 
     async def start(identity: Identity | None) -> str:

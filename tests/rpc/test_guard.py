@@ -69,11 +69,11 @@ from tests.support.locked import OTHER_PEER, PEER, TRAINER
 
 DENIED, UNREACHABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
 SERVED = grpc.StatusCode.UNIMPLEMENTED
-"""What the services below answer with, once a call has come as far as them."""
+"""The status with which the services below answer each call that reaches them."""
 
 
 class Clock(SystemClock):
-    """The machine's, and some time later."""
+    """The machine's clock, some time ahead."""
 
     later_seconds = 0.0
     num_waits = 0
@@ -88,7 +88,7 @@ class Clock(SystemClock):
 
 @dataclass
 class Server:
-    """A server with every service, and none implemented."""
+    """A server with every service of a peer, of which none does anything."""
 
     record: PeerRecord
     callers: Callers
@@ -99,7 +99,7 @@ class Server:
 
     @asynccontextmanager
     async def called_by(self, identity: Identity) -> AsyncIterator[grpc.aio.Channel]:
-        """A connection of a caller that trusts this server."""
+        """Open a connection of a caller that trusts this server."""
         credentials = tls.pinned_credentials(self.record.certificate_pem, locked.as_member_of_ours(identity))
         if identity is locked.OPEN:
             credentials = tls.pinned_credentials(self.record.certificate_pem)
@@ -114,7 +114,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         async def start_one(
             identity: Identity = PEER, *, max_calls: int = 2, max_bytes: int = MAX_KEPT_BYTES
         ) -> Server:
-            # Time stands still for the rate of calls.
+            # The clock that counts the rate of calls stands still.
             clock, callers = Clock(), Callers(ManualClock(), max_calls=max_calls, max_bytes=max_bytes)
             guarding = Guard(authority=identity.authority, callers=callers, clock=clock, stage=lambda: running.stage)
             server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guarding])
@@ -144,7 +144,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
 
 
 class Stage(StageServiceServicer):
-    """Streams as the real one does, but waits for nothing."""
+    """Has the real service's calls and streams, but waits for nothing."""
 
     async def Train(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.TrainReply]:
         await context.abort(SERVED)
@@ -160,7 +160,7 @@ class Stage(StageServiceServicer):
 
 
 class Generation(GenerationServiceServicer):
-    """Likewise."""
+    """Has the real service's calls, but waits for nothing."""
 
     async def Generate(self, request_iterator: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateReply]:
         await context.abort(SERVED)
@@ -168,7 +168,7 @@ class Generation(GenerationServiceServicer):
 
 
 class Meeting(MeetingServiceServicer):
-    """Likewise."""
+    """Has the real service's calls, but waits for nothing."""
 
     async def Check(self, request: Any, context: Any) -> meeting_pb2.CheckReply:
         return meeting_pb2.CheckReply()
@@ -187,7 +187,7 @@ class Probe(ProbeServiceServicer):
 
 
 class Directory(DirectoryServiceServicer):
-    """Has much to say about every key but the empty one."""
+    """Answers with many bytes about every key but the empty one."""
 
     num_answered = 0
 
@@ -198,7 +198,7 @@ class Directory(DirectoryServiceServicer):
 
 
 class Averaging(AveragingServiceServicer):
-    """Reads what comes, as the real one does, and has much to say."""
+    """Reads what comes, as the real service does, and answers with many bytes."""
 
     num_answering = 0
 
@@ -218,7 +218,7 @@ class Averaging(AveragingServiceServicer):
 
 
 async def _code(call: Any) -> grpc.StatusCode:
-    """How a call ended."""
+    """The status with which a call ended."""
     try:
         if hasattr(call, "__aiter__"):
             async for _ in call:
@@ -232,7 +232,7 @@ async def _code(call: Any) -> grpc.StatusCode:
 
 
 def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
-    """Every call there is, made in one's own name."""
+    """Every call that there is, made in the caller's own name."""
     stage: Any = StageServiceStub(channel)
     lease: Any = LeaseServiceStub(channel)
     directory: Any = DirectoryServiceStub(channel)
@@ -338,11 +338,11 @@ async def test_a_stolen_certificate_is_of_no_use_without_its_key(start: Any) -> 
 
 
 async def test_a_tokens_own_certificate_is_nobody(start: Any, tmp_path: Path) -> None:
-    """Even if the owner has signed it. gRPC's own clients would not show it, so this one is another."""
+    """Though the owner has signed it. gRPC's clients would not show a token alone, so this client is another one."""
     server, shown = await start(), tmp_path / "shown.pem"
     token = locked.PEER_TOKEN
     shown.write_text(certificates.to_pem(token.certificate) + certificates.key_pem(token.key))
-    # Until the server hangs up: how a client hears of it depends on what it is just doing.
+    # The loop ends when the server hangs up. How a client hears of that depends on what it is just doing.
     with suppress(ssl.SSLError, ConnectionError):
         async with asyncio.timeout(10.0), _asking_without_taking(server, READ, SMALL, shown=shown) as reader:
             await reader.read()
@@ -400,7 +400,7 @@ async def test_the_calls_of_one_caller_are_counted(start: Any, server_is: Identi
 
 
 async def test_nonsense_waits_its_turn_as_well(start: Any) -> None:
-    """A refusal costs as much as an answer."""
+    """To refuse a call costs as much as to answer it."""
     server = await start(max_calls=1000)
     async with server.called_by(OTHER_PEER) as channel:
         nonsense = channel.unary_unary("/swarm.rpc.v1.AveragingService/Begin")
@@ -413,7 +413,7 @@ async def test_nonsense_waits_its_turn_as_well(start: Any) -> None:
 
 READ = b"/swarm.rpc.v1.DirectoryService/Read"
 LARGE, SMALL = directory_pb2.ReadRequest(key="x"), directory_pb2.ReadRequest()
-"""As the answers are."""
+"""Sizes of the answers that are wanted."""
 
 
 async def test_a_call_goes_on_until_its_answer_is_taken(start: Any) -> None:
@@ -453,7 +453,7 @@ async def test_answers_that_are_not_taken_have_a_limit(start: Any) -> None:
 async def _asking_without_taking(
     server: Server, method: bytes, request: Message, *, times: int = 1, shown: Path | None = None
 ) -> AsyncIterator[asyncio.StreamReader]:
-    """A connection on which something is asked for, and that takes no byte of an answer; gRPC's clients take all.
+    """Ask for something over a connection, and take no byte of the answer, which gRPC's clients would take.
 
     It is HTTP/2 with an initial window of 0.
 
@@ -473,7 +473,7 @@ async def _asking_without_taking(
         b":method": b"POST", b":scheme": b"https", b":path": method,
         b":authority": b"x", b"te": b"trailers", b"content-type": b"application/grpc",
     }  # fmt: skip
-    # Each a literal, without indexing.
+    # Each header is a literal without indexing.
     packed = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in headers.items())
     message = request.SerializeToString()
     for stream_id in range(1, 2 * times, 2):
@@ -491,7 +491,7 @@ def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
 
 
 async def test_long_lists_wait_their_turn_as_well(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each entry is looked at, before it is known whether it makes sense."""
+    """Each entry is checked before it is known whether it makes sense."""
     server = await start()
     looked_at: list[Any] = []
 
@@ -532,7 +532,7 @@ async def test_who_takes_no_answer_is_cut_off(start: Any, monkeypatch: pytest.Mo
 async def test_who_takes_no_byte_of_an_answer_is_cut_off_and_counted(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What gRPC holds is there until the connection ends."""
+    """gRPC keeps the bytes of an answer until the connection ends."""
     monkeypatch.setattr(guard, "PIECE_SECONDS", 0.3)
     server = await start(locked.OPEN)
     shared = b"/swarm.rpc.v1.AveragingService/Shared"
@@ -557,7 +557,7 @@ async def test_members_call_nobody_but_the_peers_of_their_run(start: Any, server
 
 
 async def test_members_call_the_very_peer_of_the_record(start: Any) -> None:
-    """Not another one that the same token let in."""
+    """Another peer that the same token let in does not pass for the one of the record."""
     server = await start(OTHER_PEER)
     pool = ChannelPool(identity=PEER)
     stub: Any = StageServiceStub(pool.channel(server.record))

@@ -20,14 +20,14 @@ SECONDS = 5.0
 
 
 class Ahead(SystemClock):
-    """A clock that is set."""
+    """A clock that is ahead."""
 
     def time(self) -> float:
         return super().time() + 7.0
 
 
 class Peer:
-    """Is asked."""
+    """A peer that is asked."""
 
     def __init__(self) -> None:
         self.is_exchanging = False
@@ -70,7 +70,7 @@ async def test_its_own_training_comes_first(peer: Peer, fault: str, monkeypatch:
     monkeypatch.setattr(probe, "BUDGET_BYTES", probe.BUDGET_BYTES if peer.is_exchanging else 1 << 20)
     with pytest.raises(Overloaded, match="the line is in use"):
         await measure_rates(peer.channel, SystemClock())
-    # That is free.
+    # A probe without bytes is free.
     await measure_distance(peer.channel, SystemClock())
 
 

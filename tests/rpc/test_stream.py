@@ -11,7 +11,7 @@ from swarm.rpc.stream import Stream
 
 
 async def test_a_call_that_breaks_while_its_end_is_written_is_a_failed_peer() -> None:
-    """gRPC's core may notice first, and then tells of an operation that failed; it would end this process."""
+    """gRPC's core may notice the break first, and then raises another error, which would end this process."""
 
     async def taken(*_: Any) -> None:
         return None

@@ -42,7 +42,7 @@ async def test_the_announced_certificate_passes(address: str) -> None:
 
 
 async def test_another_certificate_is_refused(address: str) -> None:
-    """Though it bears the same name."""
+    """The certificate is refused although it bears the same name."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await _call(address, tls.pinned_credentials(OTHER.certificate_pem))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -19,11 +19,11 @@ from swarm.rpc.turns import (
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 PIECE_SECONDS = 1.5
-"""What a piece takes where one has the line alone."""
+"""How long a piece takes for a peer that has the line alone."""
 
 
 class _Line:
-    """A line that all who use it share alike, and what is downloaded over it."""
+    """A line that all downloads over it share equally."""
 
     def __init__(self, *, is_training: bool = False) -> None:
         self.clock = LoopClock()
@@ -46,7 +46,7 @@ class _Line:
             self.used_seconds += PIECE_SECONDS
 
     async def download(self, who: str, num_pieces: int) -> float:
-        """All pieces, as a peer fetches them; gives when they were there."""
+        """Fetch all pieces, as a peer does; returns when they were there."""
         for _ in range(num_pieces):
             while True:
                 try:
@@ -111,7 +111,7 @@ async def test_who_waits_is_told_its_place_and_keeps_it_while_it_asks() -> None:
 
 @in_virtual_time
 async def test_nobody_keeps_the_others_from_it_for_ever() -> None:
-    """One that takes each piece slowly, and one that never ends its call."""
+    """One peer takes each piece slowly, and one never ends its call."""
     line, began_at = _Line(), LoopClock().monotonic()
     slow = asyncio.create_task(line.download("slow", 10_000))
     await asyncio.sleep(0.1)

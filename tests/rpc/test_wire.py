@@ -121,7 +121,7 @@ def test_whatever_float16_can_carry_is_accepted() -> None:
 
 
 def _fp16(exponent: int, *numbers: float) -> torch.Tensor:
-    """As docs/protocol.md has it: the numbers are to be multiplied by 2^(exponent - 141)."""
+    """Encode as docs/protocol.md says: the numbers have to be multiplied by 2^(exponent - 141)."""
     return torch.tensor([exponent, *numbers], dtype=torch.float16)
 
 
@@ -134,7 +134,7 @@ def test_scaled_numbers_are_judged_by_what_they_mean(tensor: torch.Tensor) -> No
 
 
 def _int8(*scales: float, code: int = 1) -> torch.Tensor:
-    """Blocks as docs/protocol.md has them: the scales, then 128 codes for each."""
+    """Encode blocks as docs/protocol.md says: the scales, then 128 codes for each."""
     codes = torch.full((128 * len(scales),), code, dtype=torch.int8)
     return torch.cat([torch.tensor(scales, dtype=torch.bfloat16).view(torch.uint8), codes.view(torch.uint8)])
 

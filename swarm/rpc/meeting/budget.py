@@ -1,7 +1,7 @@
 """How much a meeting point carries: connections and bytes per second, for each caller and in all.
 
-Used by meeting_point. What a caller sends beyond its share waits, and so the connection slows down; a connection beyond
-the number is refused. What is carried is counted.
+Used by meeting_point. Bytes that a caller sends beyond its share wait, which slows the connection down; connections
+beyond the limit are refused. Carried bytes are counted.
 """
 
 from collections import Counter
@@ -14,27 +14,27 @@ from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, subtract
 
 BURST_SECONDS = 0.25
-"""What was not used in so long may be used at once."""
+"""A caller may send at once the part of its share that it did not use within this time."""
 RETRY_SECONDS = 5.0
 """How long a caller that was refused waits before it asks again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingLimits:
-    """What a peer does at most for those that others do not reach."""
+    """The most that a meeting point does for peers that others do not reach."""
 
     max_waiting: int = 64
-    """Peers that may wait here at one time; 0 lets none."""
+    """Peers that may wait here at one time; 0 lets none wait."""
     max_connections: int = 128
     """Connections that are carried at one time."""
     max_connections_each: int = 32
     """The most connections of one caller that are carried at one time."""
     bytes_per_second: float = 25e6
-    """The rate of all that is carried."""
+    """The rate at which all callers' bytes together are carried."""
     share_each: float = 0.5
-    """What one caller may have of it."""
+    """The share of `bytes_per_second` that one caller may have."""
     share_while_exchanging: float = 0.25
-    """What may be carried of it while this peer averages: its own round comes first."""
+    """The share of `bytes_per_second` that callers may have while this peer averages: its own round comes first."""
 
 
 class Budget:
@@ -46,10 +46,10 @@ class Budget:
         self._is_exchanging = is_exchanging
         self._connections: Counter[Caller] = Counter()
         self._due: dict[Caller, float] = {}
-        """When the next piece of a caller is due that comes evenly."""
+        """When each caller's next piece is due if its bytes are to go at an even rate."""
         self._all_due = 0.0
         self.num_bytes = 0
-        """Carried since this peer began to serve its stage."""
+        """How many bytes were carried since this peer began to serve its stage."""
 
     @property
     def num_connections(self) -> int:
@@ -58,7 +58,7 @@ class Budget:
 
     @contextmanager
     def connection(self, caller: Caller) -> Iterator[None]:
-        """Count a connection inside. Raises Overloaded if there are too many."""
+        """Count a connection while the block runs. Raises Overloaded if there are too many."""
         limits = self._limits
         if self.num_connections >= limits.max_connections or self._connections[caller] >= limits.max_connections_each:
             raise Overloaded("too many connections are carried already", retry_after_seconds=RETRY_SECONDS)
@@ -71,7 +71,7 @@ class Budget:
                 self._due.pop(caller, None)
 
     async def spend(self, caller: Caller, num_bytes: int) -> None:
-        """Wait until so many bytes of a caller may be passed on. Cancelling ends the wait."""
+        """Wait until `num_bytes` of a caller may be passed on. Cancelling ends the wait."""
         share = self._limits.share_while_exchanging if self._is_exchanging() else 1.0
         rate = self._limits.bytes_per_second * share
         now = self._clock.monotonic()

@@ -1,7 +1,7 @@
-"""Lines to a peer, and the bytes on them: what one connection's end sends goes to the other end, until one closes.
+"""Lines to a peer, and how the bytes of a connection pass over a line, in both directions, until one end closes.
 
 A line is a TCP connection, or a call to a meeting point that carries one. Used by dialler, ways, punch and waiting. The
-bytes are TLS of others, and nothing is read into them.
+bytes are TLS between others; nothing here looks at them.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from swarm.rpc.v1 import meeting_pb2 as pb
 PIECE_BYTES = 256 << 10
 """The largest piece of a connection in one message."""
 BUFFER_BYTES = 1 << 20
-"""The limit of a StreamReader. With asyncio's own, 64 KiB, carrying takes twice the processor's time."""
+"""The limit of a StreamReader. With asyncio's default of 64 KiB, carrying takes twice the processor time."""
 
 TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Kind(StrEnum):
-    """How a line goes."""
+    """How a line reaches the peer."""
 
     DIRECT = "direct"
     PUNCHED = "punched"
@@ -32,17 +32,17 @@ class Kind(StrEnum):
 
 
 class Line(Protocol):
-    """An open connection to a peer, or what stands for it."""
+    """An open connection to a peer, or a call that stands for one."""
 
     @property
     def kind(self) -> Kind: ...
 
     async def carry(self, stream: TcpStream) -> None:
-        """Pass everything on between it and a connection. Closes both; cancelling does so, too."""
+        """Pass bytes between this line and a connection until one of them ends. Closes both, also when cancelled."""
         ...
 
     async def close(self) -> None:
-        """Close it, also where it is closed already."""
+        """Close the line; nothing happens if it is closed already."""
         ...
 
 
@@ -75,14 +75,14 @@ class CallLine:
 
     @classmethod
     async def opened(cls, call: Any, channel: grpc.aio.Channel, opening: pb.Carried, seconds: float) -> Self:
-        """A line, once the meeting point has connected its two ends. Closes the channel where it does not.
+        """Wait until the meeting point has connected both ends, and return the line; if it fails, close the channel.
 
         Args:
             opening: the first message of the call.
             seconds: longest wait for the answer.
 
         Raises:
-            SwarmError: what the meeting point refused with, or PeerUnavailable where it does not answer.
+            SwarmError: the meeting point's refusal, or PeerUnavailable if it does not answer.
         """
         try:
             async with Stream(call) as stream:
@@ -115,7 +115,7 @@ class CallLine:
 
 
 async def first_of(*work: Coroutine[Any, Any, None]) -> None:
-    """Do all until one is done, then end the others. What went wrong in one of them is the end of it, and no error."""
+    """Run all until the first one ends, then cancel the others. An error counts as an end, and is not raised."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,9 @@
 """Whether others reach a peer: both ends of the question.
 
-A peer that joins asks two or three others, which dial it back and tell what they reached. `DialBack` is their end. It
-must be no port scanner: of an address other than the one that the call came from it tells, always after the same time,
-whether the asker itself answers there, which TLS proves, or that this machine has no way to such an address. A node of
-the DHT is dialled only where its peer has proved itself, or at the address that the call came from. One caller is
+A peer that joins asks two or three others, which dial it back and tell what they reached. `DialBack` is their end, and
+must not serve as a port scanner. Of an address other than the caller's own it tells only whether the asking peer itself
+answers there, which TLS proves, or that this machine has no way to such an address; and a "no" always takes the same
+time. A node of the DHT is dialled only where its peer has proved itself, or at the caller's own address. One caller is
 answered at a time.
 """
 
@@ -31,9 +31,9 @@ from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
 logger = logging.getLogger(__name__)
 
 DIAL_SECONDS = 2.0
-"""Longest wait for an endpoint to answer: a lost packet, and three round trips."""
+"""Longest wait for an endpoint to answer: enough for a lost packet and three round trips."""
 ANSWER_SECONDS = 5.0
-"""Deadline of the question, while another caller's is answered before it."""
+"""Deadline of a question: another caller's may be answered before it."""
 GAP_SECONDS = 1.0
 """A caller's next question is answered no sooner than this after its last one."""
 MAX_ENDPOINTS = 4
@@ -51,12 +51,12 @@ async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds:
 
 @dataclass(frozen=True)
 class _Target:
-    """What is dialled.
+    """An endpoint to dial.
 
     Attributes:
-        addresses: of its host, those that may be dialled.
-        is_observed: whether that is the address that the call came from.
-        has_way: whether this machine has a way to it, of that version of IP.
+        addresses: the one address of its host to dial; empty if none may be dialled.
+        is_observed: whether that is the address that the call came from, or the call came from this machine.
+        has_way: whether this machine has any address of the same version of IP.
     """
 
     endpoint: str
@@ -67,17 +67,17 @@ class _Target:
 
     @property
     def is_strange(self) -> bool:
-        """Whether somebody else's may have been dialled."""
+        """Whether the address that was dialled may be another machine's than the caller's."""
         return bool(self.addresses) and not self.is_observed
 
 
 class DialBack:
-    """Answers, one caller at a time."""
+    """Dials callers back and answers them, one at a time."""
 
     def __init__(self, clock: Clock, *, insecure: bool) -> None:
         """
         Args:
-            insecure: the run does without TLS: then whatever accepts a connection is taken for the caller.
+            insecure: whether the run does without TLS; then anything that accepts a connection passes for the caller.
         """
         self._clock = clock
         self._insecure = insecure
@@ -89,7 +89,7 @@ class DialBack:
 
         Raises:
             Overloaded: the caller has just asked.
-            MalformedMessage: too many endpoints, or none with a port.
+            MalformedMessage: there are too many endpoints, or one has no port.
         """
         caller, observed = caller_of(context), peer_address(context)[0]
         if is_tunnelled(observed):
@@ -108,7 +108,7 @@ class DialBack:
             far = [target for target in dht_targets if target not in near and target.addresses in hosts]
             nodes += await _reached(far, _is_node)
         if any(target.is_strange for target in set(grpc_targets) - set(proved)):
-            # How soon a stranger's port refuses is nobody's business.
+            # The caller must not learn how soon a port of another machine refuses.
             await self._clock.sleep(max(0.0, began_at + DIAL_SECONDS - self._clock.monotonic()))
         return pb.CheckReply(
             observed_host=observed,
@@ -133,7 +133,7 @@ class DialBack:
 
 
 async def _reached(targets: Iterable[_Target], answers: Any) -> list[_Target]:
-    """Those that `answers` (host, port) says yes to, in their order."""
+    """The targets for which `answers(host, port)` is true, in their order."""
 
     async def is_reached(target: _Target) -> bool:
         for address in target.addresses:
@@ -151,7 +151,7 @@ async def _reached(targets: Iterable[_Target], answers: Any) -> list[_Target]:
 
 
 async def _is_node(host: str, port: int) -> bool:
-    """Whether libp2p answers."""
+    """Whether a node of libp2p answers at this address."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(MULTISTREAM)
@@ -200,14 +200,14 @@ async def _addresses(host: str) -> list[str]:
 
 def _may_be_dialled(address: str, observed: str) -> bool:
     ip = ipaddress.ip_address(address.partition("%")[0])
-    # Of a peer on this machine any address may be this machine's.
+    # A caller on this machine may name any address: each may be one of this machine.
     if address == observed or ipaddress.ip_address(observed).is_loopback:
         return True
     return not (ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified)
 
 
 def peer_address(context: Any) -> tuple[str, int]:
-    """The address and port that a call comes from, of which `context` is the ServicerContext."""
+    """The address and port from which the call with this ServicerContext comes."""
     # gRPC gives ipv4:192.0.2.1:5001, or ipv6:[::1]:5001 with percent signs.
     host, port = host_and_port(unquote(context.peer()).partition(":")[2])
     ip = ipaddress.ip_address(host)

@@ -1,8 +1,8 @@
-"""Connections that gRPC cannot open by itself, opened for it: it asks by HTTP CONNECT, on the loopback.
+"""Opens connections for gRPC that it cannot open by itself; gRPC asks for them by HTTP CONNECT, on the loopback.
 
-gRPC for Python takes no open connection. But a channel with the option grpc.http_proxy has its connections opened by a
-proxy, and this is one, inside this process. Each channel has a name of its own here, which nobody can guess, and what
-opens its connections. Used by ways and punch.
+gRPC for Python takes no connection that is open already. But for a channel with the option grpc.http_proxy a proxy
+opens the connections, and the Dialler is such a proxy, inside this process. It gives each channel a name, which nobody
+can guess, and knows by the name which function opens the channel's connections. Used by ways and punch.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _MAX_CONNECTIONS = 1024
 
 
 class Dialler:
-    """One process's, or one pool's."""
+    """The proxy that opens connections for a channel pool, or for a peer that waits at meeting points."""
 
     def __init__(self) -> None:
         self._openers: dict[str, Opener] = {}
@@ -35,7 +35,7 @@ class Dialler:
         self._connections: set[asyncio.Task[None]] = set()
 
     def route(self, opener: Opener) -> tuple[str, Options]:
-        """The target and the option of a channel whose connections are opened by this. Must run in the event loop."""
+        """The target and the option of a channel whose connections `opener` opens. Must run in the event loop."""
         if self._listening is None:
             self._listening = socket.create_server(("127.0.0.1", 0), backlog=128)
             self._serving = asyncio.get_running_loop().create_task(self._serve(self._listening))
@@ -44,7 +44,7 @@ class Dialler:
         return f"{name}:1", (("grpc.http_proxy", f"http://127.0.0.1:{self._listening.getsockname()[1]}"),)
 
     def forget(self, target: str) -> None:
-        """Open no more connections of a channel; those that are open stay."""
+        """Open no more connections for a channel; those that are open stay."""
         self._openers.pop(target.partition(":")[0], None)
 
     async def close(self) -> None:
@@ -71,7 +71,7 @@ class Dialler:
         try:
             await self._connect(reader, writer)
         except asyncio.CancelledError:
-            # The server's own end. asyncio would log a handler that was cancelled.
+            # The dialler closes. If the error went on, asyncio would log that a handler was cancelled.
             pass
         finally:
             self._connections.discard(task)
@@ -81,7 +81,7 @@ class Dialler:
         try:
             async with asyncio.timeout(_HEAD_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
-            # CONNECT name:1 HTTP/1.1, and headers that say nothing more.
+            # The request is CONNECT name:1 HTTP/1.1, with headers that do not matter.
             opener = self._openers[head.split()[1].rpartition(b":")[0].decode()]
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, LookupError, ValueError):
             return
@@ -89,7 +89,7 @@ class Dialler:
             line = await opener()
         except (SwarmError, OSError, TimeoutError) as error:
             logger.debug("no connection: %s", error)
-            # A gateway's timeout: the peer may well be there, and nothing says that its process has died.
+            # 504, a gateway's timeout: rpc/failures takes it for "out of reach", not for "the process has died".
             writer.write(b"HTTP/1.1 504 no way\r\n\r\n")
             with contextlib.suppress(OSError):
                 await writer.drain()

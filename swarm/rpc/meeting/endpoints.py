@@ -24,7 +24,7 @@ def direct(endpoints: Iterable[str]) -> list[str]:
 
 
 def versions(endpoints: Iterable[str]) -> set[int]:
-    """The versions of IP, 4 and 6, with which direct endpoints are reached; a name may stand for both."""
+    """The versions of IP, 4 or 6, by which direct endpoints are reached; a name counts for both."""
     found = set[int]()
     for endpoint in endpoints:
         try:

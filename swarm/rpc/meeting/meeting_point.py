@@ -1,8 +1,8 @@
-"""The servicer at a peer that others reach: those that others do not reach wait here, and are connected to callers.
+"""The servicer of a meeting point: peers that others do not reach wait here, and are connected to their callers.
 
 Runs at every stage peer, as one more service of its gRPC server, so that it needs no further port and has the guard's
 rights and limits. A connection is carried by two calls, Connect and Take, piece by piece. What is in the pieces is TLS
-between the two ends. Never stores anything, and knows nothing but who waits and who asks.
+between the two ends. Never stores anything, and knows only which peers wait and which callers ask.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceServicer
 from swarm.types import PeerId
 
 BEAT_SECONDS, SILENCE_SECONDS = 2.5, 8.0
-"""A peer that waits says so at this interval, and is answered; after the silence each end takes the other for gone."""
+"""How often a peer that waits sends a beat, and after how long without a word either end gives up."""
 FIRST_SECONDS = 5.0
 """Longest wait for a stream's first message."""
 ANSWER_SECONDS = 5.0
-"""Longest wait until a peer that is called answers."""
+"""Longest wait for the answer of a peer that is called."""
 IDLE_SECONDS = 900.0
-"""A connection on which nothing moves for so long is closed; gRPC opens another one when it needs it."""
+"""A connection on which nothing moves for this long is closed; gRPC opens another one when it needs it."""
 STALL_SECONDS = 30.0
 """Longest wait until one end takes what the other one has sent."""
 MEET_SECONDS = 4.0
@@ -50,24 +50,25 @@ MEET_SECONDS = 4.0
 
 @dataclass(eq=False)
 class _Waiter:
-    """A peer that waits."""
+    """A peer that waits here."""
 
     context: Any
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def say(self, reply: pb.WaitReply) -> None:
-        """Beats and calls may be due at one moment."""
+        """Send the peer a beat or a call; if two are due at one moment, one after the other."""
         async with self.writing:
             await send(self.context, reply, SILENCE_SECONDS)
 
 
 @dataclass(eq=False)
 class _Answer:
-    """The call, Take or Meet, with which a peer answers that was called.
+    """The call, Take or Meet, with which a peer that was called answers.
 
     Attributes:
-        released: it is needed no longer.
-        gone: it has ended.
+        local: for Meet, the endpoint that the peer has in its own network.
+        released: set when the call is needed no longer.
+        gone: set when the call has ended.
     """
 
     context: Any
@@ -91,7 +92,7 @@ class MeetingPoint(MeetingServiceServicer):
 
     @property
     def num_waiting(self) -> int:
-        """Peers that wait here."""
+        """The number of peers that wait here."""
         return len(self._waiting)
 
     # -- the calls ---------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class MeetingPoint(MeetingServiceServicer):
         await send(context, pb.WaitReply(challenge=challenge), FIRST_SECONDS)
         proof = (await _read(context, "proof", FIRST_SECONDS)).proof
         peer_id, waiter = self._proved(proof, challenge), _Waiter(context)
-        # It has proved its key, so it is the same peer: what waits under its id has lost its connection.
+        # The peer has proved its key, so a waiter under its id is this peer too, over a connection that it has lost.
         self._waiting[peer_id] = waiter
         try:
             beat: pb.Beat | None = pb.Beat()
@@ -226,14 +227,14 @@ class MeetingPoint(MeetingServiceServicer):
                 for end, address, local in ((answer.context, here, request.local), (context, there, answer.local)):
                     reply = pb.MeetReply(observed=endpoint_of(*address), local=local if is_near else "", secret=secret)
                     await send(end, reply, FIRST_SECONDS)
-                # Their routers keep the ports for as long as these calls are open.
+                # The routers of both peers keep the ports for as long as these calls are open.
                 await first_of(asyncio.sleep(MEET_SECONDS), _ended(answer))
             finally:
                 answer.released.set()
 
 
 def signed_bytes(meeting_point: PeerId, peer_id: PeerId, challenge: bytes) -> bytes:
-    """What a peer signs that waits. It names the meeting point, which could pass the challenge of another one on."""
+    """The bytes that a peer signs in order to wait. They name the meeting point: at another one they are worthless."""
     return json.dumps(["swarm wait", meeting_point, peer_id, challenge.hex()]).encode()
 
 

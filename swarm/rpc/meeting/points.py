@@ -1,4 +1,4 @@
-"""Connections to meeting points, each of its own: so that what is carried for one does not hold up another.
+"""Opens connections to meeting points. Each use has one of its own, so that bytes of one do not hold up another.
 
 Used by ways, punch and waiting. A meeting point's certificate is asked for once, and then pinned.
 """
@@ -20,14 +20,14 @@ class Points:
         self._certificates: dict[Entry, str] = {}
 
     async def connect(self, point: Entry, options: Options = BULK_OPTIONS, *, target: str = "") -> grpc.aio.Channel:
-        """A new channel.
+        """Open a new channel to a meeting point.
 
         Args:
-            options: of the channel. Those for bulk transfers have no connection in common with other channels.
-            target: what to connect to in the place of its endpoint.
+            options: of the channel. With those for bulk transfers it shares no connection with other channels.
+            target: what to connect to instead of the meeting point's endpoint.
 
         Raises:
-            PeerUnavailable: it does not answer, or another peer does.
+            PeerUnavailable: the meeting point does not answer, or another peer does.
             ValueError: the run is locked, and there is no token.
         """
         target = target or point.endpoint
@@ -40,5 +40,5 @@ class Points:
         return grpc.aio.secure_channel(target, credentials, options=(*options, *tls.PINNED_OPTIONS))
 
     def forget(self, point: Entry) -> None:
-        """Ask for its certificate again: it may have another one by now, under the same key."""
+        """Ask for a meeting point's certificate again next time: it may have another one by now, for the same key."""
         self._certificates.pop(point, None)

@@ -1,9 +1,10 @@
-"""A connection between two peers behind routers, punched: both dial each other at one moment, from known ports.
+"""Punches a connection between two peers behind routers: both dial each other at one moment, from known ports.
 
-Used by ways, which wants one, and by waiting, whose peer was called. Both ask a meeting point, from the port with which
-they will dial, where the other one is seen; two SYN packets that cross open both routers (TCP simultaneous open, RFC
-9293, 3.5). Where only one of them has a router, the other is simply reached. What arrives has to say a secret that the
-meeting point gave to both. TLS between the two comes afterwards.
+Used by ways at the peer that calls, and by waiting at the one that is called. Each asks a meeting point, from the port
+from which it will dial, for the address at which the meeting point sees the other; two SYN packets that cross open both
+routers (TCP simultaneous open, RFC 9293, 3.5). If only one of the two has a router, the other is simply reached. A
+connection counts once the caller has sent a secret over it that the meeting point gave to both. TLS between the two
+comes afterwards.
 """
 
 import asyncio
@@ -30,22 +31,22 @@ from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
 logger = logging.getLogger(__name__)
 
 MEETING_SECONDS = 6.0
-"""Longest wait until both have asked."""
+"""Longest wait until both peers have asked the meeting point."""
 PUNCH_SECONDS = 2.0
 """How long both sides dial."""
 AGREE_SECONDS = 1.0
-"""Longest wait until the other end has said that it is the one."""
+"""Longest wait until the other end of a new connection has sent the secret, or taken the connection."""
 _AGAIN_SECONDS = 0.1
 _ADOPTED = b"\x06"
-"""Said by the one that was called, on the connection that it takes."""
+"""What the peer that was called sends on the connection that it takes."""
 
 
 async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.MeetRequest) -> Line | None:
-    """A connection to the other one; None where it cannot be had. Cancelling leaves nothing behind.
+    """Open a connection to the other peer; None if that fails. Cancelling leaves nothing behind.
 
     Args:
-        point: the meeting point through which both are known to each other.
-        request: whom to meet, or the token with which this peer was called.
+        point: the meeting point that both peers ask.
+        request: names the peer to meet, or holds the token with which this peer was called.
     """
     is_caller = request.WhichOneof("message") == "to"
     try:
@@ -54,7 +55,7 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
         logger.debug("%s is not found: %s", point.endpoint, error)
         return None
     listener = _bound(family, 0)
-    # Of two sides one may have no router: it is reached here, from whatever port the other one's router takes.
+    # This side may have no router: then it is reached here, from whatever port the other side's router takes.
     listener.listen(4)
     local_port = listener.getsockname()[1]
 
@@ -68,7 +69,7 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
         try:
             request.local = endpoint_of(own_host(family, address), local_port)
             reply = await _met(channel, request)
-            # The call stays open meanwhile, so that the router keeps the port.
+            # The call stays open while both dial, so that the router keeps the port.
             candidates = [host_and_port(endpoint) for endpoint in (reply.observed, reply.local) if endpoint]
             meeting = _Meeting(listener, family, reply.secret, is_caller=is_caller)
             async with asyncio.timeout(PUNCH_SECONDS):
@@ -84,7 +85,7 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
 
 
 async def _met(channel: grpc.aio.Channel, request: pb.MeetRequest) -> pb.MeetReply:
-    """Where the other one is. The call ends with the channel. Raises SwarmError, ValueError."""
+    """Ask where the other peer is. The call stays open until the channel closes. Raises SwarmError, ValueError."""
     stub: Any = MeetingServiceStub(channel)
     async with Stream(stub.Meet(request)) as call:
         reply: pb.MeetReply = await call.read(MEETING_SECONDS)
@@ -94,7 +95,7 @@ async def _met(channel: grpc.aio.Channel, request: pb.MeetRequest) -> pb.MeetRep
 
 
 class _Meeting:
-    """Two that dial each other."""
+    """One side of two peers that dial each other."""
 
     def __init__(self, listener: socket.socket, family: int, secret: bytes, *, is_caller: bool) -> None:
         self._listener = listener
@@ -102,10 +103,10 @@ class _Meeting:
         self._secret = secret
         self._is_caller = is_caller
         self._agreeing = asyncio.Lock()
-        """The caller offers one connection after the other, so that both take the same one."""
+        """Held while the caller offers a connection: it offers one after the other, so that both take the same one."""
 
     async def first(self, candidates: Iterable[tuple[str, int]]) -> TcpStream:
-        """The first connection on which both agree, whichever side opened it. Cancelling closes all."""
+        """The first connection on which both agree, whichever side opened it. Cancelling closes all connections."""
         work = [self._arrival(), *(self._departure(candidate) for candidate in candidates)]
         tasks = [asyncio.ensure_future(part) for part in work]
         winner = None
@@ -116,7 +117,8 @@ class _Meeting:
         finally:
             for task in tasks:
                 task.cancel()
-            # Before the listener is closed: the loop would still watch its descriptor, and the next socket's there.
+            # The tasks end before the listener is closed, or the loop would go on watching its descriptor, which the
+            # next socket may get.
             for task, end in zip(tasks, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
                 if task is not winner and not isinstance(end, BaseException):
                     end[1].close()
@@ -132,7 +134,7 @@ class _Meeting:
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 return await self._agreed(await _connected(self._family, address, local_port))
-            # Refused: the other one's router answers strangers, and it has not dialled yet.
+            # Refused: the other side has not dialled yet, and its router answers strangers.
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _agreed(self, sock: socket.socket) -> TcpStream:
@@ -156,7 +158,7 @@ class _Meeting:
 
 
 def _bound(family: int, local_port: int) -> socket.socket:
-    """A socket at a port that several have: one listens, and some connect from it."""
+    """A socket at a port that several sockets share: one listens there, and others connect from there."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -183,7 +185,7 @@ async def _stream(sock: socket.socket) -> TcpStream:
 
 
 async def resolved(point: Entry) -> tuple[int, tuple[str, int]]:
-    """Family and address of a meeting point. Raises OSError."""
+    """The address family and the address of a meeting point. Raises OSError."""
     loop = asyncio.get_running_loop()
     family, *_, address = (await loop.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM))[0]
     return family, (str(address[0]), int(address[1]))

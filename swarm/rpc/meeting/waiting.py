@@ -1,7 +1,8 @@
-"""The end at a peer that others do not reach: it waits at meeting points, and answers those who are connected there.
+"""The end at a peer that others do not reach: it waits at meeting points, and takes connections of callers there.
 
-Run by swarm-peer, next to its server. What comes is passed on to that server over the loopback, where TLS ends and the
-guard stands as for everybody else. A meeting point that falls silent is left within seconds, and another one is found.
+Run by swarm-peer, next to its server. Bytes of callers are passed on to that server over the loopback; there TLS ends,
+and the guard checks these callers like all others. A meeting point that falls silent is left within seconds, and
+another one is found.
 """
 
 import asyncio
@@ -32,21 +33,21 @@ from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
 logger = logging.getLogger(__name__)
 
 NUM_POINTS = 3
-"""Meeting points at which a peer waits: two may die at one moment."""
+"""Meeting points at which a peer waits: two of them may die at one moment."""
 LOOK_SECONDS = 0.5
-"""Time between two looks at whether it waits at enough of them."""
+"""Time between two checks of whether the peer waits at enough of them."""
 AGAIN_SECONDS = 10.0
 """How long a meeting point that refused, or was lost, is left alone."""
 CONNECT_SECONDS = 5.0
 """Longest wait until a meeting point has accepted this peer, and until a caller is connected."""
 MAX_LINES = 256
-"""Connections from callers at one time."""
+"""The most connections from callers at one time."""
 _WAIT_OPTIONS = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 """A ping shows within seconds that a meeting point has fallen silent."""
 
 
 class Waiting:
-    """One peer that waits at meeting points."""
+    """Keeps one peer waiting at meeting points."""
 
     def __init__(
         self, own: Identity, points: Points, dialler: Dialler, clock: Clock, *, server: tuple[str, int],
@@ -55,7 +56,7 @@ class Waiting:
         """
         Args:
             server: host and port of this peer's own gRPC server.
-            candidates: gives peers that may be meeting points, each with all of its endpoints.
+            candidates: gives the endpoints of peers that may be meeting points, an Entry for each.
         """
         self._own = own
         self._points = points
@@ -64,7 +65,7 @@ class Waiting:
         self._server = server
         self._candidates = candidates
         self._kept: dict[Entry, None] = {}
-        """Meeting points that have accepted this peer, those first that did so first."""
+        """Meeting points that have accepted this peer, in the order in which they did."""
         self._trying: set[Entry] = set()
         self._avoided_until: dict[Entry, float] = {}
         self._num_called = 0
@@ -72,16 +73,16 @@ class Waiting:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """How it is reached through the meeting points that have accepted it, at each of their endpoints.
+        """This peer's endpoints: one through each endpoint of the meeting points that have accepted it.
 
-        Those at which it waits come first. A caller may have another version of IP than this peer.
+        Those to which this peer is connected itself come first. A caller may have another version of IP than this peer.
         """
         kept = {point.peer_id for point in self._kept}
         others = (point for point in self._candidates() if point.peer_id in kept)
         return tuple(map(tunnel_through, dict.fromkeys([*self._kept, *others])))
 
     def num_lines(self, kind: Kind) -> int:
-        """Connections from callers that are open now and go like this."""
+        """The number of connections from callers that are open now and are of this kind."""
         return self._lines[kind]
 
     async def run(self) -> Never:
@@ -98,7 +99,7 @@ class Waiting:
         self._avoided_until = {point: until for point, until in self._avoided_until.items() if until > now}
         taken = {point.peer_id for point in self._trying}
         free = [p for p in self._candidates() if p.peer_id not in taken and p not in self._avoided_until]
-        # Of each peer the first endpoint that has not failed.
+        # The first endpoint of each peer that has not failed: a later entry of the dict replaces an earlier one.
         wanted = {point.peer_id: point for point in reversed(free)}
         return list(wanted.values())[: NUM_POINTS - len(self._trying)]
 
@@ -121,7 +122,7 @@ class Waiting:
             self._avoided_until[point] = self._clock.monotonic() + AGAIN_SECONDS
 
     async def _wait(self, point: Entry, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> None:
-        """Raises SwarmError once it is over."""
+        """Prove this peer's key, wait and answer calls. Raises SwarmError once the waiting is over."""
         stub: Any = MeetingServiceStub(channel)
         async with Stream(stub.Wait()) as call:
             challenge = (await call.read(CONNECT_SECONDS)).challenge
@@ -148,7 +149,7 @@ class Waiting:
                 await self._clock.sleep(BEAT_SECONDS)
                 await call.write(pb.WaitRequest(beat=pb.Beat()), SILENCE_SECONDS)
         except (SwarmError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            logger.debug("no beat: %s", error)  # The next answer that does not come ends the wait.
+            logger.debug("no beat: %s", error)  # Unanswered, the wait ends after SILENCE_SECONDS.
 
     async def _answer(self, point: Entry, called: pb.Called) -> None:
         """Connect a caller to this peer's own server, for as long as the connection lasts."""
@@ -181,13 +182,13 @@ class Waiting:
             self._lines[line.kind] -= 1
 
     async def _own_server(self, point: Entry, caller: str) -> TcpStream:
-        """A connection to this peer's server, from an address of the caller's own where the system has such."""
+        """Connect to this peer's own server, from a loopback address of the caller's own if the system has several."""
         host, port = self._server
         try:
             source = (tunnel_source(f"{point.peer_id} {caller}"), 0)
             return await asyncio.open_connection(host, port, local_addr=source, limit=BUFFER_BYTES)
         except OSError:
-            # The server listens at one address only, or the system has one loopback address (macOS). From the machine's
-            # own address all such callers are one, and none is taken for this machine itself.
+            # The server listens at one address only, or the system has one loopback address (macOS). Calls from the
+            # machine's own address count as one caller, but are not taken for calls of this machine itself.
             host = own_host(*await resolved(point))
             return await asyncio.open_connection(host, port, local_addr=(host, 0), limit=BUFFER_BYTES)

@@ -1,10 +1,10 @@
-"""The ways to one peer: its endpoints are tried in turn, what failed is left alone for a while, and better ways are
-looked for behind what works.
+"""The ways to one peer: its endpoints are tried in turn, one that failed is tried last for a while, and a better way is
+looked for while another is in use.
 
-Used by channels, for peers that have more than one endpoint, or are reached through a meeting point. What is opened
-here is copied once on its way to gRPC. So an endpoint that works directly is handed to gRPC as it is, for what comes
-next. A connection that a meeting point carries is there at once; meanwhile one is punched, and likewise used for what
-comes next.
+Used by channels, for peers that have more than one endpoint, or are reached through a meeting point. The bytes of a
+connection that is opened here are copied once on their way to gRPC. So gRPC gets an endpoint that works directly, and
+dials it itself for later calls. A connection that a meeting point carries is there at once; meanwhile one is punched,
+and later calls use that.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 DIRECT_SECONDS = 1.0
-"""Longest wait for a connection to an endpoint; gRPC waits three for all together (rpc/options)."""
+"""Longest wait for a connection to an endpoint; gRPC waits three seconds for all together (rpc/options)."""
 TUNNEL_SECONDS = 2.5
-"""The longest wait for a connection through a meeting point, which has to be connected to, and to call the peer."""
+"""Longest wait for a connection through a meeting point, which is connected to first, and then calls the peer."""
 DIRECT_AGAIN_SECONDS, TUNNEL_AGAIN_SECONDS = 60.0, 5.0
-"""How long an endpoint that failed is tried after the others."""
+"""How long an endpoint that failed, direct or through a meeting point, is tried only after the others."""
 BETTER_AGAIN_SECONDS = 600.0
-"""Time between two attempts at a better way than the one that works: what a router does seldom changes."""
+"""Time between two attempts at a better way than the one that works: a router's behaviour seldom changes."""
 
 
 class Ways:
@@ -50,16 +50,16 @@ class Ways:
         self._no_better_until = 0.0
 
     def learn(self, record: PeerRecord) -> None:
-        """Take over a record's endpoints, unless a newer one is known: what is told by others may be old."""
+        """Take over a record's endpoints, unless a newer record is known: other peers may pass on an old one."""
         if record.announced_at >= self._announced_at:
             self._endpoints, self._announced_at = record.endpoints, record.announced_at
             self._failed_until = {end: until for end, until in self._failed_until.items() if end in self._endpoints}
 
     async def open(self) -> Line:
-        """A connection by the first way that works.
+        """Open a connection by the first way that works.
 
         Raises:
-            PeerUnavailable: none does.
+            PeerUnavailable: no way works.
         """
         faults: list[str] = []
         now = self._clock.monotonic()
@@ -73,7 +73,7 @@ class Ways:
         raise PeerUnavailable("; ".join(faults))
 
     async def better(self) -> Line | str | None:
-        """An endpoint that gRPC can dial itself, or a line that no meeting point carries; None if there is none now."""
+        """Find an endpoint that gRPC can dial itself, or punch a line; None if neither works now."""
         if self._clock.monotonic() < self._no_better_until:
             return None
         found = await self._direct_or_punched()
@@ -90,7 +90,7 @@ class Ways:
                     return endpoint
             except (OSError, TimeoutError, ValueError):
                 continue
-            # Another meeting point would make no difference to the routers.
+            # One try is enough: another meeting point would make no difference to the routers.
             return await punch(self._points, self._dialler, point, pb.MeetRequest(to=self._peer_id))
         return None
 
@@ -134,7 +134,7 @@ class Road:
         self._first = first
         self._is_open = asyncio.Event()
         self.target, self.options = dialler.route(self._open)
-        """What the channel is opened with."""
+        """The target and the options with which the channel is opened."""
 
     async def _open(self) -> Line:
         line, self._first = self._first or await self._ways.open(), None
@@ -145,7 +145,7 @@ class Road:
         return line
 
     async def better(self) -> Line | str:
-        """Return, once a connection is open that need not stay, a better one: see Ways. However long it takes."""
+        """Wait until a connection is open that is not punched, and then until a better one is found (Ways.better)."""
         while True:
             await self._is_open.wait()
             found = await self._ways.better()

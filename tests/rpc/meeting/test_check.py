@@ -29,11 +29,11 @@ class From:
         self._peer = peer
 
     def peer(self) -> str:
-        """As gRPC has it."""
+        """The address as gRPC writes it."""
         return self._peer
 
     def auth_context(self) -> dict[str, Any]:
-        """No certificate."""
+        """Show no certificate."""
         return {}
 
 
@@ -45,7 +45,7 @@ async def _serve(own: Identity) -> tuple[grpc.aio.Server, int]:
 
 
 async def _node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """What libp2p says first."""
+    """Answer with the bytes with which libp2p begins."""
     writer.write(b"\x13/multistream/1.0.0\n")
     await reader.read()
     writer.close()
@@ -118,7 +118,7 @@ async def test_a_stranger_cannot_have_this_machine_or_its_network_dialled(monkey
 
 
 async def test_with_a_trainers_token_one_may_ask_about_oneself() -> None:
-    """As swarm-doctor does, for a machine that may serve one day."""
+    """swarm-doctor asks like this, for a machine that may serve one day."""
     server, port = await _serve(locked.TRAINER)
     async with meeting_point(locked.PEER, authority=locked.PEER.authority) as host:
         channel = await Points(locked.TRAINER, insecure=False).connect(host.entry)

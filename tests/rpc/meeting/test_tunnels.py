@@ -29,7 +29,7 @@ MEGABYTE = bytes(range(256)) * (4 << 10)
 
 @pytest.fixture
 def no_punching(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between routers that give every connection another port."""
+    """Let no punching work, as between routers that give every connection another port."""
 
     async def punch(*_: object) -> None:
         return None
@@ -48,7 +48,7 @@ async def test_what_is_called_through_a_meeting_point_arrives_whole_and_from_an_
         assert host.point.budget.num_connections == 2
         assert host.point.budget.num_bytes > 4 * len(MEGABYTE)
         assert hidden.waiting.num_lines(Kind.RELAYED) == 2
-        # All calls are from one caller, and it is not taken for this machine, which has no limits.
+        # All calls count as one caller's, which is not taken for this machine itself: that would have no limits.
         assert all(peer.startswith("ipv4:127.77.") for peer in hidden.callers)
         assert len({peer.rpartition(":")[0] for peer in hidden.callers}) == 1
         await pool.close()
@@ -82,7 +82,7 @@ async def test_another_meeting_point_takes_over_from_one_that_dies() -> None:
         assert await echo(pool.channel(record), b"a") == b"a"
         dying = first if record.endpoint.endswith(str(first.entry)) else second
         await dying.server.stop(None)
-        # Calls under way break with the connection, and their callers try again.
+        # Calls under way break with the connection, so their callers try again.
         async with asyncio.timeout(5.0):
             while True:
                 with suppress(grpc.aio.AioRpcError):
@@ -145,7 +145,7 @@ async def test_a_peer_that_does_not_wait_is_not_connected() -> None:
 async def test_nobody_waits_under_anothers_id() -> None:
     own, victim = generate(), generate()
     async with meeting_point() as host, meeting_point() as elsewhere:
-        # Signed with another key, for another meeting point, and under another id than the key's.
+        # The proofs are signed with another key, for another meeting point, and under another id than the key's.
         await _is_refused(host, victim.peer_id, victim, host, own)
         await _is_refused(host, own.peer_id, own, elsewhere, own)
         await _is_refused(host, victim.peer_id, own, host, own)
@@ -175,7 +175,7 @@ async def test_in_a_locked_run_its_members_wait_and_connect() -> None:
             pool = ChannelPool(identity=caller)
             assert await echo(pool.channel(hidden.record), b"a") == b"a"
             await pool.close()
-        # A trainer serves nothing, and so waits nowhere.
+        # A trainer serves nothing, so it may not wait at a meeting point.
         async with asyncio.timeout(5.0):
             channel = await Points(locked.TRAINER, insecure=False).connect(host.entry)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
