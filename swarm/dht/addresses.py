@@ -1,6 +1,6 @@
 """Multiaddresses of DHT nodes: what users type, what a node listens on, and why an address may lead nowhere.
 
-Used by node and kademlia. Pure, but for a look whether a port is free. Never resolves a name.
+Used by node and kademlia. Pure, but for checking whether a port is free. Never resolves a name.
 """
 
 import re
@@ -11,14 +11,14 @@ from swarm.errors import PeerUnavailable
 from swarm.rpc.endpoint import ip_of
 
 Node = tuple[str, ...]
-"""All known addresses of one node: libp2p dials them side by side, and keeps the one that answers first."""
+"""All known addresses of one node: libp2p dials them at the same time, and keeps the connection that opens first."""
 
 _EXPLANATIONS = {
     "peer id mismatch": "another peer answers there: it restarted under a new identity, so copy its present address",
     "dial to self": "that is this peer's own address: two peers cannot share one identity file",
     "local time": "this machine's clock and theirs differ by more than 3 s: set the time",
 }
-"""What libp2p and hivemind say when a node cannot be joined, and what to tell the user."""
+"""Words of what libp2p and hivemind say when a node cannot be joined, and what to tell the user instead."""
 _NODE = re.compile(
     r"/(?:(?P<family>ip4|ip6)/(?P<ip>[^/]+)|dns[46]?/[A-Za-z0-9._-]+)/tcp/(?P<port>\d{1,5})"
     r"/p2p/(?P<peer_id>[1-9A-HJ-NP-Za-km-z]{40,64})"
@@ -26,11 +26,11 @@ _NODE = re.compile(
 
 
 class Unjoinable(PeerUnavailable):
-    """No node can be joined at the addresses that were given, however often it is tried."""
+    """No node can be joined at the addresses that were given, and trying again would not help."""
 
 
 class OwnAddress(Unjoinable):
-    """All addresses that were given to enter the DHT are this very node's own."""
+    """All addresses that were given for joining the DHT are this very node's own."""
 
 
 def cannot_join(tried: Sequence[Node], faults: Sequence[str]) -> PeerUnavailable:
@@ -60,7 +60,7 @@ def split(address: str) -> tuple[str, str]:
     """Split a node's address into its endpoint and its libp2p id.
 
     Raises:
-        ValueError: it is no node's address; one line shows what one looks like.
+        ValueError: this is no node's address; the message is one line that shows what one looks like.
     """
     match = _NODE.fullmatch(address)
     if match is None or not 0 < int(match["port"]) < 65536 or (match["ip"] and match["family"] != _family(match["ip"])):
@@ -72,13 +72,13 @@ def split(address: str) -> tuple[str, str]:
 
 
 def require_all(given: Iterable[str]) -> None:
-    """Raise ValueError for the first that is no node's address."""
+    """Raise ValueError for the first string that is no node's address."""
     for address in given:
         split(address)
 
 
 def of_nodes(given: Iterable[str]) -> list[Node]:
-    """The addresses, those of one node together, in their order; what is no node's address is left out."""
+    """Group addresses by node, in the order in which nodes are first named; leave out what is no node's address."""
     nodes: dict[str, list[str]] = {}
     for address in filter(is_node, dict.fromkeys(given)):
         nodes.setdefault(split(address)[1], []).append(address)
@@ -91,7 +91,7 @@ def at(host: str, port: int) -> str:
 
 
 def is_host(name: str) -> bool:
-    """Whether this is an IP address, or could be a host's name as libp2p takes it: in small letters."""
+    """Whether this is an IP address, or may be a host's name, which libp2p takes only in lower case."""
     if re.fullmatch(r"[0-9.]+|.*:.*", name):
         return _family(name) != "dns"
     labels = name.split(".")
@@ -99,7 +99,7 @@ def is_host(name: str) -> bool:
 
 
 def everywhere() -> list[str]:
-    """What to listen on for all addresses of this machine: IPv4's, and IPv6's where the system has that."""
+    """The hosts to listen on for all addresses of this machine: of IPv4, and of IPv6 where the system has it."""
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.bind(("::", 0))
@@ -109,17 +109,17 @@ def everywhere() -> list[str]:
 
 
 def free_port(host: str, port: int) -> int:
-    """Check that a port of this machine is free, and return it; 0 stands for any, and one is chosen.
+    """Check that a port of this machine is free, and return it; for port 0 choose a free one.
 
     Raises:
-        ValueError: one line says why the port cannot be had.
+        ValueError: one line says why the port cannot be used.
     """
     family = socket.AF_INET6 if _family(host) == "ip6" else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                # As libp2p does, which may listen on the same port of IPv4 as well.
+                # libp2p sets this too: it may listen on the same port of IPv4 as well.
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind((host, port))
             chosen: int = probe.getsockname()[1]
@@ -129,7 +129,7 @@ def free_port(host: str, port: int) -> int:
 
 
 def require_free_port(host: str, port: int) -> int:
-    """Raise likewise for a port of the DHT: libp2p itself would share a port with another node in silence."""
+    """Check as `free_port` does, for a port of the DHT: libp2p would silently share its port with another node."""
     try:
         return free_port(host, port)
     except ValueError as error:

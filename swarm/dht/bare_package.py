@@ -1,6 +1,7 @@
-"""Importing a part of a package without the package's own __init__, which imports all the others.
+"""Importing one part of a package without the package's own __init__, which imports all other parts.
 
-Used by node.py: hivemind's takes twice as long as its DHT, and nothing here needs its averaging, experts or optimizers.
+Used by node.py: hivemind's __init__ takes twice as long to import as its DHT, and nothing here needs hivemind's
+averaging, experts or optimizers.
 """
 
 import importlib.util
@@ -11,12 +12,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def bare_package(name: str) -> Iterator[None]:
-    """Have parts of a package imported inside the block without its own __init__.
+    """Let the block import parts of a package without the package's own __init__.
 
-    A later import of the package itself gives all of it. Where it is there already, nothing changes.
+    A later import of the package itself gives all of it. If the package has been imported already, nothing changes.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: the package is not installed.
     """
     if name in sys.modules:
         yield

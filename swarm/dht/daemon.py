@@ -20,14 +20,14 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 2.0
-# Not in TMPDIR: a socket's path has 108 characters at most, and hivemind keeps its end in /tmp too.
+# Not in TMPDIR, which may be long: a socket's path has at most 108 characters. hivemind's sockets are in /tmp as well.
 _PLACE, _PREFIX = Path("/tmp"), "swarm-p2pd-"
 _SOCKET = "control.sock"
 _START_SECONDS = 60.0
 
-# PR_SET_PDEATHSIG survives exec but not fork, so the process that becomes p2pd sets it: p2pd dies with us even if we
-# are killed with -9. A process group of its own keeps a terminal's Ctrl-C away from p2pd, through which the peer still
-# says goodbye. A preexec_fn could deadlock in a process with threads.
+# The process that becomes p2pd sets PR_SET_PDEATHSIG, since that survives exec but not fork: p2pd dies with us even if
+# we are killed with -9. In a process group of its own p2pd does not get a terminal's Ctrl-C, after which the peer still
+# needs it to say goodbye. A preexec_fn could deadlock in a process with threads.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 os.setpgid(0, 0)
@@ -62,7 +62,7 @@ class Daemon:
         await self._process.wait()
 
     async def stop(self) -> None:
-        """End the process, by force if it must be, and remove its socket."""
+        """End the process, by force if it does not end otherwise, and remove its socket."""
         try:
             self._signal(signal.SIGTERM)
             await asyncio.wait({self.ended}, timeout=_STOP_SECONDS)
@@ -72,17 +72,18 @@ class Daemon:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _signal(self, number: signal.Signals) -> None:
-        # It may have ended by itself.
+        # The process may have ended by itself.
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
 
 async def launch(program: Path, options: Sequence[str]) -> Daemon:
-    """Start p2pd and wait until its control socket answers. The thread of this loop must live as long as p2pd.
+    """Start p2pd and wait until its control socket answers. Cancellation leaves nothing behind.
+
+    The kernel ends p2pd when the thread that calls this ends.
 
     Raises:
         OSError: p2pd ended at once; the message is its last line.
-    Cancellation leaves nothing behind.
     """
     remove_leftovers(_PLACE)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PLACE))
@@ -107,7 +108,7 @@ async def launch(program: Path, options: Sequence[str]) -> Daemon:
 
 
 def remove_leftovers(place: Path) -> None:
-    """Remove the folders of daemons that were killed with their owners: those that are not new and have no listener."""
+    """Remove the folders of daemons that were killed with their owners: old ones at whose socket nobody listens."""
     for folder in place.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
             if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _START_SECONDS:
@@ -125,5 +126,5 @@ async def _await_ready(process: asyncio.subprocess.Process) -> None:
             return
         reason = line.decode(errors="replace").strip() or reason
         if reason.startswith("fatal error:"):
-            break  # From Go's runtime, which is mostly out of memory: what follows says where, and not why.
+            break  # Go's runtime says this, mostly when out of memory. The lines after it say where, but not why.
     raise OSError(f"the DHT's process, p2pd, did not start: {reason}")

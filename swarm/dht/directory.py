@@ -1,6 +1,6 @@
 """The directory of a run: which peers serve which stage, which claim to be on their way, and which trainers there are.
 
-Peers and trainers announce themselves here and look each other up; routers are fed by `watch`. It works over any
+Peers and trainers announce themselves here and look each other up; `watch` feeds routers. A directory works over any
 RecordStore. Every record is signed and checked. Never talks to the peers it lists, and decides nothing about them.
 """
 
@@ -22,17 +22,17 @@ from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, Ru
 logger = logging.getLogger(__name__)
 
 LEAVING_SECONDS = 5.0
-"""How long a peer that left is listed as leaving, at least."""
+"""A peer that left is listed as leaving for at least this long."""
 NUM_OFTEN, MAX_STRETCH = 32, 3.0
-"""Up to NUM_OFTEN peers are read at the interval asked for; with more it grows in proportion, to MAX_STRETCH times."""
+"""Up to NUM_OFTEN peers are read at the requested interval. With more it grows in proportion, to MAX_STRETCH times."""
 
 
 class Directory:
-    """One peer's picture of the run, and its own entries in it. A member of a locked run sees members alone."""
+    """What one process knows of the run, and its own entries in it. In a locked run only members' records count."""
 
     def __init__(self, store: RecordStore, identity: Identity, run_id: str, clock: Clock) -> None:
         self.store = store
-        """Where the records are; DirectoryService passes them on as they are."""
+        """Where the records are. DirectoryService reads it directly, and passes records on as they are."""
         self._identity = identity
         self._run_id = run_id
         self._clock = clock
@@ -41,11 +41,11 @@ class Directory:
         self._claims = self._known(keys.of_claims(run_id), ClaimRecord)
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
-        """By key, when the last record that was announced there expires."""
+        """When the last record that was announced under each key expires."""
         self.num_returns = 0
-        """How often the DHT has answered again after it had not: `watch` counts them."""
+        """How often `watch` has seen the DHT answer again after an outage."""
         self._has_incompatible: set[str] = set()
-        """Keys under which records of another protocol version are left out."""
+        """Keys with records of another protocol version, which are left out."""
 
     async def announce_peer(self, record: PeerRecord, lifetime_seconds: float) -> None:
         """List this peer under its stage, for at most `records.MAX_LIFETIME_SECONDS`.
@@ -65,12 +65,12 @@ class Directory:
         await self._announce(self._claims.key, record, lifetime_seconds)
 
     async def publish_config(self, config_json: str, lifetime_seconds: float) -> None:
-        """State what the run is, for `discover_config`. Raises PeerUnavailable as `announce_peer` does."""
+        """Announce the run's configuration, for `discover_config`. Raises PeerUnavailable as `announce_peer` does."""
         record = RunRecord(peer_id=self._identity.peer_id, config_json=config_json)
         await self._announce(keys.RUNS, record, lifetime_seconds)
 
     async def withdraw(self) -> None:
-        """List this peer as leaving the stage it last announced, for as long as its last record would have held.
+        """List this peer as leaving the stage it last announced, for as long as its last record would have lasted.
 
         Raises:
             PeerUnavailable: the DHT cannot be reached; the record expires by itself.
@@ -86,8 +86,8 @@ class Directory:
         """The peers of a stage, in whatever state. Raises PeerUnavailable.
 
         Args:
-            partly: for callers that ask again and again: one of the DHT's nodes is asked and not all. What an earlier
-                answer had is not lost, and what this one misses another one has.
+            partly: whether to ask only one of the DHT's nodes, for callers that ask again and again. Unexpired records
+                of earlier answers stay, and a later answer has what this one lacks.
         """
         known = self._stage(stage)
         records = self._compatible(known, await known.read(partly=partly))
@@ -100,12 +100,12 @@ class Directory:
         """The trainers of the run. Raises PeerUnavailable.
 
         Args:
-            partly: as of `peers`.
+            partly: as in `peers`.
         """
         return self._compatible(self._trainers, await self._trainers.read(partly=partly))
 
     async def claims(self) -> list[ClaimRecord]:
-        """The claims of peers that are about to serve a stage, or were lately. Raises PeerUnavailable."""
+        """The claims of peers that are about to serve a stage, or were a moment ago. Raises PeerUnavailable."""
         return self._compatible(self._claims, await self._claims.read())
 
     async def watch(
@@ -114,10 +114,10 @@ class Directory:
         on_update: Callable[[int, Sequence[PeerRecord]], None],
         interval_seconds: float,
     ) -> None:
-        """Read the stages again and again, and tell `on_update`; while the DHT is gone it is told nothing.
+        """Read the stages again and again, and tell `on_update`, except while the DHT does not answer.
 
-        Runs until it is cancelled. The more peers there are the longer are the intervals, by `stretch`, since each of
-        them reads of all of them; yet records do not expire in between, unless two readings in a row miss one.
+        Runs until it is cancelled. With more peers the intervals are longer, by `stretch`, since each peer reads the
+        records of all. A record still expires only if two readings in a row miss its renewal.
         """
         lost = False
         while True:
@@ -155,10 +155,11 @@ class Directory:
 
     async def _announce(self, key: str, record: BaseModel, lifetime_seconds: float) -> None:
         now = self._clock.time()
-        # The DHT keeps the farthest expiry, so a record must expire after the one it replaces, which may be on its way.
+        # Of two records the DHT keeps the one that expires later, so a new record must expire after the one before it,
+        # which may still be on its way.
         later = self._expirations.get(key, 0.0) + 0.001
         if later > now + MAX_LIFETIME_SECONDS:
-            # It was announced while the clock was ahead: no node took it, and none would take one that lasts as long.
+            # The one before was announced while the clock was ahead: no node took it, and none would take a later one.
             later = 0.0
         expiration = max(now + lifetime_seconds, later)
         value = seal(self._identity, key, record, expiration)
@@ -172,5 +173,5 @@ class Directory:
 
 
 def stretch(num_peers: int) -> float:
-    """The factor by which the intervals of `watch` are longer than asked for, with so many peers."""
+    """The factor by which `watch` makes its intervals longer when there are `num_peers` peers."""
     return min(MAX_STRETCH, max(1.0, num_peers / NUM_OFTEN))

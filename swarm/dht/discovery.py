@@ -16,16 +16,16 @@ from swarm.types import PROTOCOL_VERSION, RunRecord
 async def discover_config(
     store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None, run: str = ""
 ) -> config.RunConfig:
-    """The configuration of the run that the peers at `address` (which only errors name) train.
+    """Find the configuration of the run that the peers at `address` train; errors name this address.
 
     Args:
-        authority: the owner of the run that is looked for, as the token names it; None for an open run.
-        run: the digest with which the id of the run that is looked for ends; without it there may be one run alone.
+        authority: the owner of the wanted run, as the token names it; None for an open run.
+        run: the digest with which the id of the wanted run ends. If it is empty, only one run may be announced.
 
     Raises:
         PeerUnavailable: the DHT cannot be reached, or no run is announced in it.
-        ValueError: there are several runs, or another than the one that is looked for, the run's configuration makes no
-            sense to this version, it is locked and there is no token, or the token is for another run.
+        ValueError: there are several runs, or another one than the wanted one; or this version cannot read the run's
+            configuration; or the run is locked and there is no token, or the token is for another run.
         IncompatibleVersion: the run speaks another protocol version.
     """
     runs, faults = await _announced_runs(store, clock, address, authority)
@@ -64,15 +64,15 @@ async def discover_config(
 async def discover_runs(
     store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None, run: str = ""
 ) -> list[config.RunConfig]:
-    """The configurations of all runs that are announced at `address` and that this token, or none, is good for.
+    """The configurations of all runs announced at `address` that this process may look at, with its token or without.
 
-    Any node of the DHT can announce runs that are none. So what is named comes first, and nothing displaces it.
+    Any node of the DHT can announce made-up runs, so the run that the caller names always comes first.
 
     Args:
-        run: the digest with which the id of the run ends that comes first, if it is there.
+        run: the digest with which the id of the named run ends.
 
     Raises:
-        As of discover_config, where there is no such run.
+        As discover_config does, if there is no such run.
     """
     runs, _ = await _announced_runs(store, clock, address, authority)
     owner = "" if authority is None else authority.fingerprint
@@ -85,7 +85,7 @@ async def discover_runs(
 async def _announced_runs(
     store: RecordStore, clock: Clock, address: str, authority: Authority | None
 ) -> tuple[dict[str, config.RunConfig], list[Exception]]:
-    """The configurations by run id, and what is wrong with those that cannot be read."""
+    """The configurations by run id, and the errors of those that cannot be read."""
     runs: dict[str, config.RunConfig] = {}
     faults: list[Exception] = []
     for record in await KnownRecords(store, keys.RUNS, RunRecord, authority, clock).read():
@@ -102,6 +102,6 @@ async def _announced_runs(
         except ValueError as error:
             faults.append(error)
         else:
-            # The run's id is computed here, from the configuration: a record cannot claim another run's id.
+            # The run's id is computed from the configuration, so that a record cannot claim another run's id.
             runs[found.run_id] = found
     return runs, faults

@@ -1,8 +1,8 @@
 """One of hivemind's DHT nodes over one p2pd: the only file that imports hivemind, which takes seconds.
 
-Launched by node, in the DHT's thread, and once more whenever p2pd has died. What hivemind lets other nodes do to one is
-bounded here: it stores and believes what the validator accepts and nothing else, caches nothing, and takes no
-made-up ids. Never looks into records.
+Launched by node, in the DHT's thread, and again whenever p2pd has died. This file bounds what other nodes can do to
+a node of hivemind: it stores and believes only what the validator accepts, caches nothing, and takes no made-up ids.
+Never looks into records.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ from swarm.machine.patience import patiently
 
 logger = logging.getLogger(__name__)
 
-# Not by the package hivemind itself, whose import would bring all the rest of it.
+# Found by way of hivemind_cli, because importing the package hivemind itself would bring all the rest of it.
 _P2PD = Path(str(resources.files("hivemind.hivemind_cli"))) / "p2pd"
 CONNECT_SECONDS = 5.0
 LOOK_AROUND_SECONDS = 3.0
-"""Longest time for a node that has joined to get to know those around it."""
+"""Longest time in which a node that has joined gets to know the nodes around it."""
 
 
 class Kademlia:
@@ -51,8 +51,8 @@ class Kademlia:
     Attributes:
         ended: done once p2pd has died; every call would then wait for each neighbour in turn.
         addresses: multiaddresses, /p2p/ID included, at which others can join; none in client mode.
-        is_client: whether it asks others, but cannot be asked and stores nothing.
-        num_answers: how many answers of other nodes have come, to calls of any kind.
+        is_client: whether the node only asks others: it cannot be asked, and stores nothing.
+        num_answers: how many answers other nodes have given, to calls of any kind.
         p2p: hivemind's connection to p2pd.
         node: hivemind's node.
     """
@@ -74,12 +74,12 @@ class Kademlia:
 
     @property
     def libp2p_id(self) -> str:
-        """What follows /p2p/ in its addresses."""
+        """The node's id in libp2p, which follows /p2p/ in its addresses."""
         return str(self.p2p.peer_id)
 
     @property
     def has_neighbours(self) -> bool:
-        """Whether it knows of any other node."""
+        """Whether the node knows of any other node."""
         return bool(self.node.protocol.routing_table.uid_to_peer_id)
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
@@ -87,29 +87,29 @@ class Kademlia:
         self._forget_far(key)
         is_stored, all_answered = await self._keepers_of(key).store(subkey, value, expiration)
         if not all_answered:
-            # Then hivemind gives it to others, until as many have it as should. Those that have it by now refuse it.
+            # Now hivemind gives the record to further nodes until enough have it. Those that have it already refuse it.
             search = self.node.store(key, value, expiration, subkey=subkey, exclude_self=self.is_client)
             is_stored = bool(await search) or is_stored
         return is_stored
 
     async def read_all(self, key: str) -> Found:
-        """What all nodes that keep the key have; without neighbours, what this node has itself."""
-        # Without `latest` hivemind would not ask further once this node itself stores something under the key.
+        """Read the key from all nodes that keep it; without neighbours, from this node alone."""
+        # Without `latest`, hivemind would ask no other node if this one stores anything under the key.
         found = await self.node.get(key, latest=True)
         return {} if found is None else {subkey: tuple(stored) for subkey, stored in found.value.items()}
 
     async def read_one(self, key: str) -> Found | None:
-        """What one of the nodes that keep the key has, another one each time; None if that one does not answer."""
+        """Read the key from one of the nodes that keep it, another one each time; None if that node does not answer."""
         return await self._keepers_of(key).read() if self.has_neighbours else None
 
     async def reach(self, known: addresses.Node) -> None:
-        """Have to do with a node again that has not answered and does now."""
+        """Take a node that had stopped answering back among the neighbours, if it answers again."""
         endpoints, peer_id = _parse(known)
         protocol, blacklist = self.node.protocol, self.node.blacklist
         if peer_id in protocol.routing_table and peer_id not in blacklist:
             return
         if await _connect(self.p2p, endpoints, peer_id) is None and await protocol.call_ping(peer_id) is not None:
-            # Otherwise hivemind asks it nothing for a pause that doubles with each call that failed.
+            # Otherwise hivemind would leave the node alone for a pause that doubles with each call that failed.
             blacklist.register_success(peer_id)
 
     async def stop(self) -> None:
@@ -120,7 +120,7 @@ class Kademlia:
             await self._process.stop()
 
     def _counting(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """A call to other nodes of which answers are counted: what hivemind finds does not tell whether any came."""
+        """Wrap a call to other nodes so that its answers are counted: hivemind's results do not tell if any came."""
 
         async def counted(*arguments: Any, **options: Any) -> Any:
             answer = await call(*arguments, **options)
@@ -135,10 +135,10 @@ class Kademlia:
         return self._keepers[key]
 
     def _forget_far(self, key: str) -> None:
-        """Drop what this node took itself while its clock was ahead.
+        """Drop what this node has stored under the key, if a record there was taken while the clock was ahead.
 
-        It would refuse all records that expire before that, and others would refuse all that it stores beside it. What
-        others announce comes again.
+        Because of that record this node would refuse all that expire earlier, and a new one that expires even later
+        would be refused by other nodes. What others announced, they announce again.
         """
         storage, key_id = self.node.protocol.storage, DHTID.generate(key)
         found = storage.get(key_id)
@@ -150,13 +150,13 @@ class Kademlia:
 
 
 def use_own_log(level: int) -> None:
-    """Have hivemind log as the rest of the program does, from this level on."""
+    """Have hivemind log as the rest of the program does, at this level and above."""
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(level)
 
 
 def new_validator(clock: Clock) -> RecordValidator:
-    """A validator for records as hivemind packs them. It knows no run yet."""
+    """A validator for records as hivemind packs them, which has not been told a run yet."""
     return RecordValidator(clock, hash_key=lambda key: DHTID.generate(key).to_bytes(), pack=MSGPackSerializer.dumps)
 
 
@@ -169,19 +169,18 @@ async def launch(
     clock: Clock,
     must_join: bool = False,
 ) -> Kademlia:
-    """Start p2pd and a node over it, and join those that answer.
+    """Start p2pd and a node over it, and join those known nodes that answer. Cancellation leaves nothing behind.
 
     Args:
         known: nodes, each by all of its addresses.
-        options: of p2pd.
+        options: options of p2pd.
         client_mode: ask others, but be asked by none and store nothing.
-        must_join: whether one of the known nodes, if there are any, has to answer. It is waited for, since it may start
-            at the same moment.
+        must_join: whether one of the known nodes, if there are any, has to answer. That is waited for, since they may
+            be starting at the same moment.
 
     Raises:
-        PeerUnavailable: none of them does, or what answers cannot be joined.
+        PeerUnavailable: with must_join, none of the known nodes answers, or none that does can be joined.
         OSError: p2pd cannot be started.
-    Cancellation leaves nothing behind.
     """
     async with contextlib.AsyncExitStack() as undo:
         process = await daemon.launch(_P2PD, options)
@@ -201,15 +200,15 @@ async def launch(
 
 
 async def _node_over(p2p: Any, client_mode: bool, validator: RecordValidator) -> Any:
-    """hivemind's node, which knows no other yet, and answers those that look for it."""
+    """Make hivemind's node. It knows no other node yet, but answers those that find it."""
     node = await DHTNode.create(
         p2p=p2p,
-        # It is the same after a restart. With a new one others would know one peer as two nodes, store every record
-        # there twice, and take the second refusal for an answer.
+        # The id is the same after a restart. With a new id, others would know one peer as two nodes, store every record
+        # there twice, and count its refusal of the second copy as an answer.
         node_id=DHTID.generate(str(p2p.peer_id)),
         client_mode=client_mode,
         record_validator=validator,
-        # A cached record would hide what was stored under its key since.
+        # A cached record would hide records that were stored under its key later.
         cache_locally=False,
         cache_nearest=0,
         cache_on_store=False,
@@ -221,23 +220,23 @@ async def _node_over(p2p: Any, client_mode: bool, validator: RecordValidator) ->
 
 
 async def _enter(p2p: Any, node: Any, known: Sequence[addresses.Node]) -> None:
-    """Have a node join those of the known ones that answer. Raises PeerUnavailable if none does."""
+    """Have a node join those known nodes that answer. Raises PeerUnavailable if none does."""
     faults = await asyncio.gather(*(_meet(p2p, node, other) for other in known))
     if None not in faults:
         raise addresses.cannot_join(known, [fault for fault in faults if fault is not None])
-    # It gets to know the nodes around it.
+    # This search makes the node known to those around it, and them to it.
     looking = asyncio.create_task(node.find_nearest_nodes([node.node_id]))
     await asyncio.wait({looking}, timeout=LOOK_AROUND_SECONDS)
     looking.cancel()
 
 
 async def _meet(p2p: Any, node: Any, other: addresses.Node) -> str | None:
-    """Have two nodes know each other. Returns what was wrong, or None."""
+    """Have this node and another one know each other. Returns what went wrong, or None."""
     endpoints, peer_id = _parse(other)
     if (fault := await _connect(p2p, endpoints, peer_id)) is not None:
         return fault
     try:
-        # That each reaches the other, and that their clocks agree, is checked on both sides.
+        # With `validate` both nodes check that each reaches the other, and that their clocks agree.
         met = await node.protocol.call_ping(peer_id, validate=True)
     except ValidationError as error:
         return str(error)
@@ -245,7 +244,7 @@ async def _meet(p2p: Any, node: Any, other: addresses.Node) -> str | None:
 
 
 async def _connect(p2p: Any, endpoints: Sequence[Any], peer_id: Any) -> str | None:
-    """Open a connection to a node, whichever of its endpoints answers first. Returns what was wrong, or None."""
+    """Connect to a node, at the endpoint that answers first. Returns what went wrong, or None."""
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             # hivemind's P2P has no public way to tell p2pd where a peer is.
@@ -262,12 +261,12 @@ def _parse(node: addresses.Node) -> tuple[Sequence[Any], Any]:
 
 
 def require_key_file(path: Path) -> None:
-    """Make a file with a new libp2p key that only this user can read, unless the file is there."""
+    """Unless the file exists, make one with a new libp2p key, which only this user can read."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    # hivemind makes the file private only once the key is in it.
+    # hivemind makes the file private only after it has written the key.
     mask = os.umask(0o077)
     try:
         P2P.generate_identity(str(temporary))
@@ -280,10 +279,9 @@ def require_key_file(path: Path) -> None:
 
 
 class NoCache(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """A node's cache that keeps nothing.
+    """A cache that keeps nothing, for hivemind's node.
 
-    Others may ask for their records to be cached, and one record with a late expiry would hide all that is stored under
-    its key.
+    Others may ask this node to cache records, and one that expires late would hide all that is stored under its key.
     """
 
     def store(self, *_: Any, **__: Any) -> bool:
@@ -296,9 +294,9 @@ class NoCache(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """A node's storage that keeps what the validator has room for.
+    """A storage that keeps what the validator has room for, for hivemind's node.
 
-    hivemind's own keeps any number of records, and a note of each version of one that is refreshed until that expires.
+    hivemind's own storage keeps any number of records, and notes every renewal of a record until that would expire.
     """
 
     def __init__(self, validator: RecordValidator) -> None:
@@ -310,10 +308,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: Any, subkey: str, value: bytes, expiration_time: float) -> bool:
-        """Keep a record, unless the validator has no room for it, or a later one is here."""
+        """Keep a record, unless the validator has no room for it, or one that expires later is here."""
         kept = self.get(key)
         former = kept.value.get(subkey) if kept is not None else None
-        # hivemind would refuse the one that expires sooner, and yet drop the later one at that time.
+        # hivemind would refuse a record that expires sooner, and yet drop the kept one when the refused one expires.
         if former is not None and former.expiration_time >= expiration_time:
             return False
         record = DHTRecord(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, expiration_time)
@@ -330,9 +328,9 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
 
 
 def _bound(table: Any) -> None:
-    """Have hivemind's routing table take no made-up ids, and only as many replacements for a bucket as it has nodes.
+    """Have hivemind's routing table refuse made-up ids, and keep no more replacements in a bucket than its nodes.
 
-    An id has to follow from the node's key: else one node could have any number of ids.
+    A node's id has to follow from its key, or one node could have any number of ids.
     """
     add = table.add_or_update_node
 

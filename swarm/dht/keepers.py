@@ -1,11 +1,11 @@
 """The nodes of the DHT that keep a key, remembered from one call to the next.
 
 Used by kademlia, in the DHT's thread. hivemind searches for these nodes at every call, and each node that it asks
-answers with all that it has under the key: every reading, and every record that is stored, would bring the whole list
-from each of the five nodes that keep it. Here a reading asks one of them, another one each time, and a store goes
-straight to all. Answers name the nodes near the key, and so does the node's own routing table: both keep the choice up
-to date. Now and then there is a new search. If one of the nodes does not answer, hivemind searches after all: an answer
-may name nodes that do not exist, and the node that gives it must not be the only one that is asked.
+answers with all that it has under the key. So every read, and every store of a record, would bring the whole list from
+each of the five nodes that keep it. Here a read asks one of them, another one each time, and a store goes straight to
+all. Which nodes these are is learnt from answers and the node's own routing table, which both name nodes near the key,
+and from a new search now and then. If one of the nodes does not answer, hivemind searches after all: a lying node may
+name nodes that do not exist, and must not become the only one that is asked.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from swarm.dht.record_store import Found
 from swarm.machine.clock import Clock
 
 SEARCH_SECONDS = 30.0
-"""How long it takes until the nearest nodes are searched for anew."""
+"""After this time the nearest nodes are searched for again."""
 
 
 class Keepers:
@@ -26,25 +26,25 @@ class Keepers:
         """
         Args:
             node: hivemind's DHTNode.
-            client_mode: this node keeps nothing itself.
+            client_mode: whether this node keeps nothing itself.
         """
         self._node = node
         self._protocol = node.protocol
         self._id_type = type(node.node_id)
-        """hivemind's DHTID, which kademlia alone imports."""
+        """hivemind's DHTID, which only kademlia may import."""
         self._key_id = self._id_type.generate(key)
         self._clock = clock
         self._own = {} if client_mode else {node.node_id: node.peer_id}
         self._nearest: dict[Any, Any] = {}
-        """The libp2p ids by node id, the nearest node first."""
+        """The libp2p ids of the keepers by node id, the nearest to the key first."""
         self._searched_at = float("-inf")
-        # Different readers begin with different nodes.
+        # Differs from node to node, so that different readers begin with different keepers.
         self._turn = int(node.node_id)
 
     async def read(self) -> Found | None:
-        """What one of the others has, another one each time, together with what this node has itself.
+        """Read the key from one of the other keepers, another one each time, and add what this node has itself.
 
-        None if there are no others, or if that one does not answer; then it counts as a keeper no more.
+        None if there are no other keepers, or if the one that is asked does not answer; it is no keeper any more then.
         """
         await self._update()
         others = self._others()
@@ -65,18 +65,18 @@ class Keepers:
         return found
 
     async def store(self, subkey: str, value: bytes, expiration: float) -> tuple[bool, bool]:
-        """Give a sealed record to all of them.
+        """Give a sealed record to all keepers.
 
         Returns:
-            Whether one of the others took it, or this node if none of them answers; and whether all that should have
-            it were asked, and answered.
+            Whether another keeper took the record, or, if no other answers, this node did; and whether all nodes that
+            should have it were asked and answered.
         """
         await self._update()
         others = self._others()
         is_keeper = len(others) < len(self._nearest)
         took_it = is_keeper and self._store_here(subkey, value, expiration)
         if not others:
-            # There may be others that did not answer a moment ago, and are back.
+            # Nodes that did not answer a moment ago may be back, so "all" is true only where no neighbour is known.
             return took_it, is_keeper and not self._protocol.routing_table.uid_to_peer_id
         packed = self._protocol.serializer.dumps(value)
         answers = await asyncio.gather(
@@ -91,7 +91,7 @@ class Keepers:
                 self._lost(node_id)
         heard = {peer: answer for peer, answer in zip(others.values(), answers, strict=True) if answer is not None}
         if heard:
-            # What the others say counts, since this node's own clock or token may be wrong.
+            # Only what the others say counts, since this node's own clock or token may be wrong.
             took_it = any(answer and all(answer) for answer in heard.values())
             took_it = took_it or await self._has(next(iter(heard)), subkey, expiration)
         return took_it, len(heard) == len(answers)
@@ -115,7 +115,7 @@ class Keepers:
 
     async def _update(self) -> None:
         if self._clock.monotonic() - self._searched_at > SEARCH_SECONDS:
-            # Nothing is stored under the id beside the key's, so that answers bring nodes and nothing else.
+            # The search is for the id next to the key's: nothing is stored there, so answers contain only nodes.
             beside = self._id_type(self._key_id ^ 1)
             found = await self._node.find_nearest_nodes([beside], self._protocol.num_replicas, exclude_self=True)
             self._nearest, self._searched_at = found[beside], self._clock.monotonic()
@@ -125,7 +125,7 @@ class Keepers:
         self._choose({**self._nearest, **dict(neighbours)})
 
     def _choose(self, candidates: Mapping[Any, Any]) -> None:
-        # A node's id follows from its libp2p key: else a liar could name itself under five ids near the key.
+        # Only ids that follow from a libp2p key count, or a liar could name itself under five ids near the key.
         genuine = {node_id: p for node_id, p in candidates.items() if self._id_type.generate(str(p)) == node_id}
         candidates = {**self._node._filter_blacklisted(genuine), **self._own}
         by_distance = sorted(candidates.items(), key=lambda item: self._key_id.xor_distance(item[0]))

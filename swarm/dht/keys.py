@@ -1,7 +1,7 @@
 """The DHT's keys: the names under which peers and trainers announce themselves.
 
-Used by directory and discovery, by records, which lets a trainer's token speak under one of them only, and by the
-programs, which tell their node and their servicer which keys their run has: those of `of_run`, and no others. Pure.
+Used by directory and discovery, by records, which lets a trainer's token announce under one of them only, and by the
+programs, which tell their node and their servicer which keys their run has (`of_run`). Pure.
 """
 
 RUNS = "swarm.runs"
@@ -25,7 +25,7 @@ def of_claims(run_id: str) -> str:
 
 
 def is_for_trainers(key: str) -> bool:
-    """Whether it is some run's key for trainers."""
+    """Whether a key is the one for trainers, of any run."""
     return key.endswith(_TRAINERS)
 
 

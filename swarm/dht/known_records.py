@@ -1,6 +1,6 @@
 """The records under one key of the DHT, as far as one process has read them.
 
-Used by directory and discovery. Every record is verified before it counts, and holds until it expires, even if a later
+Used by directory and discovery. Every record is verified before it counts, and stays until it expires, even if a later
 reading misses it.
 """
 
@@ -22,10 +22,10 @@ Record = TypeVar("Record", PeerRecord, TrainerRecord, ClaimRecord, RunRecord)
 
 
 class KnownRecords(Generic[Record]):
-    """What is known under one key.
+    """The records known under one key.
 
-    A machine whose clock is set would see no peer any more, since it would take all records for expired, or for lasting
-    too long. So nothing expires until the clock is believed.
+    When a machine's clock is set forward, all records seem to have expired at once, and no peer would be left. So
+    nothing expires here while the clock is in doubt (SteadyTime).
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class KnownRecords(Generic[Record]):
         self._known: dict[str, tuple[Record, float]] = {}
         """The records by subkey, each with the time at which it expires."""
         self._quota = KeyQuota()
-        """A node of the DHT may answer with any number of records that it has made up."""
+        """Bounds how many records are known: a node of the DHT may answer with any number of made-up ones."""
 
     def __len__(self) -> int:
-        """Records that held at the last reading that was answered."""
+        """The number of records that were valid at the last reading that was answered."""
         return len(self._known)
 
     async def read(self, *, partly: bool = False) -> list[Record]:
         """Read the key again.
 
         Returns:
-            All records that hold now, of whatever protocol version.
+            All records that are valid now, of any protocol version.
 
         Raises:
             PeerUnavailable: the DHT cannot be reached.

@@ -1,8 +1,8 @@
 """Reading the DHT through a peer: both ends of DirectoryService.
 
-The servicer runs at every stage peer and answers for the keys of its own run, from an answer that all callers share
-for a moment. The reader is what swarm-status has in the place of a DHT node: it opens two connections instead of
-starting libp2p and importing hivemind. Records pass through as they are, signed; their reader checks them.
+The servicer runs at every stage peer and answers for the keys of its own run; for a moment all callers share one
+answer. The reader is what swarm-status has in the place of a DHT node: it opens two connections instead of starting
+libp2p and importing hivemind. Records pass through as they are, signed; their reader checks them.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 1.0
-"""How long an answer does for all callers: any number of questions costs the DHT one lookup of each key a second."""
+"""How long one answer serves all callers: they cost the DHT one lookup of each key a second, however many they are."""
 MAX_REPLY_BYTES = 4 << 20
-"""Size of all records in a reply; the rest is left out and counted."""
+"""The largest size of all records in a reply; the rest is left out and counted."""
 ANSWER_SECONDS = 12.0
 """Deadline of a question, connecting included; the peer's own lookup may take ten seconds of it."""
 MAX_OTHERS = 8
-"""How many peers are remembered besides the ones that were named."""
+"""How many peers are remembered besides those that the user named."""
 
 
 @dataclass
 class _Answer:
-    """What is found under a key, or the reason why that is not known."""
+    """A lookup of a key, which ends with what is there or with an error; and when it ended, if it has."""
 
     lookup: asyncio.Task[pb.ReadReply | SwarmError]
     found_at: float | None = None
 
 
 class DirectoryServicer(DirectoryServiceServicer):
-    """Answers at one peer, as long as its process lives."""
+    """The servicer at one peer; it stays when the peer moves to another stage."""
 
     def __init__(self, *, store: RecordStore, keys: Collection[str], clock: Clock) -> None:
         """
         Args:
-            keys: those of this peer's run; nothing else is looked up for other peers.
+            keys: the keys of this peer's run; others are not looked up.
         """
         self._store = store
         self._clock = clock
@@ -61,7 +61,7 @@ class DirectoryServicer(DirectoryServiceServicer):
     async def Read(self, request: pb.ReadRequest, context: Any) -> pb.ReadReply:
         if request.key not in self._keys:
             await abort(context, WrongRun(f"{request.key[:80]!r} is no key of the run that this peer serves"))
-        # All callers that ask meanwhile wait for the same lookup, so it goes on if one of them gives up.
+        # Several callers may wait for the same lookup, so it goes on if one of them gives up.
         outcome = await asyncio.shield(self._lookup(request.key))
         if isinstance(outcome, SwarmError):
             await abort(context, outcome)
@@ -106,10 +106,10 @@ def _found(reply: pb.ReadReply, key: str) -> dict[str, tuple[bytes, float]]:
 
 
 class PeerStore:
-    """The DHT as some peer shows it: a RecordStore for a directory that announces nothing.
+    """Reads the DHT through a peer: a RecordStore for a directory that announces nothing.
 
-    Asks the peer that answered last, then the named ones, then others of the run. A peer that is gone is passed over,
-    and so is one that is alone in the DHT, if another one is not.
+    It asks the peer that answered last, then those that the user named, then others of the run. A peer that does not
+    answer is passed over, and so is one that is alone in the DHT, if another one is not.
     """
 
     def __init__(self, entries: Sequence[Entry], channels: ChannelPool, own: Identity, *, insecure: bool) -> None:
@@ -129,12 +129,12 @@ class PeerStore:
     async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
         """All unexpired records under a key: subkey -> (value, expiration). Cancellation ends the question.
 
-        One peer is asked in any case, whether `partly` or not.
+        `partly` makes no difference here.
 
         Raises:
-            PeerUnavailable: no peer answers; the message is about the first.
+            PeerUnavailable: no peer answers; the message says why the first one that was asked did not.
             ValueError: the run is locked, and there is no token.
-            NotServed, Fatal: what the peer that was asked said, such as WrongRun or NotAllowed.
+            NotServed, Fatal: the peer that was asked refused, for example with WrongRun or NotAllowed.
         """
         faults: list[SwarmError] = []
         lonely: pb.ReadReply | None = None
@@ -160,11 +160,11 @@ class PeerStore:
         raise PeerUnavailable(f"no peer of the run answers: {faults[0]}")
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
-        """Always refused: a peer stores nothing for others."""
+        """Refuse: a peer stores nothing for others."""
         return False
 
     def remember(self, addresses: Sequence[str]) -> None:
-        """Does nothing: there is no DHT to enter again."""
+        """Do nothing: there is no DHT to enter again."""
 
     async def close(self) -> None:
         """Close the connections to the named peers."""
@@ -179,7 +179,7 @@ class PeerStore:
         return reply
 
     async def _enter(self, entry: Entry) -> grpc.aio.Channel:
-        # Several keys are asked for at once, and one connection is enough.
+        # Several keys may be read at the same time, and one connection is enough for all.
         async with self._opening:
             if entry not in self._opened:
                 self._opened[entry] = await entry.connect(self._own, insecure=self._insecure)

@@ -1,6 +1,6 @@
 """A thread with an event loop of its own.
 
-Used by node, so that neither a busy program delays the DHT's answers nor the DHT the program.
+Used by node, so that a busy program does not delay the DHT's answers, nor the DHT the program.
 """
 
 import asyncio
@@ -15,22 +15,22 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """Runs coroutines until it is closed. It is a daemon thread, which does not keep a program from ending."""
+    """Runs coroutines in a thread until it is closed. As a daemon thread it does not keep the program from ending."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        # hivemind leaves failed tasks behind when neighbours or p2pd go, and their tracebacks are of no use.
+        # When neighbours or p2pd die, hivemind leaves failed tasks behind, whose tracebacks are of no use.
         self.loop.set_exception_handler(lambda _, context: logger.debug("%s: %s", name, context.get("message")))
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
-        """Whether it still takes work."""
+        """Whether the thread still takes work."""
         return self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run to the end, while the calling thread waits; if the wait is interrupted, the work is cancelled."""
+        """Run work to its end while the calling thread waits; if the wait is interrupted, the work is cancelled."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
@@ -38,11 +38,11 @@ class LoopThread:
             future.cancel()
 
     async def run_async(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run to the end, from another loop. Cancellation cancels the work."""
+        """Run work to its end, awaited in another loop. Cancellation cancels the work."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread."""
+        """Cancel all work, and end the thread."""
         self.run(_cancel_others())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -54,5 +54,5 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    # The connections that they have closed are gone after the loop's next turn.
+    # Connections that these tasks have closed are gone after the loop's next turn.
     await asyncio.sleep(0)

@@ -1,7 +1,7 @@
 """This process's node of the DHT: a RecordStore that lives in a thread of its own, and outlives p2pd.
 
 The programs start one and hand it to directory. libp2p runs in a process, p2pd, that dies with this one and is started
-again if it dies alone; whatever speaks to it is in kademlia. Stores and passes on nothing but records that
+again if it dies alone; all code that speaks to it is in kademlia. Stores and passes on nothing but records that
 `records.verify` accepts. Never looks into them.
 """
 
@@ -31,14 +31,15 @@ logger = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 """Deadline of a store or a get. A neighbour that does not answer costs three seconds of it."""
 RECONNECT_SECONDS = 5.0
-"""Time between two attempts to reach nodes that are known and do not answer any more."""
+"""Time between two attempts to reach known nodes that have stopped answering."""
 LONELY_SECONDS = 1.0
-"""This interval while no other node answers."""
+"""The time between two such attempts while no other node answers."""
 ALONE_SECONDS = 120.0
-"""If no other node answers, a node takes that for an outage for so long, and by then it has tried each of them again.
-After that they have left for good, and what the node stores itself is all that there is."""
+"""For this long a node takes it for an outage if no other node answers; in this time it tries each known node again.
+After that it takes the others to have left for good, and what it stores itself to be all that there is."""
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
-"""Wait before p2pd is started again, doubled each time; it begins anew once p2pd has lived for the longer one."""
+"""The shortest and the longest wait before p2pd is started again. The wait doubles each time, and begins anew once p2pd
+has lived for the longest."""
 START_SECONDS = 30.0
 STOP_SECONDS = 2.0
 RECONNECTS_AT_ONCE = 4
@@ -51,7 +52,7 @@ Result = TypeVar("Result")
 
 
 class Launch(Protocol):
-    """Starts p2pd and hivemind's node, and joins those of these nodes that answer."""
+    """Starts p2pd and hivemind's node, and joins those known nodes that answer."""
 
     async def __call__(self, known: Sequence[Node], *, client_mode: bool, must_join: bool = False) -> "Kademlia": ...
 
@@ -67,7 +68,7 @@ class DhtNode:
         validator: RecordValidator,
         known: Sequence[Node],
     ) -> None:
-        """Must run in the thread.
+        """Must run in `thread`.
 
         Args:
             launch: starts p2pd and hivemind's node once more.
@@ -87,12 +88,12 @@ class DhtNode:
         return list(self._kademlia.addresses)
 
     def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
-        """Store, pass on and believe nothing but records under the keys of one run from now on.
+        """From now on store, pass on and believe nothing but records under the keys of one run.
 
-        Before, it knows of nothing but which runs there are.
+        Until this is called, the node takes only records that tell which runs there are.
 
         Args:
-            authority: the owner of a locked run: nothing but its members' records.
+            authority: the owner of a locked run, of which only members' records count; None for an open one.
         """
         self._validator.belong_to(run_keys, authority)
 
@@ -102,10 +103,11 @@ class DhtNode:
         """Store a sealed record until `expiration` (seconds since the epoch).
 
         Returns:
-            False if all nodes that answered refused it: badly signed, or no later than another one that they have.
+            False if all nodes that answered refused the record: it is badly signed, or does not expire later than one
+            that they have.
 
         Raises:
-            PeerUnavailable: no DHT, or no answer in time.
+            PeerUnavailable: the DHT cannot be reached, or did not answer in time.
         """
         return await self._call(lambda dht: dht.store(key, subkey, value, expiration), timeout_seconds)
 
@@ -113,11 +115,11 @@ class DhtNode:
         """All unexpired records under a key.
 
         Args:
-            partly: ask one of the nodes that keep the key, another one each time, and not all; it may miss a record.
+            partly: ask only one of the nodes that keep the key, another one each time; it may lack a record.
 
         Raises:
-            PeerUnavailable: no DHT, or no answer in time.
-            NoOtherNode: there were some not long ago.
+            PeerUnavailable: the DHT cannot be reached, or did not answer in time.
+            NoOtherNode: no other node answers, though some did not long ago.
         """
         found, is_doubtful = await self._call(partial(self._read, key, partly), timeout_seconds)
         if is_doubtful:
@@ -125,13 +127,13 @@ class DhtNode:
         return found
 
     async def _read(self, key: str, partly: bool, dht: "Kademlia") -> tuple[Found, bool]:
-        """What is found, and whether there should be other nodes that could not be asked."""
+        """The records that are found, and whether other nodes are likely to exist that did not answer."""
         if partly and (found := await dht.read_one(key)) is not None:
             self._alone_since = None
             return found, False
         num_answers, now = dht.num_answers, asyncio.get_running_loop().time()
         found = await dht.read_all(key)
-        # Without an answer that is what this node stores itself, as if all other records had expired.
+        # If no node answered, `found` is only what this node stores itself, as if all other records had expired.
         if dht.num_answers > num_answers or not self._known:
             self._alone_since = None
         elif dht.is_client:
@@ -141,7 +143,7 @@ class DhtNode:
         return found, self._alone_since is not None and now - self._alone_since < ALONE_SECONDS
 
     def remember(self, addresses: Sequence[str]) -> None:
-        """Note another node's addresses, to reach it again should it drop out of the routing table."""
+        """Note another node's addresses, to reach it again if it drops out of the routing table."""
         if self._thread.is_open:
             self._thread.loop.call_soon_threadsafe(self._remember, tuple(addresses))
 
@@ -154,7 +156,7 @@ class DhtNode:
                 self._thread.close()
 
     async def become_client(self) -> None:
-        """Go on as a node that asks others, and is asked by none: they do not reach this one, and would wait for it.
+        """Go on as a node that asks others and is not asked, because others do not reach it and would wait in vain.
 
         Raises:
             PeerUnavailable: this peer has left the DHT.
@@ -168,7 +170,7 @@ class DhtNode:
         former = self._kademlia
         if former.is_client:
             return
-        # Beside the former, which answers meanwhile. It has a libp2p id of its own.
+        # The client starts, with a libp2p id of its own, while the former node still answers.
         client = await self._launch(list(self._known), client_mode=True)
         self._kademlia = client
         await former.stop()
@@ -176,7 +178,7 @@ class DhtNode:
     async def _close(self) -> None:
         for task in self._background:
             task.cancel()
-        # hivemind may swallow a cancellation: then the task ends with the thread.
+        # hivemind may swallow a cancellation; such a task ends with the thread.
         await asyncio.wait(self._background, timeout=STOP_SECONDS)
         await self._kademlia.stop()
 
@@ -202,7 +204,7 @@ class DhtNode:
             result = task.result()
         finally:
             task.cancel()
-        # A client stores nothing itself, so what it finds without neighbours means nothing.
+        # A client stores nothing itself, so without neighbours an empty result means nothing.
         if dht.is_client and not dht.has_neighbours:
             raise PeerUnavailable("no node of the DHT answers")
         return result
@@ -221,7 +223,7 @@ class DhtNode:
             )
             try:
                 await self._kademlia.stop()
-            except Exception as error:  # noqa: BLE001 - it is dead already, and what matters is the next one
+            except Exception as error:  # noqa: BLE001 - p2pd is dead already, and what matters is the next one
                 logger.debug("what p2pd left did not end: %s", error)
             if clock() - began_at > MAX_RESTART_SECONDS:
                 wait_seconds = RESTART_SECONDS
@@ -238,10 +240,10 @@ class DhtNode:
 
     def _remember(self, told: Sequence[str]) -> None:
         for known in addresses.of_nodes(told):
-            # Not this node's own address, nor one that it had in an earlier life.
+            # This node's own address is left out, and any that it had before p2pd was last started.
             if known[0] in self._kademlia.addresses or known[0].endswith(f"/p2p/{self._kademlia.libp2p_id}"):
                 continue
-            # By the addresses, not by the node's id: what one peer says of a node does not replace what others say.
+            # The key is the addresses, not the node's id: what one peer says of a node must not replace others' word.
             self._known.pop(known, None)
             self._known[known] = None
             if len(self._known) > MAX_REMEMBERED:
@@ -256,7 +258,7 @@ class DhtNode:
             await asyncio.gather(*map(self._reach_again, list(self._known)[:RECONNECTS_AT_ONCE]))
 
     async def _reach_again(self, known: Node) -> None:
-        # It goes to the end of the queue, whatever comes of it.
+        # The node goes to the end of the queue, whether it answers or not.
         self._known.pop(known, None)
         self._known[known] = None
         await self._kademlia.reach(known)
@@ -280,15 +282,15 @@ def start(
     Args:
         initial_peers: addresses of nodes to join, perhaps several of one node. One node has to answer within
             patience.JOIN_SECONDS; without any address a new DHT begins.
-        host: IP address to listen on; empty for all of this machine's, of IPv4 and, where it has that, of IPv6.
+        host: IP address to listen on; empty for all addresses of this machine, of IPv4 and, where it has that, of IPv6.
         port: TCP port to listen on; 0 takes a free one.
-        announce: names or IP addresses at which others reach this machine, each with the port there, or 0 for the one
-            that is listened on; without any, all addresses that it sees itself.
+        announce: names or IP addresses at which others reach this machine, each with the port there, or 0 for the port
+            that is listened on. If it is empty, p2pd announces all addresses that it sees itself.
         identity_path: file with the node's libp2p key, made if missing, so that its address stays the same.
         client_mode: ask others, but be asked by none and store nothing.
 
     Raises:
-        ValueError: an address that is none, or a port in use.
+        ValueError: an initial peer is no node's address, or the port is in use.
         PeerUnavailable: the DHT cannot be joined; the message names the addresses and what to check.
         OSError: p2pd cannot be started.
     """
@@ -298,7 +300,7 @@ def start(
     if identity_path is not None:
         kademlia.require_key_file(identity_path)
         options = [*options, f"-id={identity_path}"]
-    # However often p2pd is started, the validator stays: what it is told of the run has to last.
+    # The validator stays when p2pd is started again, since it has been told the run's keys.
     validator = kademlia.new_validator(clock)
     thread, nodes = LoopThread("dht"), addresses.of_nodes(initial_peers)
 
@@ -325,7 +327,7 @@ def start(
 
 
 def _import_kademlia() -> Any:
-    """The module, imported late, with what it needs of hivemind alone; it logs as the rest of the program does."""
+    """Import the module kademlia, with only the part of hivemind that it needs, and set up hivemind's logging."""
     level = logging.getLogger("hivemind").level
     with warnings.catch_warnings(), bare_package("hivemind"):
         warnings.simplefilter("ignore")

@@ -1,16 +1,17 @@
-"""How many records of one key are kept, and how many of these of one owner.
+"""How many records of one key are kept, and how many of these may be one owner's.
 
-Used by validator for what a node stores, and by known_records for what is read. A record that expires makes room; until
-then it stays, since it may be refreshed, and later ones are refused. The bearer of a token, who can make up any number
-of peer ids, is one owner. In an open run one owner cannot be told from another, and only the key's own limits hold.
+Used by validator for what a node stores, and by known_records for what is read. Where there is no room, new records are
+refused, and those that are kept stay until they expire, since they may be renewed. All peer ids that use one token are
+one owner, as its bearer can make up any number of ids. In an open run owners cannot be told apart, and only the limits
+of the key hold.
 """
 
 from dataclasses import dataclass
 
 MAX_KEY_RECORDS, MAX_KEY_BYTES = 1024, 3 << 20
-"""Limits for one key. A node answers with all that it has under a key in one message, which may have 4 MiB."""
+"""Limits for one key. A node answers with all its records of a key in one message, which may have 4 MiB."""
 MAX_OWNER_RECORDS, MAX_OWNER_BYTES = 256, 1 << 20
-"""Limits for the records of one owner among these."""
+"""Limits for one owner's records under one key."""
 
 
 @dataclass(frozen=True)
@@ -21,25 +22,25 @@ class _Kept:
 
 
 class KeyQuota:
-    """The records of one key."""
+    """Counts the records of one key."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
         self.num_bytes = 0
-        """Size of the records that were taken and have not been seen to expire."""
+        """The size of all counted records. Expired ones count until they are dropped."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def take(self, subkey: str, owner: str | None, num_bytes: int, expiration: float, now: float) -> bool:
-        """Count a record, in the place of the one that the same subkey has.
+        """Count a record instead of the one that the same subkey has, if any.
 
         Args:
-            owner: the one out of whose share it comes; None if it comes out of none.
+            owner: the owner whose limits apply besides the key's; None if there is none.
             expiration, now: seconds since the epoch.
 
         Returns:
-            False, and nothing has changed, if there is no room for it.
+            False if there is no room for the record; nothing has changed then.
         """
         if not self._fits(subkey, owner, num_bytes):
             self.drop_expired(now)

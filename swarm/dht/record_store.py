@@ -1,6 +1,6 @@
 """Where announcements are stored and found again: what directory, discovery and lookup need of the DHT.
 
-DhtNode is one, PeerStore reads one through a peer, and the tests have one in memory.
+A DhtNode is such a store, a PeerStore reads the DHT through a peer, and the tests have a store in memory.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from typing import Protocol
 from swarm.errors import PeerUnavailable
 
 Found = dict[str, tuple[bytes, float]]
-"""What is under a key: subkey -> (sealed record, expiration in seconds since the epoch)."""
+"""The records under a key: subkey -> (sealed record, expiration in seconds since the epoch)."""
 
 
 class NoOtherNode(PeerUnavailable):
-    """The DHT is down to this machine's own node.
+    """This process's own node is the only one of the DHT that answers.
 
     Attributes:
-        found: what that node stores itself.
+        found: the records that this node stores itself.
     """
 
     def __init__(self, found: Found) -> None:
@@ -31,7 +31,7 @@ class RecordStore(Protocol):
         """Store a sealed record until `expiration`, in seconds since the epoch.
 
         Returns:
-            False if it was refused: badly signed, or not later than another one for this subkey.
+            False if the record was refused: it is badly signed, or another one of this subkey expires no earlier.
 
         Raises:
             PeerUnavailable: no node or peer answers.
@@ -42,14 +42,14 @@ class RecordStore(Protocol):
         """All unexpired records under a key.
 
         Args:
-            partly: a cheap answer will do, even if a record is missing from it.
+            partly: whether a cheap answer will do, even if a record is missing from it.
 
         Raises:
             PeerUnavailable: no node or peer answers.
-            NoOtherNode: there were other nodes not long ago.
+            NoOtherNode: only this process's own node answers, though others did not long ago.
         """
         ...
 
     def remember(self, addresses: Sequence[str]) -> None:
-        """Note the addresses of another node, for when the known ones are gone."""
+        """Note the addresses of another node, to be tried when the known ones are gone."""
         ...

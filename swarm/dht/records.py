@@ -1,9 +1,9 @@
-"""Signed records: what a DHT value is, and why a stranger's can be trusted.
+"""Signed records: what the values in the DHT are, and why a stranger's can be trusted.
 
-Called by directory, which seals, by known_records, which opens, and by validator: the DHT neither stores nor passes on
-what `verify` refuses. A record's bytes carry its key, its payload, the signer's certificate and a signature over all of
-it. The subkey is the signer's peer id, so no peer can announce under another's name, move a record to another key, or
-prolong its life. Never asks the network anything.
+Called by directory, which seals them, by known_records, which opens them, and by validator: the DHT neither stores nor
+passes on what `verify` refuses. A record's bytes carry its key, its payload, the signer's certificate, and a signature
+over these, the subkey and the expiration. The subkey is the signer's peer id. So no peer can announce under another's
+name, move a record to another key, or prolong its life. Never asks the network anything.
 """
 
 import binascii
@@ -20,7 +20,8 @@ from swarm.dht import keys
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 
 MAX_LIFETIME_SECONDS = 120.0
-"""A record that expires later than this is refused. The DHT keeps the farthest expiry, so one could stay for good."""
+"""A record that expires more than this from now is refused. Of one subkey's records the DHT keeps the one that expires
+last, so such a record could stay for good."""
 MAX_RECORD_BYTES = 16 * 1024
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -67,14 +68,14 @@ def verify(subkey: str, record: bytes, expiration: float, now: float, authority:
     """Check everything about a record except its schema and the key that it was found under.
 
     Args:
-        authority: the owner of the locked run whose members alone may speak; None in an open one.
+        authority: the owner of a locked run, of which only members may announce; None in an open one.
 
     Raises:
-        MalformedMessage: no envelope, or too large.
-        IntegrityError: forged, stolen, or expiring too far in the future.
-        NotAllowed: its signer is no member, or is a trainer under a key that only peers may use.
+        MalformedMessage: the bytes are no envelope, or too many.
+        IntegrityError: the record is forged or stolen, or expires too far in the future.
+        NotAllowed: the signer is no member, or is a trainer and the key is one that only peers may use.
     """
-    # This form of the comparison refuses NaN as well.
+    # Written with "not ... <=", the comparison refuses NaN as well.
     if not expiration <= now + MAX_LIFETIME_SECONDS:
         raise IntegrityError(f"a record of {subkey} expires more than {MAX_LIFETIME_SECONDS:.0f} s from now")
     envelope = _verify_signature(subkey, record, expiration)
@@ -102,9 +103,9 @@ def open_record(
     """Verify a record found under `key` and `subkey`, and read its payload.
 
     Raises:
-        MalformedMessage: no envelope, too large, or the payload breaks the schema.
-        IntegrityError: forged, stolen, moved from another key, or expiring too far in the future.
-        NotAllowed: as `verify` does.
+        MalformedMessage: the bytes are no envelope, or too many, or the payload breaks the schema.
+        IntegrityError: the record is forged, stolen or from another key, or expires too far in the future.
+        NotAllowed: as in `verify`.
     """
     envelope = verify(subkey, record, expiration, now, authority)
     if envelope.key != key:
@@ -115,8 +116,8 @@ def open_record(
         raise MalformedMessage(f"a record of {subkey} under {key}: {_first_fault(error)}") from None
 
 
-# Cached because the DHT checks every record again whenever its key is read. A record takes about 5 KB here, and every
-# announcement is a new one.
+# Cached because the DHT checks every record again whenever its key is read. An entry takes about 5 KB, and every
+# announcement makes a new one.
 @lru_cache(maxsize=1024)
 def _verify_signature(subkey: str, record: bytes, expiration: float) -> Envelope:
     if len(record) > MAX_RECORD_BYTES:

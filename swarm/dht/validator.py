@@ -1,6 +1,6 @@
-"""What a DHT node stores, and what it believes when other nodes answer: records of its own run.
+"""Decides which records a DHT node stores, and which it believes when other nodes answer: those of its own run.
 
-Made by kademlia, which hands it to hivemind in the place of a RecordValidatorBase. Never asks the network anything.
+Made by kademlia, which hands it to hivemind as a RecordValidatorBase. Never asks the network anything.
 """
 
 import logging
@@ -24,14 +24,14 @@ MAX_STORED_BYTES = 64 << 20
 class RecordValidator:
     """Accepts sealed records of one run, stored by their owner under the key they were signed for, and nothing else.
 
-    Until it is told which run that is, it accepts what is said of runs in general, so that a joiner can find it.
+    Until `belong_to` says which run that is, it accepts only announcements of runs, so that a joiner can find its run.
     """
 
     def __init__(self, clock: Clock, *, hash_key: Callable[[str], bytes], pack: Callable[[object], bytes]) -> None:
         """
         Args:
-            hash_key: hivemind's hash of a key, which is all that it shows of one.
-            pack: hivemind's msgpack, in which it shows subkeys and values.
+            hash_key: gives hivemind's hash of a key; hivemind shows a validator only the hash.
+            pack: hivemind's msgpack; hivemind shows a validator subkeys and values as packed by it.
         """
         self._clock = clock
         self._hash_key = hash_key
@@ -39,13 +39,13 @@ class RecordValidator:
         self._authority: Authority | None = None
         self._keys = {hash_key(keys.RUNS)}
         self._quotas: dict[bytes, KeyQuota] = {}
-        """What is stored under each key, by hivemind's hash of the key."""
+        """Counts what is stored under each key, by hivemind's hash of the key."""
 
     def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
-        """From now on accept records under these keys alone.
+        """From now on accept only records under these keys.
 
         Args:
-            authority: the owner of a locked run: only its members' records are accepted.
+            authority: the owner of a locked run, of which only members' records are accepted; None for an open one.
         """
         self._keys = set(map(self._hash_key, run_keys))
         self._quotas = {key: quota for key, quota in self._quotas.items() if key in self._keys}
@@ -56,7 +56,7 @@ class RecordValidator:
         return self._opened(record) is not None
 
     def has_room(self, record: Any) -> bool:
-        """Whether hivemind may store a DHTRecord: a valid one that fits. If so, it is counted."""
+        """Whether hivemind may store a DHTRecord, because it is valid and fits. If so, the record is counted."""
         envelope = self._opened(record)
         if envelope is None:
             return False
@@ -95,9 +95,9 @@ class RecordValidator:
         return envelope if self._hash_key(envelope.key) == key else None
 
     def sign_value(self, record: Any) -> bytes:
-        """The value itself: it comes here sealed."""
+        """The value itself, because it is sealed already."""
         return bytes(record.value)
 
     def strip_value(self, record: Any) -> bytes:
-        """The value itself: readers want the seal."""
+        """The value itself, because readers need the seal."""
         return bytes(record.value)

@@ -1,4 +1,4 @@
-"""Of a package only that is imported which is needed."""
+"""Only those parts of a package are imported that are needed."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from swarm.dht.bare_package import bare_package
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Its parts are `wanted` and `costly`, and its own __init__ imports both."""
+    """A package with the parts `wanted` and `costly`, whose own __init__ imports both."""
     name = "package_with_a_costly_part"
     folder = tmp_path / name
     folder.mkdir()

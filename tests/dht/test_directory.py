@@ -110,7 +110,7 @@ async def test_trainers_are_listed(store: Store, clock: ManualClock) -> None:
 
 
 async def test_a_shorter_life_replaces_a_longer_one(store: Store, clock: ManualClock) -> None:
-    """Though the DHT keeps the farthest expiry."""
+    """The new record counts although the DHT keeps the one that expires last."""
     directory = Directory(store, OURS, RUN, clock)
     await directory.announce_peer(_record(OURS, queue_length=1), 60)
     await directory.announce_peer(_record(OURS, queue_length=2), 10)
@@ -190,7 +190,7 @@ async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock)
 async def test_a_clock_that_is_set_for_a_while_makes_nobody_vanish(
     store: Store, clock: ManualClock, ahead: float
 ) -> None:
-    """Though records hold for less long than the clock is in doubt, and new ones cannot be read meanwhile."""
+    """Peers stay, though records last for less time than the clock is in doubt, and new ones cannot be read then."""
     ours = SetClock(1000.0)
     directory = Directory(store, OURS, RUN, ours)
     await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 20)
@@ -285,7 +285,7 @@ async def test_watching_survives_the_loss_of_the_dht(
 async def test_many_peers_are_read_less_often(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them reads of all of them."""
+    """Each peer reads the records of all, so the load would grow with the square of their number."""
     monkeypatch.setattr("swarm.dht.directory.NUM_OFTEN", 1)
     read_at: list[float] = []
     directory = Directory(store, OURS, RUN, clock)
@@ -298,7 +298,7 @@ async def test_many_peers_are_read_less_often(
     gaps = [round(later - earlier, 6) for earlier, later in itertools.pairwise(read_at)]
     assert sorted(set(gaps)) == [2.0, 4.0, 6.0]
     assert gaps == sorted(gaps)
-    # Nor is a DHT that is overloaded, and does not answer, asked more often.
+    # A DHT that is overloaded and does not answer is not asked more often either.
     store.is_gone, asked = True, store.num_gets
     for _ in range(24):
         await _advance(clock, 0.5)

@@ -1,4 +1,4 @@
-"""What run there is, over an in-memory DHT on manual time."""
+"""Which run there is, over an in-memory DHT on manual time."""
 
 import dataclasses
 
@@ -104,7 +104,7 @@ async def _published(now: ManualClock, *statements: tuple[identity.Identity, Run
 
 
 async def test_nobody_takes_a_locked_run_over(now: ManualClock) -> None:
-    """Neither with another configuration, nor with the same one, nor as a trainer."""
+    """A stranger cannot take over the run with another configuration, nor with the same one, nor as a trainer."""
     taken_over = dataclasses.replace(OWNED, model=ModelConfig(num_layers=8))
     store = await _published(
         now, (locked.OPEN, CONFIG), (locked.FOREIGN, taken_over), (locked.TRAINER, taken_over), (OURS, OTHERS),

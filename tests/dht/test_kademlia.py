@@ -38,7 +38,7 @@ def test_a_record_that_is_renewed_all_the_time_takes_no_more_room() -> None:
 def test_a_node_s_key_is_never_readable_by_others_and_survives_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """hivemind makes it private only once the key is in it."""
+    """hivemind makes the file private only after it has written the key."""
     from swarm.dht import kademlia
 
     modes, synced = list[int](), list[int]()

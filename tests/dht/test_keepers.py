@@ -12,7 +12,7 @@ KEY, NUM_REPLICAS = "notes", 5
 
 
 class Node:
-    """What keepers needs of hivemind's DHTNode; it is its own DHTProtocol."""
+    """The part of hivemind's DHTNode that keepers needs; it is its own DHTProtocol as well."""
 
     def __init__(self, network: "Network", name: str) -> None:
         from hivemind.dht.node import Blacklist
@@ -105,7 +105,7 @@ async def test_a_store_goes_to_the_nearest_and_readings_take_turns(clock: Manual
     assert await keepers.store("a", b"1", far) == (True, True)
     nearest = set(network.nearest(key_id, NUM_REPLICAS, node).values())
     assert network.who_have(key_id) == nearest
-    # One of them has missed this record, and is the only one that does not show it.
+    # One of the nodes has missed this record, and is the only one that does not show it.
     assert await keepers.store("b", b"2", far) == (True, True)
     del network.nodes[min(nearest)].storage.data[key_id]
     for _ in range(NUM_REPLICAS):
@@ -121,7 +121,7 @@ async def test_a_node_keeps_what_is_near_to_it_itself(clock: ManualClock, key_id
     keepers = Keepers(node, KEY, clock, client_mode=False)
     assert await keepers.store("a", b"1", 2.0**40) == (True, True)
     assert network.who_have(key_id) == set(network.nodes)
-    # One of the others is asked all the same: by itself it does not know whether others are left.
+    # Another node is asked all the same, since this node alone does not know whether others are left.
     network.nodes["node 0"].storage.store_subkey(key_id, "b", node.serializer.dumps(b"2"), 2.0**40)
     found = [await keepers.read() for _ in range(2)]
     assert sorted(network.asked) == ["node 0", "node 2"]
@@ -171,7 +171,7 @@ async def test_who_does_not_answer_is_told_of_and_replaced(clock: ManualClock, k
     found = [await keepers.read() for _ in range(2 * NUM_REPLICAS)]
     assert found.count(None) == 1
     assert [asked == first for asked in network.asked] == [answer is None for answer in found]
-    # The newcomer among them has nothing yet.
+    # The newcomer among the nodes has nothing yet.
     assert {"a": (b"1", 2.0**40)} in found
     del network.nodes[rest[0]]
     assert await keepers.store("a", b"2", 2.0**41) == (True, False)
@@ -191,7 +191,7 @@ async def test_newcomers_are_learnt_from_answers_and_from_time_to_time(clock: Ma
     nearest = set(network.nearest(key_id, NUM_REPLICAS, node).values())
     assert network.who_have(key_id) >= nearest
     assert node.num_searches == 1
-    # A node that only stores looks for them.
+    # A node that only stores searches for newcomers as well.
     other, stores = _client(network, clock)
     await stores.store("b", b"1", 2.0**40)
     for number in range(12, 40):
@@ -203,19 +203,19 @@ async def test_newcomers_are_learnt_from_answers_and_from_time_to_time(clock: Ma
 
 
 async def test_the_others_tell_whether_a_record_is_taken(clock: ManualClock) -> None:
-    """This node would take it, since its own clock is wrong, say."""
+    """This node would take the record, for example because its own clock is wrong."""
     network = Network(4)
     keepers = Keepers(network.nodes["node 0"], KEY, clock, client_mode=False)
     for name in ("node 1", "node 2", "node 3"):
         network.nodes[name].is_wary = False
     assert await keepers.store("a", b"1", 2.0**40) == (False, True)
-    # One is enough: the others may have it already.
+    # It is enough that one node takes the record, since the others may have it already.
     network.nodes["node 2"].is_wary = True
     assert await keepers.store("a", b"2", 2.0**41) == (True, True)
 
 
 async def test_who_was_handed_the_record_already_has_not_refused_it(clock: ManualClock, key_id: Any) -> None:
-    """A node that comes near to the key is given all that is kept there, before this one tells it anything."""
+    """A newcomer near the key is given all records that are kept there, before this node sends it anything."""
     network = Network(2)
     keepers = Keepers(network.nodes["node 0"], KEY, clock, client_mode=False)
     other = network.nodes["node 1"]

@@ -32,7 +32,7 @@ RUN = CONFIG.run_id
 
 
 class Store(MemoryStore):
-    """Counts the lookups, and fails when it is told to."""
+    """A store that counts the lookups, and fails when it is told to."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock)
@@ -67,7 +67,7 @@ class Swarm:
         self._readers: list[tuple[PeerStore, ChannelPool]] = []
 
     async def serve(self, identity: Identity, *, store: MemoryStore | None = None) -> PeerRecord:
-        """A peer that shows the DHT, or what it has of it."""
+        """Start a peer that shows the DHT."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         servicer = DirectoryServicer(store=store or self.dht, keys=keys.of_run(RUN, 2), clock=self.clock)
         add_DirectoryServiceServicer_to_server(servicer, server)
@@ -161,7 +161,7 @@ async def test_who_gives_up_does_not_cost_another_lookup(swarm: Swarm) -> None:
 
 
 async def test_a_peer_whose_dht_has_lost_all_others_still_shows_itself(swarm: Swarm) -> None:
-    """Unless another one answers that knows better."""
+    """It is passed over if another peer answers that knows of more nodes."""
     alone = Alone(swarm.clock)
     left, other = await swarm.serve(OURS, store=alone), await swarm.serve(THEIRS)
     await Directory(alone, OURS, RUN, swarm.clock).announce_peer(left, 20.0)

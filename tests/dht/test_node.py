@@ -45,7 +45,7 @@ Start = Callable[..., DhtNode]
 
 
 class Ahead(SystemClock):
-    """A clock that is set."""
+    """A clock that is ahead."""
 
     ahead = 0.0
 
@@ -68,7 +68,7 @@ def _stranger(node: DhtNode, *, is_client: bool = True) -> "Stranger":
 
 
 def _send(stranger: "Stranger", to: DhtNode, key: str, signers: Sequence[identity.Identity], seconds: float) -> int:
-    """Have a stranger store well-made records at a node; gives how many that one took."""
+    """Have a stranger store well-made records at a node; returns how many the node took."""
     expiration = time.time() + seconds
     records = [(signer.peer_id, _sealed(key, expiration, signer)) for signer in signers]
     return sum(stranger.send(to.addresses()[0], key, records, expiration))
@@ -85,7 +85,7 @@ def _p2pd_of(node: DhtNode) -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Start]:
-    """Starts nodes on loopback, and ends them."""
+    """A function that starts nodes on loopback, which are ended after the test."""
     nodes: list[DhtNode] = []
 
     def start_one(initial_peers: list[str] | None = None, **options: object) -> DhtNode:
@@ -116,7 +116,7 @@ def client(start: Start, first: DhtNode) -> DhtNode:
 
 @pytest.fixture(scope="module")
 def careless(first: DhtNode) -> Iterator["Stranger"]:
-    """A node that sends anything."""
+    """Let nodes send any record."""
     with _stranger(first) as stranger:
         yield stranger
 
@@ -200,7 +200,7 @@ async def test_a_locked_node_stores_and_believes_members_alone(start: Start) -> 
         who.peer_id: (_sealed(key, expiration, who), expiration)
         for who in (locked.PEER, locked.TRAINER, locked.EXPIRED, locked.FOREIGN, locked.OPEN)
     }
-    # The open node is the stranger's, and keeps everything; it tells the other one all it knows.
+    # The open node is the stranger's: it keeps everything, and tells the other node all that it has.
     for peer_id, (value, _) in values.items():
         await open_node.store(key, peer_id, value, expiration)
     assert await open_node.get(key) == values
@@ -218,7 +218,7 @@ async def test_storage_nodes_refuse_rubbish(first: DhtNode, careless: "Stranger"
 
 
 async def test_a_liar_deceives_no_reader(first: DhtNode) -> None:
-    """Nor can it hide what honest nodes know."""
+    """It cannot hide what honest nodes know, either."""
     expiration = time.time() + 30
     honest = _sealed("lies", expiration)
     with _stranger(first, is_client=False) as liar:
@@ -228,7 +228,7 @@ async def test_a_liar_deceives_no_reader(first: DhtNode) -> None:
 
 
 async def test_keys_of_other_runs_are_not_stored(start: Start) -> None:
-    """A trainer's token may speak for trainers, and in an open run any peer may, but only of this run."""
+    """A trainer's token may announce trainers, and in an open run any peer may, but only of this run."""
     for authority, signer in ((locked.OWNER.authority, locked.TRAINER), (None, OWNER)):
         node = start()
         node.belong_to(keys.of_run("run.0", 1), authority)
@@ -302,7 +302,7 @@ async def test_a_node_cannot_make_itself_many(start: Start) -> None:
 
 
 async def test_what_a_stranger_has_a_node_cache_hides_nothing(start: Start) -> None:
-    """A record that holds, with a later expiry than those that are stored under its key."""
+    """The cached record is valid, and expires later than those that are stored under its key."""
     node = start()
     reader = start(node.addresses(), client_mode=True)
     expiration = time.time() + 30
@@ -336,7 +336,7 @@ def test_who_cannot_join_is_told_why(
 
 
 def test_one_address_of_a_node_suffices(start: Start, first: DhtNode) -> None:
-    """A record names several, and a machine with IPv6 alone has no way to those of IPv4."""
+    """A record names several addresses, and a machine that has only IPv6 has no way to those of IPv4."""
     [address] = first.addresses()
     node = start([f"/ip4/127.0.0.1/tcp/1/p2p/{address.rpartition('/')[2]}", address], client_mode=True)
     node.shutdown()
@@ -348,7 +348,7 @@ def test_one_node_of_several_suffices(start: Start, first: DhtNode) -> None:
 
 
 def test_those_that_start_at_the_same_moment_wait_for_each_other(start: Start, tmp_path: Path) -> None:
-    """Each is told all addresses, its own included. The one that begins the DHT comes last."""
+    """Each node is told all addresses, its own included. The node that begins the DHT starts last."""
     options: list[dict[str, Any]] = [{"identity_path": tmp_path / f"{number}.p2p"} for number in range(3)]
     known = list[str]()
     for number, node in enumerate([start(**own) for own in options]):
@@ -415,7 +415,7 @@ def test_several_addresses_are_announced_in_the_order_in_which_they_are_given(st
 
 
 async def test_a_restarted_node_is_one_node_to_others(start: Start, tmp_path: Path) -> None:
-    """As two, it would be handed every record twice, and its second answer is that it has it already."""
+    """As two nodes it would be sent every record twice, and would refuse the second copy."""
     witness = start()
     with _stranger(witness) as observer:
         for number in range(3):
@@ -539,7 +539,7 @@ async def test_a_call_has_a_deadline(start: Start, first: DhtNode) -> None:
     node = start(first.addresses())
     p2pd = _p2pd_of(node)
     p2pd.suspend()
-    # Its threads stop one by one, when each is scheduled.
+    # The threads of p2pd stop one by one, when each is scheduled.
     while any(status != "T" for status in _thread_states(p2pd.pid)):  # noqa: ASYNC110 - nothing tells when
         await asyncio.sleep(0.01)
     with pytest.raises(PeerUnavailable, match="did not answer within 0 s"):
@@ -548,7 +548,7 @@ async def test_a_call_has_a_deadline(start: Start, first: DhtNode) -> None:
 
 
 async def test_a_client_without_neighbours_knows_nothing(start: Start) -> None:
-    """It must not take silence for an empty DHT."""
+    """A client must not take silence for an empty DHT."""
     server = start()
     client = start(server.addresses(), client_mode=True)
     assert await client.get("notes") == {}
@@ -590,7 +590,7 @@ async def test_reading_partly_survives_the_node_that_was_asked(start: Start, fir
 
 
 async def _until_found(node: DhtNode, key: str) -> None:
-    """Read until there is something."""
+    """Read until there is a record."""
     async with asyncio.timeout(20.0):
         found: object = None
         while not found:
@@ -599,7 +599,7 @@ async def _until_found(node: DhtNode, key: str) -> None:
 
 
 async def _until_alone(node: DhtNode) -> None:
-    """Read until it says that no other node answers."""
+    """Read until the node says that no other node answers."""
     async with asyncio.timeout(30.0):
         with contextlib.suppress(PeerUnavailable):
             while True:
@@ -618,7 +618,7 @@ async def _announce(node: DhtNode, lifetime_seconds: float) -> dict[str, tuple[b
 async def test_a_node_without_neighbours_does_not_take_its_own_records_for_all(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until they have been gone for so long that it must be the only one left."""
+    """That changes once the others have been gone for so long that it must be the only one left."""
     left = start()
     left.remember(left.addresses())
     own = await _announce(left, 40.0)
@@ -644,7 +644,7 @@ async def test_a_node_without_neighbours_does_not_take_its_own_records_for_all(
 async def test_a_node_that_is_cut_off_does_not_take_its_own_records_for_an_answer_and_is_soon_back(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it knows of others, or has asked them a moment ago, does not make them answer."""
+    """It must notice that although it knows of others and has asked them a moment ago."""
     monkeypatch.setattr(dht_node, "LONELY_SECONDS", 0.1)
     left = start()
     others = [start(left.addresses()) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""How much is kept under one key."""
+"""How many records, and bytes, are kept under one key."""
 
 import pytest
 

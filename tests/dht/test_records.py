@@ -1,4 +1,4 @@
-"""Sealed records, as readers see them: whatever a stranger changes, they are refused."""
+"""Sealed records, as readers see them: whatever a stranger changes in one, it is refused."""
 
 import binascii
 import math
@@ -76,7 +76,7 @@ def test_what_makes_no_sense_is_malformed(malformed: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("expiration", [NOW + MAX_LIFETIME_SECONDS + 1, math.inf, math.nan])
 def test_even_its_owner_cannot_make_a_record_last(expiration: float) -> None:
-    """The DHT prefers the farthest expiry: such a record could never be replaced."""
+    """The DHT keeps the record that expires last, so a lasting one could never be replaced."""
     value = seal(OWNER, "key", Note(text="for ever"), expiration)
     with pytest.raises(IntegrityError, match="expires more than 120 s from now"):
         _open(value=value, expiration=expiration)
@@ -114,7 +114,7 @@ def test_nobody_else_is_heard(signer: identity.Identity) -> None:
 
 
 def test_a_members_record_is_of_no_use_to_others() -> None:
-    """Nor with another member's certificates, nor with the thief's own in their place."""
+    """It is refused with another member's certificates, and with the thief's own in their place."""
     stolen = Envelope.model_validate_json(seal(locked.PEER, STAGE, Note(text="hello"), THEN + 60))
     for thief in (locked.OTHER_PEER, locked.TRAINER, locked.FOREIGN, locked.OPEN):
         swapped = stolen.model_copy(update={"certificate_pem": thief.certificate_pem}).model_dump_json().encode()
