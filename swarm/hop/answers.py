@@ -1,4 +1,4 @@
-"""What a hop tells its caller: while a microbatch is under way, and in the end; and what it takes for an answer."""
+"""What a hop tells its caller, while a microbatch is under way and in the end; and which replies it rejects."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
 
 ACK_SECONDS = 5.0
-"""Longest wait until an acknowledgement has been taken."""
+"""Longest wait until the peer has taken an acknowledgement."""
 
 
 class HopListener:
     """Hears how a microbatch fares downstream. The default ignores everything."""
 
     def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
-        """`stage` is the deepest one that is being waited for; `obstacle`: why none of its peers takes work now."""
+        """Hear which stage is waited for, always the deepest, and why none of its peers takes work, if none does."""
 
     def routed(self, route: Mapping[int, PeerId]) -> None:
-        """The route downstream changed."""
+        """Hear that the route downstream has changed."""
 
 
 @dataclass(eq=False)
@@ -40,11 +40,11 @@ class HopReply:
     route: Mapping[int, PeerId]
     num_reroutes: int
     num_busy: int
-    """How often a peer of this hop had no room; one that merely left it to others is not counted."""
+    """How often a peer of this hop had no room. Peers that merely left the microbatch to others are not counted."""
     _call: Stream = field(repr=False)
 
     async def ack(self) -> None:
-        """Tell the peer that its answer counts. A lost ack ends in "missing" at that peer, never in "double"."""
+        """Tell the peer that its answer counts. If the ack is lost, that peer may not count it, but never twice."""
         try:
             await self._call.finish(pb.TrainRequest(ack=pb.Ack()), ACK_SECONDS)
         except PeerUnavailable as error:
@@ -53,14 +53,13 @@ class HopReply:
             self._call.cancel()
 
     def close(self) -> None:
-        """Give the answer up: the peer will roll back what it accumulated."""
+        """Give the answer up: the peer then rolls back what it accumulated."""
         self._call.cancel()
 
 
 @contextmanager
 def well_formed() -> Iterator[None]:
-    """A block that looks at a reply. What is wrong with the reply is its sender's fault: another peer may answer
-    well."""
+    """Turn a MalformedMessage in the block, which reads a reply, into PeerUnavailable: another peer is asked then."""
     try:
         yield
     except MalformedMessage as error:

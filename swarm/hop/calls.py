@@ -1,6 +1,6 @@
 """One attempt of a hop: a microbatch, or an evaluation, over one stream to one peer.
 
-Used by the hop, which chooses the peer and asks another one if this comes to nothing. Every wait has a deadline.
+Used by the hop, which chooses the peer and asks another one if the attempt fails. Every wait has a deadline.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +24,11 @@ from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord
 
 OpenStub = Callable[[PeerRecord], Any]
-"""Gives a StageServiceStub for a peer; its generated type wants all requests when a call begins."""
+"""Gives a StageServiceStub for a peer. It counts as Any: its generated type expects all requests when a call begins."""
 
 
 class Line:
-    """What this process sends to the next stage."""
+    """Sends tensors to the next stage, and knows whether any are on their way."""
 
     def __init__(self, silence_seconds: float) -> None:
         self._silence_seconds = silence_seconds
@@ -40,7 +40,7 @@ class Line:
         return self._num_sending > 0
 
     async def send(self, call: Stream, request: Any, tensors: Tensors) -> None:
-        """Write tensors, the first of them with what else `request` says. It is filled: the caller gives it away."""
+        """Write tensors in several messages. The first is `request` itself, which is filled in place."""
         self._num_sending += 1
         try:
             for message in filled(request, tensors):
@@ -50,10 +50,10 @@ class Line:
 
 
 class _Way:
-    """How long tensors take to a peer: from the first byte to the peer's next word.
+    """How long tensors take to a peer: from the first byte to the peer's next message.
 
-    The peer says something as soon as it has all of them, before it computes. When they were written tells less:
-    buffers take megabytes.
+    The peer sends one as soon as it has all tensors, before it computes. The time at which they were written would
+    tell less, since the system's buffers take megabytes at once.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -61,26 +61,26 @@ class _Way:
         self._asked_at = clock.monotonic()
         self._sent_at: float | None = None
         self.seconds: float | None = None
-        """None until then, and if nothing is sent."""
+        """None until the peer's next message has come, and if no tensors are sent."""
         self.round_trip_seconds: float | None = None
         """The round-trip time of the request that comes before the tensors; None if there was none."""
         self.num_bytes = 0
 
     def asks(self) -> None:
-        """The peer is asked whether it has room."""
+        """Note that the peer is asked now whether it has room."""
         self._asked_at = self._clock.monotonic()
 
     def answered(self) -> None:
-        """The peer has answered."""
+        """Note that the peer has answered."""
         self.round_trip_seconds = self._clock.monotonic() - self._asked_at
 
     def begin(self, tensors: Tensors) -> None:
-        """The first tensor is about to be sent."""
+        """Note that the tensors are about to be sent."""
         self._sent_at = self._clock.monotonic()
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def heard(self) -> None:
-        """The peer has said something."""
+        """Note that a message of the peer has come."""
         if self._sent_at is not None and self.seconds is None:
             self.seconds = self._clock.monotonic() - self._sent_at
 
@@ -101,7 +101,7 @@ class TrainCalls:
         self._limits = limits
         self._line = line
         self._credits: set[PeerId] = set()
-        """Peers whose last answer granted room for one more microbatch, which need not ask."""
+        """Peers whose last answer granted room for one more microbatch, which may be sent without asking."""
 
     async def train(
         self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, retries: Retries
@@ -140,7 +140,7 @@ class TrainCalls:
         )  # fmt: skip
 
     async def _hand_over(self, call: Stream, opening: pb.Open, tensors: Tensors, way: _Way, retries: Retries) -> None:
-        """Ask the peer and send it what it needs; with a credit both at once."""
+        """Ask the peer whether it has room, and send what it needs; with a credit, do both at once."""
         if opening.eager:
             way.begin(tensors)
             await self._line.send(call, pb.TrainRequest(open=opening), tensors)
@@ -161,7 +161,7 @@ class TrainCalls:
         self, call: Stream, peer_id: PeerId, microbatch: Microbatch, reader: TensorReader, way: _Way,
         listener: HopListener, retries: Retries,
     ) -> pb.Done:  # fmt: skip
-        """Hear how the microbatch gets on, until the answer is there."""
+        """Read the peer's messages until the answer is there."""
         stalled_since = self._clock.monotonic()
         while True:
             reply = await call.read(self._limits.silence_seconds)
@@ -194,7 +194,7 @@ class TrainCalls:
             self._credits.discard(peer_id)
         reply = Observation(
             num_samples=microbatch.num_samples,
-            # A replay takes less of a peer than what it will mostly be asked for.
+            # A replay takes less time at a peer than other microbatches do.
             busy_seconds=None if microbatch.is_replay else done.busy_seconds,
             link_seconds=way.seconds,
             round_trip_seconds=way.round_trip_seconds,
@@ -205,7 +205,7 @@ class TrainCalls:
 
 
 class EvaluateCalls:
-    """Asks peers of one stage for the loss that comes out in the end."""
+    """Asks peers of one stage for the loss that the last stage computes."""
 
     def __init__(self, *, address: pb.Address, stub: OpenStub, limits: HopLimits, line: Line) -> None:
         self._address = address
@@ -216,7 +216,7 @@ class EvaluateCalls:
     async def evaluate(
         self, record: PeerRecord, tensors: Tensors, held: Sequence[HeldAt], listener: HopListener
     ) -> float:
-        """Forward only; see Hop.evaluate. Raises any SwarmError that `translate` gives."""
+        """Ask one peer, as Hop.evaluate does. Raises any SwarmError that `translate` gives."""
         num_samples, num_tokens = tensors["tokens"].shape
         own, *later = held
         request = pb.EvaluateOpen(
@@ -243,7 +243,7 @@ def _admitted(reply: pb.TrainReply) -> pb.Accepted:
 
 
 def _require_targets(num_targets: int, tensors: Tensors) -> None:
-    """A loss is a mean over targets, which both ends know."""
+    """Raise PeerUnavailable if the peer averaged its loss over another number of targets than were sent."""
     if num_targets != (expected := samples.amount(tensors).targets):
         raise PeerUnavailable(f"it counts {num_targets} targets, and there are {expected}")
 

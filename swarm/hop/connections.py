@@ -1,8 +1,8 @@
 """Watches the connections to a stage's peers, so that a ban begins and ends with the fault that it is for.
 
-Run beside each hop, by trainers and stage peers. A connection that broke tells that its peer is out of reach, though no
-microbatch was under way; then the peer is asked whether it is back. Decides nothing: the router does with an answer, or
-with none, what it likes.
+Run beside each hop, by trainers and stage peers. A broken connection shows that its peer is out of reach, even if no
+microbatch was under way; from then on the peer is asked whether it is back. What follows for its ban, the router
+decides.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 GAP_SECONDS = 0.5
-"""Time between two looks at the connections, and at the peers that are banned."""
+"""Time between two checks of the connections and of the banned peers."""
 PATIENCE_SECONDS = 10.0
-"""A probe waits so long for a connection and an answer, and finds at once what comes back meanwhile."""
+"""How long a probe waits for a connection and an answer. A peer that comes back in this time is found at once."""
 
 
 async def watch_connections(*, stage: int, router: Router, channels: ChannelPool, clock: Clock) -> Never:
-    """Have the router hear of a stage's peers whose connections break, and of those that serve again, or do not.
+    """Tell the router which peers' connections break, and which unreachable peers serve again or still do not.
 
-    Runs until it is cancelled. One call at a time to each peer that the router takes for unreachable, none where there
-    is no such peer: gRPC's own health check, which is answered once a peer serves.
+    Runs until it is cancelled. Each peer that the router takes for unreachable gets one call at a time, of gRPC's own
+    health check, which a peer answers once it serves.
     """
     connected: set[str] = set()
     under_way: set[str] = set()
@@ -55,11 +55,11 @@ async def watch_connections(*, stage: int, router: Router, channels: ChannelPool
             broken = previously - connected
             for record in records:
                 if record.place in broken:
-                    # Any call may have found it broken. A hop would wait for the next connection.
+                    # No matter which call noticed the break: a hop would now wait for the next connection.
                     router.failed(PeerId(record.peer_id), is_unreachable=True, reason="its connection broke")
             for record in router.unreachable(stage):
                 if record.place in under_way:
-                    # It stays banned until this probe has ended and the next look has come.
+                    # The peer stays banned until this probe has ended and the next check has come.
                     router.unanswered(PeerId(record.peer_id), 4 * GAP_SECONDS)
                 else:
                     under_way.add(record.place)

@@ -1,9 +1,9 @@
-"""The stages after this one, as one session needs them: whichever peers serve them, they continue its text.
+"""The later stages of one session: they continue its text, whichever peers serve them.
 
-Made by the hop, for a stage's session and for the process that asks stage 0. It keeps what it has handed on. If a peer
-fails, another one gets all of it and computes it again: as tokens follow from round, positions and sampling alone, the
-text goes on as if nothing had happened. So that the round's weights are still there then, a second peer of the stage is
-asked beforehand to hold them.
+Made by the hop, for a stage's session and for the process that asks stage 0. It keeps all positions that it has handed
+on. If a peer fails, another one gets these and computes them again: tokens follow from round, positions and sampling
+alone, so the text goes on as if nothing had happened. A second peer of the stage is asked beforehand to hold the
+round's weights, which might be gone otherwise.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 10.0
-"""How long peers are asked again, while none has room or none is there."""
+"""How long peers are asked again and again, while none has room or none is there."""
 STANDBY_SECONDS = 0.5
-"""Time between two looks whether a second peer holds the round."""
+"""Time between two checks of whether a second peer holds the round."""
 BEAT_SECONDS = 10.0
 """Time between two signs of life to peers that wait for positions."""
 OnToken = Callable[[Token], Awaitable[None]]
@@ -43,8 +43,9 @@ class Continuation:
     """One session's later stages.
 
     Attributes:
-        rounds: the rounds whose weights they use; empty until `begun` is set, unless the session began elsewhere.
-        begun: set once they have all taken the session.
+        rounds: the round whose weights each later stage uses; empty until `begun` is set, unless the session began
+            elsewhere.
+        begun: set once all later stages have taken the session.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Continuation:
     ) -> None:  # fmt: skip
         """
         Args:
-            stage: the next one.
+            stage: the next stage.
             rounds, newest_round: see SessionCalls.open.
         """
         self.rounds = rounds
@@ -70,20 +71,22 @@ class Continuation:
         self._num_positions = 0
         """The number of positions in all pieces."""
         self._num_sent = 0
-        """How many of the pieces were sent to the present peer."""
+        """How many of the pieces have been sent to the peer that computes now."""
         self._awaits_token = False
         self._call: SessionCall | None = None
         self._standby: SessionCall | None = None
         self._without: set[PeerId] = set()
-        """Peers that have said that they have the round's weights no more."""
+        """Peers that have said that they no longer have the round's weights."""
         self._sending = asyncio.Lock()
 
     async def run(self, on_token: OnToken) -> None:
-        """Hear tokens until the last one, and see to it that they come. Cancellation ends the session downstream.
+        """Pass tokens to `on_token` until the last one, asking other peers where one fails.
+
+        Cancellation ends the session downstream.
 
         Raises:
             RoundGone: no peer of a later stage has the round's weights any more.
-            SwarmError: none has room, too many failed, or one refused the session itself; what `on_token` raises.
+            SwarmError: no peer has room, too many failed, or one refused the session itself; or `on_token` raised it.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -102,10 +105,10 @@ class Continuation:
                     call.close()
 
     async def push(self, piece: Piece, *, sample: bool) -> None:
-        """Hand on the next positions; a failure to do so is noticed where tokens are heard.
+        """Hand on the next positions. If that fails, `run` notices and asks another peer.
 
         Args:
-            sample: whether the token after them is wanted.
+            sample: whether the token after these positions is wanted.
         """
         self._pieces.append(piece)
         self._num_positions += len(piece.tokens)
@@ -123,7 +126,7 @@ class Continuation:
                 await call.send(pieces, sample=is_last and self._awaits_token)
 
     def _next_pieces(self) -> list[Piece]:
-        """The next pieces: as many as may be computed together and fit a message."""
+        """The next pieces to send, as many as may be computed together and fit into one message."""
         taken: list[Piece] = []
         num_tokens = num_bytes = 0
         for piece in self._pieces[self._num_sent :]:
@@ -162,7 +165,7 @@ class Continuation:
                 why = error
 
     async def _choose(self, retries: Retries, since: float, why: SwarmError) -> PeerRecord:
-        """The next peer to ask. Raises `why` once that has gone on for too long."""
+        """Wait for the next peer that can be asked. Raises `why` if none comes within PATIENCE_SECONDS of `since`."""
         while self._clock.monotonic() <= since + PATIENCE_SECONDS:
             if (record := retries.choose(1)) is not None:
                 return record
@@ -181,7 +184,7 @@ class Continuation:
         return call
 
     def _drop(self) -> None:
-        """The peer that computes has failed: the one that stands by takes its place, if there is one."""
+        """Leave the peer that computes, which has failed; one that stands by takes its place, if there is one."""
         if self._call is not None:
             self._call.close()
         self._call, self._num_sent = None, 0
@@ -194,7 +197,7 @@ class Continuation:
             raise PeerUnavailable(f"token {token.token} for position {token.position}, where {expected} is awaited")
         self._awaits_token = self._stage == 0
         if self._stage == 0:
-            # It goes on from there by itself; another peer would have to be told.
+            # The present peer continues from this token by itself. Another peer would have to be sent it.
             self._pieces.append(Piece((token.token,)))
             self._num_positions += 1
             self._num_sent += 1
@@ -203,7 +206,7 @@ class Continuation:
     # -- beside it -----------------------------------------------------------------------------------------------------
 
     async def _keep_standby(self) -> None:
-        # At once: where rounds are short, the second peer soon lets go of this one's weights.
+        # A second peer is asked at once: where rounds are short, it soon drops this round's weights.
         await self.begun.wait()
         while True:
             if self._standby is not None and not self._standby.is_open:
@@ -224,7 +227,7 @@ class Continuation:
                 self._without.add(PeerId(record.peer_id))
             return
         if self._call is not None and self._call.peer_id == standby.peer_id:
-            # It has become the one that computes meanwhile.
+            # Meanwhile this very peer has become the one that computes.
             standby.close()
         else:
             self._standby = standby

@@ -1,4 +1,4 @@
-"""A round that one peer of each stage keeps, so that an evaluation computes with it however training goes on.
+"""A round's weights that one peer of each stage keeps for an evaluation while training goes on.
 
 Opened by the hop, which chooses the peers. The peers keep the weights until the stream ends.
 """
@@ -26,10 +26,10 @@ class HeldAt(NamedTuple):
 
 
 class Hold:
-    """A round that is held until `close`.
+    """A round that peers hold until `close`.
 
     Attributes:
-        held: where, from this stage to the last one.
+        held: which peer holds which round, from this stage to the last one.
     """
 
     def __init__(self, stream: Stream, held: Sequence[HeldAt]) -> None:
@@ -37,7 +37,7 @@ class Hold:
         self._stream = stream
 
     def close(self) -> None:
-        """Let all of them forget it."""
+        """Let all these peers drop the round."""
         self._stream.cancel()
 
 
@@ -50,7 +50,7 @@ class HoldCalls:
         self._limits = limits
 
     async def open(self, record: PeerRecord, newest_round: int, listener: HopListener) -> Hold:
-        """See Hop.hold. Raises any SwarmError that `translate` gives. Cancellation ends the stream."""
+        """Open a hold, as Hop.hold does, at one peer. Raises what `translate` gives. Cancellation ends the stream."""
         request = pb.HoldRequest(address=self._address, newest_round=newest_round)
         async with Stream(self._stub(record).Hold(request)) as stream:
             # The peer gives signs of life while it asks the later stages.
@@ -69,5 +69,5 @@ def pack_held(held: Iterable[HeldAt]) -> list[pb.HeldRound]:
 
 
 def unpack_held(packed: Iterable[pb.HeldRound]) -> list[HeldAt]:
-    """What a message brings; whether these are peers of the stages is not checked."""
+    """The held rounds in a message, unchecked: they may name peers that are not of these stages."""
     return [HeldAt(PeerId(entry.peer_id), entry.round) for entry in packed]

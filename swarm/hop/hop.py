@@ -1,8 +1,8 @@
-"""The hop: one microbatch handed to the next stage, and re-routed when that fails.
+"""The hop: hands one microbatch to the next stage, and to another peer there when that fails.
 
-Trainers and stage peers use the same code: a trainer is simply "stage -1". Here is the one place that retries:
+Trainers and stage peers use the same code: a trainer is simply "stage -1". This is the only place that retries:
 
-    choose a peer (retries) -> one stream to it (calls) -> its answer, or note why there is none (retries), and again
+    choose a peer (retries) -> one stream to it (calls) -> its answer, or note why there is none (retries) and repeat
 
 A microbatch keeps its id through every retry, so that a peer that knows it never counts it twice; the peers that worked
 on it before are asked first. Never looks into the tensors.
@@ -36,7 +36,7 @@ from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 HOLD_SECONDS = 2.0
-"""How long peers are asked again that hold too many rounds."""
+"""How long peers are asked again while they hold too many rounds."""
 
 _Answer = TypeVar("_Answer")
 
@@ -75,12 +75,12 @@ class Hop:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether one more microbatch would wait here for those before it: for the line, or for a place downstream."""
+        """Whether microbatches here wait for the line or for room at the next stage, so that one more would too."""
         return self._line.is_busy or any(retries.is_refused for retries in self._under_way)
 
     @property
     def obstacle(self) -> Obstacle | None:
-        """Why none of the stage's peers takes what is under way here; None if one does, or will in a moment."""
+        """Why no peer of the stage takes the microbatches under way here; None if one does or will in a moment."""
         return next((each for retries in self._under_way if (each := retries.obstacle()) is not None), None)
 
     async def train(
@@ -112,13 +112,13 @@ class Hop:
         """Have a peer of the stage, and one of each later stage, keep a round's weights until the hold is closed.
 
         Args:
-            newest_round: the round; with DiLoCo, the newest up to it.
+            newest_round: the round; with DiLoCo a stage holds this one or the newest before it.
 
         Raises:
             RoundGone: the swarm has moved on, and no peer of a stage has that round's weights any more.
             Overloaded: peers hold as many other rounds as they can.
             Fatal: a peer refused the request itself, or too many peers failed.
-        Cancellation ends it at all of them.
+        Cancellation ends the hold at all of these peers.
         """
         heard_by = listener or HopListener()
         return await self._until_answered(
@@ -130,11 +130,11 @@ class Hop:
         )
 
     async def evaluate(self, tensors: Tensors, held: Sequence[HeldAt], listener: HopListener | None = None) -> float:
-        """Forward only, on the anchors of rounds: the mean loss in nats per target.
+        """Compute the mean loss in nats per target, with a forward on the anchors of held rounds.
 
         Args:
-            tensors: `tokens` (B, T + 1), the last column being only a target, and what else the stage takes.
-            held: the rounds of this and all later stages, and peers that hold them (`hold`), which are asked first.
+            tensors: `tokens` (B, T + 1), the last column being only a target, and the stage's other inputs.
+            held: the rounds of this and all later stages, and the peers that hold them, which are asked first.
 
         Raises:
             RoundGone: no peer of a stage has its round's weights any more.
@@ -152,11 +152,11 @@ class Hop:
     def continuation(
         self, order: Order, *, rounds: tuple[int, ...] = (), newest_round: int | None = None
     ) -> Continuation:
-        """The stage, and all after it, as a session needs them.
+        """The continuation of a session at this stage and all after it.
 
         Args:
-            rounds: whose weights they are to use, with which the session began elsewhere.
-            newest_round: where it has not, that of the stage before.
+            rounds: the rounds whose weights these stages are to use, if the session began elsewhere; otherwise empty.
+            newest_round: the round of the stage before, if the session begins here.
         """
         return Continuation(
             order, stage=self.stage, calls=self._session_calls, router=self._router, clock=self._clock,
@@ -177,16 +177,17 @@ class Hop:
         retries: Retries,
         busy_seconds: float = math.inf,
     ) -> _Answer:
-        """
+        """Ask peer after peer with `once` until one answers.
+
         Args:
-            busy_seconds: how long peers may say that they have no room before that is raised.
+            busy_seconds: how long peers may say that they have no room before that error is raised.
         """
         num_cancels, since = _num_cancels(), self._clock.monotonic()
         self._under_way.add(retries)
         try:
             while True:
                 if _num_cancels() > num_cancels:
-                    # gRPC may answer a cancellation that comes as a connection breaks with why it broke.
+                    # If a cancellation comes as a connection breaks, gRPC may raise the connection's error instead.
                     raise asyncio.CancelledError
                 record = retries.choose(num_samples)
                 if record is None:
@@ -204,6 +205,6 @@ class Hop:
 
 
 def _num_cancels() -> int:
-    """How often this task was cancelled and not taken back: a task group that failed before leaves one behind."""
+    """How many cancellations of this task are pending. A task group that failed earlier may have left one behind."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()

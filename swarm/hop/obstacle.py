@@ -1,7 +1,7 @@
-"""Why no peer of a stage takes work now, as people are told it.
+"""Why no peer of a stage takes work now, in words for people.
 
-Made where peers are asked (retries, and in swarm/pipeline), and passed on from hop to hop to the trainer, who shows it.
-What a later stage says of its neighbours is its word: it is shown, and decides nothing.
+Made where peers are asked (retries, and in swarm/pipeline), and passed on from hop to hop to the trainer, which shows
+it. What a later stage says of its neighbours is only its claim: it is shown, and nothing is decided by it.
 """
 
 import math
@@ -15,21 +15,21 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import LONGEST_REASON, PeerRecord
 
 MOST_CAUSES, MOST_NAMES = 3, 3
-"""How many causes are told, and how many peers of each."""
+"""How many causes are shown, and how many peers for each."""
 LONGEST_CAUSES = 600
-"""Characters; of a peer that says more the rest is left out."""
+"""The most characters of another peer's causes that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Obstacle:
-    """What keeps a stage from being given work.
+    """Why a stage cannot be given work.
 
     Attributes:
         num_peers: how many peers are announced at the stage.
         num_busy: how many of them are in order, but take nothing.
         num_silent: how many of them do not answer.
-        causes: which peers these are, and what is known of each; empty where there is none.
-        seconds: the time until one of them is tried again.
+        causes: names of these peers, and why each takes nothing; empty if the stage has no peer.
+        seconds: the time until one of these peers is tried again.
     """
 
     num_peers: int
@@ -40,7 +40,7 @@ class Obstacle:
 
     @classmethod
     def of(cls, peers: Collection[LeftAlone], now: float) -> Self:
-        """The obstacle of a stage whose peers are all left alone, or that has no peer."""
+        """The obstacle at a stage all of whose peers are left alone, or that has no peer."""
         return cls(
             num_peers=len(peers),
             num_busy=sum(each.is_busy for each in peers),
@@ -51,7 +51,7 @@ class Obstacle:
 
     @classmethod
     def read(cls, message: pb.Obstacle) -> Self:
-        """An obstacle, as another peer tells it."""
+        """The obstacle that another peer reports."""
         seconds = message.retry_seconds if math.isfinite(message.retry_seconds) else 0.0
         return cls(
             num_peers=message.num_peers, num_busy=message.num_busy, num_silent=message.num_silent,
@@ -65,11 +65,11 @@ class Obstacle:
 
     @property
     def is_business(self) -> bool:
-        """Whether no peer has failed."""
+        """Whether all peers of the stage are merely busy, and none has failed."""
         return 0 < self.num_peers == self.num_busy
 
     def in_words(self, stage: int) -> str:
-        """One line: what is wrong, and what happens or is to be done next."""
+        """One line that says what is wrong, and what happens next or what the user has to do."""
         if self.is_empty_stage:
             return f"stage {stage} has no peer"
         seconds = math.ceil(self.seconds)
@@ -88,7 +88,7 @@ class Obstacle:
 
 
 OnWaiting = Callable[[int, Obstacle], None]
-"""Hears of a stage that is waited for, and why."""
+"""Is told which stage is waited for, and why."""
 
 
 def pack_obstacle(obstacle: Obstacle | None) -> pb.Obstacle | None:
@@ -102,7 +102,7 @@ def pack_obstacle(obstacle: Obstacle | None) -> pb.Obstacle | None:
 
 
 def left_alone(record: PeerRecord, error: SwarmError, until: float) -> LeftAlone:
-    """What is known of a peer that has just failed, or had no room."""
+    """Why a peer that has just failed, or had no room, is left alone until a time."""
     is_silent = isinstance(error, PeerUnavailable) and error.is_unreachable
     return LeftAlone(record, reason_of(error), until, isinstance(error, Overloaded), is_silent)
 
@@ -135,5 +135,5 @@ def _some(texts: list[str], most: int, separator: str) -> str:
 
 
 def obstacle_of(progress: pb.Progress) -> Obstacle | None:
-    """What a peer tells of it with its progress."""
+    """The obstacle that a peer reports with its progress, if any."""
     return Obstacle.read(progress.obstacle) if progress.HasField("obstacle") else None

@@ -1,7 +1,7 @@
-"""Whom a hop asks with one microbatch: the peer that comes next, what follows from a failure, and when to give up.
+"""Which peer a hop asks next for one microbatch, what follows when a peer fails, and when the hop gives up.
 
-Made by the hop for each microbatch, each evaluation and each text. It asks the router and tells it how peers fared; it
-opens no connection and never waits.
+Made by the hop for each microbatch, each evaluation and each text. It asks the router for peers, and tells it which
+failed or were busy; it opens no connection and never waits.
 """
 
 import logging
@@ -36,23 +36,23 @@ logger = logging.getLogger(__name__)
 SHORTEST_WAIT_SECONDS = 0.005
 """The shortest wait before a peer is looked for again, when none can be asked."""
 STALL_FACTOR = 4.0
-"""A peer may be what is waited for so many times longer than it was expected to take, waiting in its queue included."""
+"""The hop waits this many times longer for the next peer than the peer, with its queue, was expected to take."""
 MOST_DOUBLINGS = 3
-"""How often that time is doubled at most, for a microbatch that has stalled again and again."""
+"""How often the longest wait for the next peer is doubled at most, for a microbatch that stalls again and again."""
 NOBODY_SECONDS = 1.0
 """If no peer can be asked for longer than this, the user is told."""
 STUCK_SECONDS = 4.0
-"""If no peer took a microbatch for so long, though some could be asked now and then, the user is told as well."""
+"""If no peer takes a microbatch for this long, though some can be asked now and then, the user is told as well."""
 PAUSE_SECONDS = 1.0
-"""How long a microbatch leaves a peer alone that failed it."""
+"""How long a microbatch is kept from a peer that failed it."""
 MOST_SENT_ON = 4
-"""Peers that may leave a microbatch to others, since something waits there already; the next one takes it, if it has a
-slot. Each is a round trip; after four of them most of what there is to gain is gained (docs/simulation.md)."""
+"""How many peers may leave a microbatch to others, because something waits there already; the next one takes it, if it
+has a slot. Each of them costs a round trip, and more of them would bring little (docs/simulation.md)."""
 ENOUGH_PEERS = 4
-"""Once so many peers have said that they no longer have a round's weights, no further one is asked."""
+"""Once this many peers have said that they no longer have a round's weights, no further one is asked."""
 PEERS_TO_SEND_ON = 4
-"""A microbatch may be left to others once for every so many peers of the stage: of a few peers, every sender hears
-often enough to know better."""
+"""A microbatch may be left to others once for each group of this many peers at the stage. Where there are few peers,
+each sender hears from each of them often enough to choose well itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,12 @@ class HopLimits:
     silence_seconds: float = 15.0
     """Longest wait for any sign of life from a peer that accepted; one comes every 3 s."""
     stall_seconds: float = 120.0
-    """Longest time that the next peer may itself be what is waited for, if it is not known to need longer."""
+    """Longest wait for the next peer's own work, unless that peer is known to need longer."""
     retry_seconds: float = 0.25
     """Longest wait before asking again when no peer can be asked."""
     max_failures: int = 12
-    """Failed peers after which a microbatch is given up. Busy answers and empty stages do not count, nor peers that
-    join, move, leave, or lack a round's weights."""
+    """How many peers may fail a microbatch before it is given up. Busy answers and empty stages do not count, nor peers
+    that join, move, leave, or lack a round's weights."""
 
 
 class Retries:
@@ -77,12 +77,12 @@ class Retries:
 
     Attributes:
         route: the peers that work on it, or worked on it before, by stage.
-        forward_passed: a peer has passed the forward on to the stage after it.
-        has_others: the peer that is asked was told that there are others to ask.
-        is_refused: no peer has taken it since one had no room.
-        num_failures: peers that have failed it.
-        num_busy: times that a peer had no room.
-        num_sent_on: times that a peer left it to others.
+        forward_passed: whether a peer has passed the forward on to the stage after it.
+        has_others: whether the peer that is being asked may leave the microbatch to others.
+        is_refused: whether a peer had no room for it, and none has taken it since.
+        num_failures: how many peers have failed it.
+        num_busy: how often a peer had no room.
+        num_sent_on: how often a peer left it to others.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class Retries:
     ) -> None:  # fmt: skip
         """
         Args:
-            repeats: which failures the log has lately told, of any microbatch.
-            hints: peers that worked on it before, by stage.
-            without: peers that have said that they lack the weights of its round; more of them are added.
+            repeats: knows which failures, of any microbatch, the log has named a moment ago.
+            hints: peers that worked on the microbatch before, by stage.
+            without: peers that are known to lack the weights of its round; this adds those that say so.
         """
         self._stage = stage
         self._router = router
@@ -109,18 +109,18 @@ class Retries:
         self.num_busy = 0
         self.num_sent_on = 0
         self._excluded: dict[PeerId, LeftAlone] = {}
-        """Peers not to ask before a time."""
+        """Peers that are not asked before a time."""
         self._stuck_since: float | None = None
-        """When there was nobody to ask, if no peer has taken it since."""
+        """When there first was no peer to ask, if none has taken the microbatch since."""
         self._num_stalls = 0
         self._num_not_ready = 0
         self._num_refusals = 0
-        """Peers that called what was sent malformed."""
+        """How many peers have called what was sent malformed."""
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
     def choose(self, num_samples: int) -> PeerRecord | None:
-        """The peer to ask now; None if there is none."""
+        """Choose the peer to ask now; None if there is none."""
         now = self._clock.monotonic()
         self._excluded = {peer: each for peer, each in self._excluded.items() if each.until > now}
         hinted = self.route.get(self._stage)
@@ -131,7 +131,7 @@ class Retries:
         return record
 
     def obstacle(self) -> Obstacle | None:
-        """Why there is no peer to ask; None where there soon is one, or one has taken it."""
+        """Why there is no peer to ask; None if there soon is one, or one has taken the microbatch."""
         if self._stuck_since is None:
             return None
         now = self._clock.monotonic()
@@ -153,7 +153,7 @@ class Retries:
         return None if obstacle.is_business and not is_stuck else obstacle
 
     def wait_seconds(self) -> float:
-        """How long to wait when there is no peer to ask: new ones may come at any time."""
+        """The seconds to wait when there is no peer to ask. They are few, since a new peer may come at any time."""
         seconds = self._limits.retry_seconds
         if self._excluded:
             first = min(each.until for each in self._excluded.values()) - self._clock.monotonic()
@@ -163,26 +163,26 @@ class Retries:
     # -- an attempt that succeeds --------------------------------------------------------------------------------------
 
     def offered(self, peer_id: PeerId) -> None:
-        """A peer is about to be asked. One that has the microbatch already is not told to leave it to others."""
+        """Note that a peer is about to be asked, and decide whether it may leave the microbatch to others."""
         self.has_others = not self.is_known_by(peer_id) and (
             self.num_sent_on < most_sent_on(self._router.num_peers(self._stage))
         )
 
     def is_known_by(self, peer_id: PeerId) -> bool:
-        """Whether a peer worked on the microbatch before, as far as is known: it may need nothing sent."""
+        """Whether a peer is known to have worked on the microbatch before, so that it may need no tensors."""
         return self.route.get(self._stage) == peer_id
 
     def accepted(self) -> None:
-        """A peer has room for it."""
+        """Note that a peer has taken the microbatch."""
         self.is_refused = False
         self._stuck_since = None
 
     def handed_over(self, peer_id: PeerId) -> None:
-        """A peer has everything that it needs."""
+        """Note that a peer has everything that it needs."""
         self.route = {**self.route, self._stage: peer_id}
 
     def progressed(self, peer_id: PeerId, stage: int, downstream: Mapping[int, PeerId]) -> bool:
-        """The peer tells which stage it waits for, and which peers work there. Gives whether the route has changed."""
+        """Note which stage a peer says it waits for, and the peers downstream. Returns whether the route changed."""
         self.forward_passed |= stage != self._stage or bool(downstream)
         route = {**downstream, self._stage: peer_id}
         if not downstream or self.route == route:
@@ -191,13 +191,13 @@ class Retries:
         return True
 
     def require_no_stall(self, peer_id: PeerId, num_samples: int, seconds: float) -> None:
-        """The peer itself has been what is waited for, for so long.
+        """Check how long a peer has itself been what the microbatch waits for.
 
-        A slow one with a full queue is not stalled. After a stall of the microbatch twice as long is allowed: of a peer
-        that has not answered yet nothing may be known.
+        A slow peer with a full queue is not stalled. After each stall of the microbatch twice as long is allowed, since
+        the next peer may never have answered, and then nothing is known of its speed.
 
         Raises:
-            DeadlineExceeded: that is too long.
+            DeadlineExceeded: `seconds` is too long.
         """
         expected = self._router.expected_seconds(peer_id, num_samples) or 0.0
         patience = max(self._limits.stall_seconds, STALL_FACTOR * expected)
@@ -211,7 +211,7 @@ class Retries:
         """Take note of why a peer did not answer, so that another one is asked, or the same one later.
 
         Raises:
-            MalformedMessage: a second peer says so as well, or there is no other to ask.
+            MalformedMessage: a second peer calls the message malformed as well, or there is no second peer.
             RoundGone: peer after peer lacks the round's weights.
             RetriesExhausted: too many peers have failed.
         """
@@ -224,7 +224,7 @@ class Retries:
             self._busy(record, error)
             return
         if isinstance(error, MalformedMessage):
-            # One peer's word: it may be its own weights that are broken. Another one is to say so as well.
+            # One peer's word is not enough, since that peer's own weights may be broken. A second one has to agree.
             self._num_refusals += 1
             if self._num_refusals > 1 or not self._router.others(peer_id):
                 raise error
@@ -251,11 +251,11 @@ class Retries:
                 peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable, reason=reason_of(error)
             )
         elif isinstance(error, NotAllowed | IncompatibleVersion | MalformedMessage):
-            # Its clock may be wrong, so that it takes a token for an expired one; another release may have its port.
+            # The peer's clock may be wrong, so that a token seems to have expired; or another release has its port now.
             self._router.failed(peer_id, reason=reason_of(error))
 
     def _leave_alone(self, record: PeerRecord, error: SwarmError) -> None:
-        """Let other peers come first for a while, for longer if this one is slow and another one can be asked."""
+        """Ask other peers first for a while, which is longer if this peer is slow and another one can be asked."""
         peer_id, now = PeerId(record.peer_id), self._clock.monotonic()
         soon = now + PAUSE_SECONDS
         later = {other for other, each in self._excluded.items() if each.until > soon}
@@ -268,7 +268,7 @@ class Retries:
         if isinstance(error, NotReady):
             self._num_not_ready += 1
             if self._num_not_ready == self._limits.max_failures:
-                # It may be that no peer ever can. The log says why.
+                # Perhaps no peer will ever take it, so the log says why.
                 logger.warning("stage %d: nobody can take a microbatch, and it is tried on: %s", self._stage, error)
         # Peers that join, move, leave or lack a round's weights say nothing about the others.
         self.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)

@@ -1,4 +1,4 @@
-"""A route, which says by stage which peer works on a microbatch, and its wire form. For the hop and the servicer."""
+"""The wire form of a route, which says for each stage which peer works on a microbatch. Used by hop and servicer."""
 
 from collections.abc import Iterable, Mapping
 

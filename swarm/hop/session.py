@@ -1,7 +1,7 @@
-"""A session as it travels from stage to stage: what it is to write, and its next positions.
+"""A session as it travels from stage to stage: what it has to write, and its next positions.
 
-Used by both ends of swarm.hop's session calls. Immutable, and the same at every stage: whatever breaks, the session is
-begun again from this, and goes on with the same tokens.
+Used by both ends of swarm.hop's session calls. Immutable, and the same at every stage: when a peer fails, another one
+begins the session again from this, and goes on with the same tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,21 +13,21 @@ from swarm.generation.sampling import Sampling
 from swarm.rpc.v1 import generation_pb2 as pb
 
 PIECE_TOKENS = 256
-"""Most positions that are computed together, so that a long prompt takes no more than a turn among other work."""
+"""Most positions that are computed together, so that other work gets its turn between the pieces of a long prompt."""
 PIECE_BYTES = 4 << 20
 """Most bytes of hidden states in one message, unless one position has more."""
 LONGEST_SEED = 40
-"""Digits of a seed."""
+"""The most digits of a seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a session is to write.
+    """What a session has to write.
 
     Attributes:
         sampling: how tokens are chosen.
-        num_positions: tokens of the prompt and all that follows it.
-        vocab_size: tokens are below it.
+        num_positions: how many tokens the prompt and the text after it have.
+        vocab_size: the number of tokens in the vocabulary; every token is below it.
     """
 
     sampling: Sampling
@@ -43,14 +43,14 @@ class Piece(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token that was sampled, and how many are before it."""
+    """A token that was sampled, and how many tokens come before it."""
 
     position: int
     token: int
 
 
 def pieces_of(prompt: Sequence[int]) -> list[Piece]:
-    """A prompt in the pieces in which it is computed."""
+    """Cut a prompt into the pieces in which it is computed."""
     return [Piece(prompt[start : start + PIECE_TOKENS]) for start in range(0, len(prompt), PIECE_TOKENS)]
 
 
@@ -81,5 +81,5 @@ def pack_pieces(pieces: Iterable[Piece]) -> list[pb.Piece]:
 
 
 def unpack_pieces(packed: Iterable[pb.Piece]) -> list[Piece]:
-    """What a message brings; nothing of it is checked."""
+    """The pieces in a message, unchecked."""
     return [Piece(tuple(piece.tokens), piece.hidden) for piece in packed]

@@ -1,4 +1,4 @@
-"""One peer's part in a session, over one stream: opened, fed with positions, asked for tokens.
+"""One peer's part in a session, over one stream: positions go to the peer, and tokens come back.
 
 Used by swarm.hop.continuation, which chooses the peer and takes another one if this one fails. Every wait has a
 deadline.
@@ -17,15 +17,15 @@ from swarm.rpc.v1 import stage_pb2
 from swarm.types import PeerId, PeerRecord
 
 OpenStub = Callable[[PeerRecord], Any]
-"""Gives a GenerationServiceStub for a peer; its generated type wants all requests when a call begins."""
+"""Gives a GenerationServiceStub for a peer. (Its generated type expects all requests when a call begins.)"""
 
 
 class SessionCall:
     """A stream to one peer. Its errors are those of swarm.errors, and end the stream.
 
     Attributes:
-        peer: whom it goes to.
-        rounds: the rounds whose weights are used there and at all later stages.
+        peer: the peer at the other end.
+        rounds: the rounds whose weights are used at this peer's stage and at all later ones.
     """
 
     def __init__(self, stream: Stream, peer: PeerRecord, rounds: Sequence[int], silence_seconds: float) -> None:
@@ -37,16 +37,16 @@ class SessionCall:
 
     @property
     def peer_id(self) -> PeerId:
-        """Whom it goes to."""
+        """The id of the peer at the other end."""
         return PeerId(self.peer.peer_id)
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing has ended it, as far as is known."""
+        """Whether the stream is open, as far as is known."""
         return not self._stream.has_ended
 
     async def send(self, pieces: Sequence[Piece] = (), *, sample: bool = False) -> None:
-        """Hand over the next positions, or nothing: a sign of life. One at a time."""
+        """Send the next positions, or none as a sign of life. Only one task may do so at a time."""
         try:
             async with self._stream as stream:
                 await stream.write(pb.GenerateRequest(pieces=pack_pieces(pieces), sample=sample), self._silence_seconds)
@@ -55,7 +55,7 @@ class SessionCall:
             raise
 
     async def token(self) -> Token:
-        """The next token. A peer that gives no sign of life has failed."""
+        """Wait for the next token. Raises PeerUnavailable if the peer gives no sign of life."""
         try:
             async with self._stream as stream:
                 while True:
@@ -63,14 +63,14 @@ class SessionCall:
                     if reply.HasField("sampled"):
                         return Token(reply.sampled.position, reply.sampled.token)
         except asyncio.CancelledError:
-            # A stream that `send` has ended looks cancelled to the task that reads it.
+            # When `send` fails it ends the stream, which the task that reads sees as a cancellation.
             task = asyncio.current_task()
             if self._failed is None or (task is not None and task.cancelling()):
                 raise
             raise self._failed from None
 
     def close(self) -> None:
-        """End the session there."""
+        """End the session at this peer."""
         self._stream.cancel()
 
 
@@ -85,15 +85,16 @@ class SessionCalls:
     async def open(
         self, record: PeerRecord, order: Order, *, rounds: Sequence[int], newest_round: int | None, standby: bool
     ) -> SessionCall:
-        """Have a peer take a session, and with it later stages, or hold its round's weights for now.
+        """Have a peer, and through it the later stages, take a session, or only hold the round's weights.
 
         Args:
-            rounds: of the stage and all later ones, with which the session began; empty where it has not.
-            newest_round: of the stage before, where it has not; None for stage 0.
+            rounds: the rounds of the stage and all later ones, if the session has begun with them; otherwise empty.
+            newest_round: the round of the stage before, if the session has not begun; None for stage 0.
+            standby: whether the peer is only to hold the weights for now.
 
         Raises:
             Overloaded: the peer has no room for one more.
-            RoundMismatch: it has not that round's weights any more.
+            RoundMismatch: the peer no longer has that round's weights.
             SwarmError: whatever else `translate` gives.
         """
         opening = pb.SessionOpen(
@@ -102,7 +103,7 @@ class SessionCalls:
         )  # fmt: skip
         async with Stream(self._stub(record).Generate()) as stream:
             await stream.write(pb.GenerateRequest(open=opening), self._limits.open_seconds)
-            # It gives signs of life while it opens the session at later stages.
+            # The peer gives signs of life while it opens the session at later stages.
             while not (reply := await stream.read(self._limits.silence_seconds)).HasField("opened"):
                 if reply.HasField("sampled"):
                     raise PeerUnavailable("a token came before the session was opened")

@@ -1,4 +1,4 @@
-"""A peer that cannot be reached: when the router hears of it, and what it takes until the peer is asked again."""
+"""A peer that cannot be reached: when the router hears of that, and when the peer is chosen again."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ _ID = PeerId("0123456789abcdef" * 2 + "01234567")
 
 
 class _Health(HealthServicer):
-    """Counts who asks."""
+    """A health service that counts the calls."""
 
     num_asked = 0
 
@@ -38,7 +38,7 @@ class _Health(HealthServicer):
 
 
 class _Peer:
-    """One that a router knows by a port, and that may listen there."""
+    """A peer that a router knows by a port, at which it may listen or not."""
 
     def __init__(self, channels: ChannelPool) -> None:
         self.channels = channels
@@ -60,7 +60,7 @@ class _Peer:
         await self.server.start()
 
     async def serve_and_be_called(self) -> None:
-        """By somebody else in this process, for long enough to be seen."""
+        """Let the peer serve and other code in this process call it, for long enough to be noticed."""
         await self.come_back()
         health: Any = HealthStub(self.channels.channel(self.record))
         await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
@@ -76,7 +76,7 @@ class _Peer:
 
 @asynccontextmanager
 async def probed() -> AsyncIterator[_Peer]:
-    """A peer at whose port nobody listens yet, watched."""
+    """A peer that is watched, and at whose port nobody listens yet."""
     channels = ChannelPool(insecure=True)
     peer = _Peer(channels)
     probing = asyncio.create_task(
@@ -109,7 +109,7 @@ async def test_a_peer_is_asked_again_as_soon_as_it_serves() -> None:
 async def test_a_frozen_peer_stays_banned_until_it_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "PATIENCE_SECONDS", 1.2 * GAP_SECONDS)  # One probe ends, and another one begins.
     async with probed() as peer:
-        # Its machine takes connections; nobody there says anything.
+        # The peer's machine takes connections, but nobody there answers.
         with socket.create_server(("127.0.0.1", peer.port)):
             peer.router.failed(_ID, is_unreachable=True)
             peer.clock.advance(BASE_BAN_SECONDS - 0.5 * GAP_SECONDS)
@@ -144,7 +144,7 @@ async def test_a_peer_whose_connection_breaks_is_banned_though_nothing_was_hande
 
 
 async def test_a_look_at_many_connections_takes_no_time() -> None:
-    """It is on the event loop, twice a second: what has broken is found once, not for every peer."""
+    """The look is on the event loop, twice a second, so broken connections are found once and not for every peer."""
     records = [
         PeerRecord(peer_id=_ID, stage=0, endpoint=f"192.0.2.1:{port}", state=PeerState.SERVING, announced_at=0.0)
         for port in range(1, 5001)
