@@ -1,4 +1,4 @@
-"""Losses of the trained swarm on held-out text: the chain forward, on the anchor weights of one round.
+"""Losses of the trained swarm on held-out text: a forward through all stages, on the anchor weights of one round.
 
 Called by trainers between steps and at the end. Never trains.
 """
@@ -13,21 +13,21 @@ from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 
 _CONCURRENCY = 4
-"""Chains of peers that hold the round and compute at once."""
+"""How many chains of peers hold the round and compute at the same time."""
 
 
 async def held_out_loss(
     hop: Hop, data: Microbatches, *, round_number: int, num_samples: int, listener: HopListener | None = None
 ) -> HeldOutLoss:
-    """Losses over about `num_samples` held-out samples, as many of each dataset.
+    """Compute losses over about `num_samples` held-out samples, equally many of each dataset.
 
-    Peers hold the round's weights meanwhile, so that it may take longer than rounds do.
+    Peers hold the round's weights meanwhile, so that the evaluation may take longer than a round.
 
     Args:
-        listener: hears which stage is waited for; that may last until a peer serves it.
+        listener: hears which stage is waited for. The wait may last until a peer serves that stage.
 
     Raises:
-        Fatal: no chain of peers can hold that round (any more).
+        Fatal: no chain of peers can hold that round, or not any more.
     """
     sources = data.held_out_by_source(num_samples)
     batches = [batch for source in sources for batch in source.batches]

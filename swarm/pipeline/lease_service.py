@@ -1,7 +1,7 @@
 """Both ends of the lease call: a stage peer's servicer and a trainer's client.
 
-The servicer answers from the table of the stage's leader, or names the leader. The client finds the leader,
-and keeps what it was granted alive by asking again.
+The servicer grants from its table if its peer leads the stage, and otherwise names the leader. The client finds the
+leader, and renews the leases that it was granted by asking again.
 """
 
 import dataclasses
@@ -41,29 +41,29 @@ from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 MAX_COUNT = 1024
-"""Microbatches granted in one call, at most."""
+"""The most microbatches that are granted in one call."""
 MAX_WAIT_SECONDS = 5.0
 """Longest wait for something to grant."""
 MAX_ID_LENGTH = 64
 MAX_NAMED = 1 << 14
-"""Microbatches that one request may name as held, as released or as acknowledged."""
+"""The most microbatches that one request may name as held, as released or as acknowledged."""
 MAX_WAITING = 64
-"""Requests of one caller that wait at one time; an honest trainer has one or two. What is beyond is answered as things
-are."""
+"""The most requests of one caller that wait at one time; an honest trainer has one or two. Further ones are answered
+without a wait."""
 ANSWER_SECONDS = 3.0
 """Longest wait for an answer, beyond the wait that was asked for."""
 FAILED_SECONDS = 0.5
-"""A peer that failed so lately is not asked again where others answer, though they name it as the leader: they notice
-its end at about the same time, and one of them leads then. An answer that does not come costs more than that."""
+"""A peer that failed within this time is not asked again, even if others still name it as the leader. They are about to
+notice its death, and then one of them leads; to wait for an answer that does not come would take longer."""
 LOOK_SECONDS = 0.1
-"""A request that waits is looked at again so often, though nothing happened: some things are granted after a time."""
+"""A request that waits is tried again after this time even if nothing happened: some grants only take time."""
 GAP_SECONDS = 0.03
-"""Least time between two looks: changes that come in quick succession are looked at together."""
+"""Least time between two tries, so that several changes in quick succession lead to one try."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLead:
-    """What a stage peer knows about its group: which member leads it, and the round's view if that is this peer."""
+    """Which member leads a stage peer's group, and, if it is this peer, its view of the round."""
 
     leader_id: PeerId
     view: RoundView | None
@@ -78,7 +78,7 @@ class LeaseServicer(LeaseServiceServicer):
     ) -> None:  # fmt: skip
         """
         Args:
-            changed: waits until what `lead` gives may have changed, so many seconds at most.
+            changed: waits until the result of `lead` may have changed, at most for the seconds that it is given.
         """
         self._config = config
         self._stage = stage
@@ -110,7 +110,7 @@ class LeaseServicer(LeaseServiceServicer):
             looked_at = self._clock.monotonic()
             lead = self._lead()
             if lead.view is None:
-                # The next leader grants from its own table; ours would be out of date.
+                # Another peer leads and grants from its own table. If this peer leads again, its own is out of date.
                 self._table = None
                 return pb.AcquireReply(leader_peer_id=lead.leader_id)
             grant = self._grant(lead.view, request, trainer)
@@ -126,7 +126,7 @@ class LeaseServicer(LeaseServiceServicer):
     def _grant(self, view: RoundView, request: pb.AcquireRequest, trainer: Trainer) -> Grant:
         if self._table is None:
             self._table = LeaseTable(self._config, self._stage, self._clock, self._rng)
-        # Stage 0 has not begun this round yet: all of it is lacking here, and no trainer can have any of it.
+        # In a round that stage 0 has not begun yet, this stage lacks every microbatch, and no trainer can run any.
         too_new = request.HasField("newest_round") and view.round > request.newest_round
         is_first, is_older = self._stage == 0, view.round < request.newest_round
         grant = self._table.acquire(
@@ -148,7 +148,7 @@ class LeaseServicer(LeaseServiceServicer):
 
 @dataclass(frozen=True, kw_only=True)
 class Leased:
-    """Microbatches a trainer may run, and the round they are admitted to."""
+    """Microbatches that a trainer may run, and the round that they belong to."""
 
     stage: int
     """The stage whose leader granted them."""
@@ -156,15 +156,15 @@ class Leased:
     microbatches: Sequence[int]
     accumulate_only_at: int | None
     round_complete: bool
-    """The stage itself lacks nothing of the round any more."""
+    """Whether the stage itself has all that the round needs."""
     round_granted: bool = False
-    """Whether nothing is left of the round to be granted but replays, at stage 0."""
+    """Whether stage 0 has granted all microbatches of the round, so that only replays may be left to grant."""
     counted: Set[int]
-    """The microbatches that the trainer holds and the stage counts by now."""
+    """Those microbatches held by the trainer that the stage counts by now."""
 
 
 class LeaseClient:
-    """A trainer's line to the leaders."""
+    """Asks the stages' leaders for leases, for one trainer."""
 
     def __init__(
         self, *, config: RunConfig, trainer_id: str, peers: Callable[[int], Sequence[PeerRecord]],
@@ -178,20 +178,21 @@ class LeaseClient:
         self._leaders: dict[int, PeerId] = {}
         self._failed_at: dict[PeerId, float] = {}
         self._failed: dict[int, Sequence[LeftAlone]] = {}
-        """The peers that failed when a leader was last looked for, by stage, where it grants nothing."""
+        """By stage: the peers that failed when its leader was last looked for, if it was not found."""
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
         acknowledged: Collection[int] = (), newest: Leased | None = None,
     ) -> Leased | None:  # fmt: skip
-        """Ask the leader of a stage; None if none could be reached. Renews `holding` in any case.
+        """Ask the leader of a stage for microbatches, and renew those in `holding`; None if no leader was reached.
 
         Args:
-            acknowledged: what stage 0 was told of late that it counts, or is about to be told.
-            newest: likewise, the last answer of stage 0: nothing of a later round is taken, which it has not begun.
+            acknowledged: microbatches that this trainer has lately acknowledged to stage 0, or is about to.
+            newest: stage 0's last answer, if a later stage is asked, which then grants nothing of a round that stage 0
+                has not begun.
 
         Raises:
-            NotAllowed, IncompatibleVersion: so says every peer of the stage.
+            NotAllowed, IncompatibleVersion: every peer of the stage refused with this error.
             MalformedMessage: a peer finds the request itself wrong.
         """
         request = pb.AcquireRequest(
@@ -228,14 +229,14 @@ class LeaseClient:
                 )  # fmt: skip
             self._leaders[stage] = PeerId(reply.leader_peer_id)
             has_answer = True
-        # One peer's clock may be wrong, or another release have its port: that all of them refuse is an answer.
+        # One peer's clock may be wrong, or another release may have its port, so only a refusal by all of them counts.
         refusals = [fault for _, fault in faults if isinstance(fault, NotAllowed | IncompatibleVersion)]
         if refusals and len(refusals) == len(asked):
             raise refusals[-1]
         return None
 
     def obstacle(self, stage: int) -> Obstacle:
-        """Why the last request to a stage's leader came to nothing."""
+        """Why the last request to a stage's leader failed."""
         failed = Obstacle.of(self._failed.get(stage, ()), self._clock.monotonic())
         num_serving = sum(record.state is PeerState.SERVING for record in self._peers(stage))
         if not num_serving:
@@ -255,14 +256,14 @@ class LeaseClient:
         leader = self._leaders.get(stage)
 
         def order(record: PeerRecord) -> tuple[bool, bool, float, str]:
-            # A frozen peer costs a time-out: peers that answered, or were not asked for long, come before it.
+            # To ask a frozen peer costs a timeout, so peers come first that answered, or failed longest ago.
             failed_at = self._failed_at.get(PeerId(record.peer_id), float("-inf"))
             return self._has_failed(record), record.peer_id != leader, failed_at, record.peer_id
 
         return min(candidates, key=order, default=None)
 
     def _has_failed(self, record: PeerRecord) -> bool:
-        """Whether it failed lately, and did not answer since."""
+        """Whether a peer failed within FAILED_SECONDS and has not answered since."""
         failed_at = self._failed_at.get(PeerId(record.peer_id), float("-inf"))
         return self._clock.monotonic() - failed_at < FAILED_SECONDS
 

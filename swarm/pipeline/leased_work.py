@@ -1,7 +1,7 @@
 """The microbatches that a trainer has leased: those that wait, those that are under way, and their leases.
 
-Used by the trainer's loop, which runs them. Asks the leaders for as many as the window has room for, renews what it
-holds, and gives up what it could not renew. Never runs anything itself.
+Used by the trainer's loop, which runs them. Asks the leaders for as many as the window has room for, renews the leases,
+and gives up microbatches whose leases it could not renew. Never runs anything itself.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from swarm.training.microbatch import Microbatch
 logger = logging.getLogger(__name__)
 
 RENEW_SECONDS = 0.5
-"""Leases are renewed at least this often: a new leader learns so what is held, before it grants anything."""
+"""Leases are renewed at least this often, so that a new leader learns which are held before it grants anything."""
 HOLD_SECONDS = LEASE_SECONDS - 1.0
-"""Nothing is acknowledged any more after so long without a renewal: another trainer may soon run it."""
+"""After this long without a renewal no microbatch is acknowledged any more: another trainer may soon run it."""
 GRANT_WAIT_SECONDS = 0.25
-"""How long a stage may look for more to grant before it answers that there is none."""
+"""How long a stage may wait for something to grant before it answers that there is nothing."""
 GAP_SECONDS = 0.02
-"""Least time between two questions to stage 0 for more."""
+"""Least time between two requests to stage 0 for more."""
 LOST_GAP_SECONDS = 0.05
-"""Least time between two questions to a later stage about what it has lost."""
+"""Least time between two requests to a later stage for microbatches that it has lost."""
 
 
 @dataclass
@@ -44,12 +44,12 @@ class Work:
     granted_by: int
     """The stage whose leader granted it."""
     answered: bool = False
-    """Whether it was answered. Its ack may be under way, so no other trainer may run it, but its place in the window is
-    free."""
+    """Whether the answer has come. The ack may still be under way, so no other trainer may run the microbatch, but its
+    place in the window is free."""
 
 
 class LeasedWork:
-    """What a trainer holds."""
+    """The microbatches that one trainer holds."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class LeasedWork:
     ) -> None:
         """
         Args:
-            on_waiting: hears that stage 0 grants nothing while there is nothing to do.
+            on_waiting: hears that no leader of stage 0 answers while this trainer has nothing to do.
         """
         self._config = config
         self._leases = leases
@@ -72,9 +72,9 @@ class LeasedWork:
         self._queue: deque[Work] = deque()
         self._in_flight: dict[int, tuple[Work, asyncio.Task[None]]] = {}
         self._released: dict[int, list[int]] = {stage: [] for stage in range(config.stages.num_stages)}
-        """By the stage whose leader granted them."""
+        """Microbatches to give back, by the stage whose leader granted them."""
         self._acknowledged: deque[tuple[float, int]] = deque(maxlen=MAX_NAMED)
-        """The latest acknowledged microbatches, for later stages: when each was, and which it is."""
+        """The latest acknowledged microbatches, each with the time of its ack; the later stages are told."""
         self._stage_0: Leased | None = None
         """The last answer of stage 0."""
         self._wanted = asyncio.Event()
@@ -84,20 +84,20 @@ class LeasedWork:
 
     @property
     def num_in_flight(self) -> int:
-        """Microbatches that wait for an answer.
+        """The number of microbatches that wait for an answer.
 
-        One that is answered, and only its ack under way, is not counted: over a long line that is a whole round trip.
+        A microbatch whose ack alone is under way does not count: over a long line an ack takes a whole round trip.
         """
         return sum(not work.answered for work, _ in self._in_flight.values())
 
     @property
     def is_under_way(self) -> bool:
-        """Whether anything is, were it only an ack."""
+        """Whether any microbatch is under way, even if it is only its ack."""
         return bool(self._in_flight)
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What runs the microbatches that are under way."""
+        """The tasks that run the microbatches under way."""
         return [task for _, task in self._in_flight.values()]
 
     @property
@@ -107,9 +107,10 @@ class LeasedWork:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing begins inside the block; what is in flight goes on.
+        """Let no microbatch begin inside the block; those in flight go on.
 
-        Synchronous: what was leased and has not begun is given back, since the others would wait for it.
+        In the synchronous setting, leased microbatches that have not begun are given back, or others would wait for
+        them.
         """
         self._is_paused = True
         if self._config.rounds.synchronous:
@@ -123,14 +124,14 @@ class LeasedWork:
     # -- running it ----------------------------------------------------------------------------------------------------
 
     def next(self) -> Work | None:
-        """Take out what begins now, if anything does.
+        """Take out the work that begins now, if any does.
 
-        What two stages have lost is run for one after the other: the second time, most of it is known.
+        A microbatch that two stages have lost is run for one, then for the other: in the second run peers know most.
         """
         if self._is_paused:
             return None
         waiting = (work for work in self._queue if work.microbatch.index not in self._in_flight)
-        # All that waits is mostly of one round: what is in flight is counted once for each.
+        # Work that waits is mostly of one round, so room is computed once for each round.
         has_room = functools.cache(self._has_room)
         work = next((work for work in waiting if has_room(work.microbatch.round)), None)
         if work is not None:
@@ -138,41 +139,41 @@ class LeasedWork:
         return work
 
     def _has_room(self, round_number: int) -> bool:
-        """Whether one more of that round may be under way.
+        """Whether one more microbatch of that round may be under way.
 
-        Those of a later round do not count: they may be waiting for just this one.
+        Microbatches of later rounds do not count: they may be waiting for just this one.
         """
         under_way = (work for work, _ in self._in_flight.values() if not work.answered)
         return sum(work.microbatch.round <= round_number for work in under_way) < self._window.size
 
     def begun(self, work: Work, task: asyncio.Task[None]) -> None:
-        """A task runs it."""
+        """Note that a task now runs this work."""
         self._in_flight[work.microbatch.index] = (work, task)
 
     def answered(self, work: Work, *, num_busy: int) -> None:
-        """The microbatch came back, and is about to be acknowledged: something else may have its place."""
+        """Note that the answer has come and is about to be acknowledged: another microbatch may begin."""
         self._window.finished(num_busy=num_busy, in_flight=self.num_in_flight)
         work.answered = True
         self._changed.set()
         self.note_acknowledged(work.microbatch)
 
     def note_acknowledged(self, microbatch: Microbatch) -> None:
-        """Stage 0 counts it, or is about to, whichever trainer ran it. The leaders of later stages are told."""
+        """Note that stage 0 counts a microbatch, or soon will; the leaders of later stages are told."""
         # With DiLoCo no leader asks: each microbatch is granted once.
         if self._config.rounds.synchronous and not microbatch.is_replay:
             self._acknowledged.append((self._clock.monotonic(), microbatch.index))
 
     def release(self, work: Work) -> None:
-        """The microbatch was not run: tell the leader that granted it."""
+        """Give back a microbatch that was not run; the leader that granted it is told."""
         self._released[work.granted_by].append(work.microbatch.index)
 
     def ended(self, work: Work) -> None:
-        """The microbatch's task has ended."""
+        """Note that the task which ran this work has ended."""
         self._in_flight.pop(work.microbatch.index, None)
         self._changed.set()
 
     async def changed(self) -> None:
-        """Wait until something else may begin; if there is room for it, ask for more meanwhile."""
+        """Wait until other work may begin; if there is room, have more asked for meanwhile."""
         if self._room() > 0:
             self._wanted.set()
         self._changed.clear()
@@ -181,7 +182,7 @@ class LeasedWork:
     # -- leasing it ----------------------------------------------------------------------------------------------------
 
     async def keep_leased(self, last_round: int) -> None:
-        """Renew what stage 0 granted, and ask it for more, up to a round. Runs until it is cancelled."""
+        """Renew leases at stage 0, and ask it for more, up to round `last_round`. Runs until it is cancelled."""
         while True:
             if self.is_overdue:
                 self.let_go()
@@ -190,7 +191,7 @@ class LeasedWork:
                 self._renewed_at = asked_at
             self._wanted.clear()
             if self._room() > 0:
-                # More is wanted: stage 0 answers as soon as there is some.
+                # More is wanted, so stage 0 is asked again at once; it answers as soon as it has some.
                 await self._clock.sleep(GAP_SECONDS)
                 continue
             try:
@@ -200,7 +201,7 @@ class LeasedWork:
                 continue
 
     async def replay_lost(self, stage: int, last_round: int) -> None:
-        """Synchronous: take what a later stage has lost with a peer that died. Runs until it is cancelled."""
+        """Synchronous: lease microbatches that a later stage has lost with a peer. Runs until it is cancelled."""
         while True:
             if self._stage_0 is not None:
                 num_held = sum(work.granted_by == stage for work in self._held() if not work.answered)
@@ -211,7 +212,7 @@ class LeasedWork:
             await self._clock.sleep(LOST_GAP_SECONDS)
 
     async def give_back(self) -> None:
-        """Release what was leased and not run, so that others need not wait for it to expire."""
+        """Release all leased microbatches, so that others need not wait until their leases expire."""
         for work in self._held():
             self.release(work)
         self._queue.clear()
@@ -220,7 +221,7 @@ class LeasedWork:
         await asyncio.gather(*(self._ask(stage, 0, wait_seconds=0.0) for stage in stages))
 
     def let_go(self) -> None:
-        """Leases could not be renewed: by the time another trainer has them, nothing of ours may still count."""
+        """Give up all work, because the leases were not renewed and another trainer may soon run the same."""
         if self._in_flight:
             logger.warning(
                 "the leases were not renewed in time: %s given up",
@@ -231,7 +232,7 @@ class LeasedWork:
             task.cancel()
 
     async def _acquire(self, last_round: int) -> bool:
-        """Renew what stage 0 granted, and ask it for more. True if it answered."""
+        """Renew leases at stage 0, and ask it for more. Returns whether it answered."""
         room = self._room()
         leased = await self._ask(0, room, wait_seconds=GRANT_WAIT_SECONDS if room else 0.0)
         if leased is None:
@@ -243,10 +244,10 @@ class LeasedWork:
         return True
 
     def _room(self) -> int:
-        """How many microbatches are wanted: for the window, and half as many for the time that a question takes.
+        """How many more microbatches are wanted: enough for the window, and half as many to begin during a request.
 
-        That is less than a microbatch's way through the stages. What more waits here, no other trainer could run. Work
-        of a later round than stage 0 is in does not count: it waits for a stage 0 that came back from a checkpoint.
+        No more are held, because no other trainer could run them. Work of a later round than stage 0's does not count
+        as held: it waits for a stage 0 that came back from a checkpoint.
         """
         if self._is_paused:
             return 0
@@ -257,7 +258,7 @@ class LeasedWork:
     async def _ask(self, stage: int, count: int, wait_seconds: float, stage_0: Leased | None = None) -> Leased | None:
         holding = [work.microbatch.index for work in self._held() if work.granted_by == stage]
         released, self._released[stage] = self._released[stage], []
-        # For so long, since another peer may just take the lead.
+        # Acks are repeated for LEASE_SECONDS, because another peer may just be taking the lead.
         while self._acknowledged and self._clock.monotonic() - self._acknowledged[0][0] > LEASE_SECONDS:
             self._acknowledged.popleft()
         leased = await self._leases.acquire(
@@ -273,7 +274,7 @@ class LeasedWork:
 
     def _take(self, leased: Leased, last_round: int) -> None:
         self._drop_needless(leased)
-        # While this pauses the others would wait for what was asked for before.
+        # Answers to requests from before a pause are given back, or others would wait for these microbatches.
         if self._config.rounds.synchronous and (self._is_paused or leased.round > last_round):
             self._released[leased.stage] += leased.microbatches
             return
@@ -289,7 +290,7 @@ class LeasedWork:
             for index in leased.microbatches
             if index not in known
         ]
-        # What a stage has lost comes before the next round, which waits for it, and before the rest of this one.
+        # Replays come first: the next round waits for them.
         is_first = leased.accumulate_only_at is not None
         self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])
         self._changed.set()
@@ -297,12 +298,15 @@ class LeasedWork:
     def _drop_needless(self, leased: Leased) -> None:
         self._queue = deque(work for work in self._queue if not self._is_needless(work, leased))
         for work, task in self._in_flight.values():
-            # What is new answers sooner than it is given up, and an ack under way had better arrive.
+            # Only replays are cancelled: others are answered soon anyway. An ack that is under way should arrive.
             if work.microbatch.is_replay and not work.answered and self._is_needless(work, leased):
                 task.cancel()
 
     def _is_needless(self, work: Work, leased: Leased) -> bool:
-        """Whether its stage has it, since another trainer ran it or a peer came back with it, or the round is over."""
+        """Whether work need not be run: its round is over, or the stage that granted it counts the microbatch by now.
+
+        In the second case another trainer has run it, or a peer has come back with it.
+        """
         is_over = self._config.rounds.synchronous and work.microbatch.round < leased.round
         return work.granted_by == leased.stage and (is_over or work.microbatch.index in leased.counted)
 

@@ -1,11 +1,11 @@
 """Which trainer holds which microbatch of a synchronous round, is done with it, or has had it for too long.
 
-Used by leases, which decides what is granted to whom. Bounded by the round's microbatches and the number of bearers,
-whatever trainers say: of what a trainer names, it has what it was granted.
+Used by leases, which decides what is granted to which trainer. Whatever trainers say, this is bounded by the round's
+microbatches and the number of bearers: a trainer holds only microbatches that it was granted.
 
-No trainer can prove what a leader that died has granted it, and honest trainers would have their work done twice if
-they were not believed. So of what trainers claim while a new leader gathers, each bearer is believed up to its share of
-the round. That is less than a whole round in any case, and those that claim less come first.
+No trainer can prove what a leader that died has granted it, but if trainers were not believed, work of honest ones
+would be done twice. So while a new leader gathers, each bearer's claims are believed up to its share of the round. No
+share is the whole round, and bearers that claim less come first.
 """
 
 import math
@@ -25,22 +25,22 @@ class Lease:
     granted_at: float
     is_replay: bool
     has_arrived: bool
-    """Whether the trainer knows of it, as far as one can tell: the answer that grants it may be lost."""
+    """Whether the trainer is known to have heard of the grant: the answer that grants it may be lost."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A microbatch that a trainer held, and did not give back."""
+    """A microbatch that a trainer held and does not hold any more, but did not give back."""
 
     trainer: Trainer
     at: float
-    """When it stopped holding it."""
+    """When the trainer stopped holding it."""
     was_replay: bool = False
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a trainer says that an earlier leader granted it."""
+    """The microbatches that a trainer says an earlier leader has granted it."""
 
     holding: frozenset[int]
     acknowledged: frozenset[int]
@@ -65,16 +65,16 @@ class RoundLeases:
         self._trainers = trainers
         self._clock = clock
         self._granted: dict[int, Lease] = {}
-        """Each microbatch's last lease, ended or not."""
+        """Each microbatch's last lease, whether it has ended or not."""
         self._counted: set[int] = set()
         self._times = Counter[tuple[int, str]]()
         """How often a bearer has had a microbatch."""
         self._overdue: dict[int, str] = {}
-        """By microbatch, the bearer that held it for too long, while it is not known whether others get it done."""
+        """By microbatch: the bearer that held it for too long, as long as no other trainer has got it done."""
         self._claims: dict[Trainer, _Claim] = {}
 
     def room(self, trainer: Trainer) -> int:
-        """How many more a trainer may hold."""
+        """How many more microbatches a trainer may hold."""
         return self._trainers.room(trainer, len(self.ids), Counter(lease.trainer for lease in self.leases.values()))
 
     def give(self, trainer: Trainer, microbatch: int, *, is_replay: bool, has_arrived: bool) -> None:
@@ -85,14 +85,14 @@ class RoundLeases:
         self._times[microbatch, trainer.bearer] += 1
 
     def was_given(self, trainer: Trainer, microbatch: int) -> bool:
-        """Whether it was this trainer that was granted the microbatch last."""
+        """Whether the microbatch was last granted to this trainer."""
         granted = self._granted.get(microbatch)
         return granted is not None and granted.trainer == trainer
 
     def renew(
         self, trainer: Trainer, holding: Collection[int], released: Collection[int], acknowledged: Collection[int]
     ) -> None:
-        """Take note of what a trainer still holds, of what it was given; the rest it is done with, or gives back."""
+        """Renew those of a trainer's leases that it still holds; end the others as given back or done."""
         now = self._clock.monotonic()
         for microbatch, lease in [(m, lease) for m, lease in self.leases.items() if lease.trainer == trainer]:
             if microbatch in released:
@@ -101,11 +101,11 @@ class RoundLeases:
                 lease.has_arrived = True
             else:
                 del self.leases[microbatch]
-                # One that never arrived is still to be run, at all stages.
+                # If the grant never arrived, the microbatch still has to be run, at all stages.
                 if lease.has_arrived or microbatch in acknowledged:
                     self.finished[microbatch] = Finished(trainer, now, lease.is_replay)
         for microbatch in holding:
-            # Its lease may have expired while it was silent, or have been thought not to have arrived.
+            # The lease may have expired while the trainer was silent, or its grant may have been taken for lost.
             if microbatch not in self.leases and self.was_given(trainer, microbatch):
                 self.leases[microbatch] = self._granted[microbatch]
                 self.leases[microbatch].has_arrived = True
@@ -113,9 +113,9 @@ class RoundLeases:
     # -- what an earlier leader has granted --------------------------------------------------------------------------
 
     def note_claim(self, trainer: Trainer, holding: Collection[int], acknowledged: Collection[int]) -> None:
-        """What a trainer says now, in the place of what it said before.
+        """Replace a trainer's earlier claim by what it says now.
 
-        All trainers of one bearer together can claim no more than the round: what goes beyond is left out.
+        All trainers of one bearer together can claim no more than the round: a claim that exceeds this is dropped.
         """
         claim = _Claim(*(frozenset(m for m in told if m in self.ids) for told in (holding, acknowledged)))
         others = sum(c.size for other, c in self._claims.items() if other.bearer == trainer.bearer and other != trainer)
@@ -125,16 +125,16 @@ class RoundLeases:
             self._claims.pop(trainer, None)
 
     def believe_claims(self, committed: Set[int], *, is_replay: bool, at: float) -> None:
-        """Begin the leases that trainers claim to hold, and note what they claim to be done with, as far as believed.
+        """Begin leases that trainers claim to hold and note what they claim to be done with, up to each bearer's share.
 
         Args:
-            committed: microbatches of which no trainer's word is needed.
-            at: when they had acknowledged what they claim to be done with.
+            committed: committed microbatches, for which no trainer's word is needed.
+            at: the time that counts for their acks.
         """
         by_bearer = Counter[str]()
         for trainer, claim in self._claims.items():
             by_bearer[trainer.bearer] += claim.size
-        # No trainer is believed to hold a whole round: one that is about to come would have nothing.
+        # No bearer is believed to hold a whole round, or a trainer that is about to ask would get nothing.
         left = dict.fromkeys(by_bearer, math.ceil(len(self.ids) / max(2, len(by_bearer))))
         known = self.leases.keys() | self.finished.keys() | committed
         for trainer, claim in sorted(self._claims.items(), key=lambda item: (by_bearer[item[0].bearer], item[0])):
@@ -151,9 +151,9 @@ class RoundLeases:
     # -- what becomes of it ------------------------------------------------------------------------------------------
 
     def note_committed(self, committed: Set[int]) -> None:
-        """Some member has committed these: their leases end, and it shows how long that took."""
+        """End the leases of microbatches that some member has committed, and learn how long these took."""
         now = self._clock.monotonic()
-        # At once: by the time a dead trainer's lease expires, the members may have forgotten what they committed.
+        # Now, because members may have forgotten what they committed when the lease of a dead trainer expires.
         for microbatch in self.leases.keys() & committed:
             lease = self.leases.pop(microbatch)
             self.finished[microbatch] = Finished(lease.trainer, now, lease.is_replay)
@@ -167,12 +167,11 @@ class RoundLeases:
                 self._ban([held_too_long_by])
 
     def note_ended(self) -> None:
-        """The stage has gone on to another round, and so has had all of this one: what a bearer held for too long,
-        others have run."""
+        """Ban bearers that held microbatches for too long: the stage is at another round, so others have run these."""
         self._ban(self._overdue.values())
 
     def end_silent(self, seconds: float) -> bool:
-        """End the leases of trainers that were not heard of for so long; whether there were any."""
+        """End the leases of trainers that have been silent for `seconds`; returns whether there were any."""
         ended = [m for m, lease in self.leases.items() if self._trainers.is_silent(lease.trainer, seconds)]
         for microbatch in ended:
             del self.leases[microbatch]
@@ -180,9 +179,9 @@ class RoundLeases:
         return bool(ended)
 
     def end_overdue(self, asker: Trainer) -> bool:
-        """End the leases that others have renewed for too long; whether there were any.
+        """End leases that trainers other than `asker` have renewed for too long; returns whether there were any.
 
-        Whether that is their fault, or everything stands still, shows once another trainer has run them.
+        Their bearers are banned only once another trainer has run these microbatches: perhaps everything stands still.
         """
         since = self._clock.monotonic() - self._trainers.patience_seconds
         ended = [m for m, lease in self.leases.items() if lease.trainer != asker and lease.granted_at < since]
@@ -197,10 +196,10 @@ class RoundLeases:
                 del self.leases[microbatch]
 
     def allowed(self, trainer: Trainer, microbatches: Sequence[int]) -> list[int]:
-        """The microbatches that are not rather for another trainer which wants work now.
+        """Those of the microbatches that this trainer may have, because no other trainer that wants work comes first.
 
-        A replay is left to the trainer that ran the microbatch, which knows where most of it need not be computed
-        again. Where that comes to nothing the others have their turn, and those that have had it less often come first.
+        A replay is left to the trainer that ran the microbatch, as it knows the peers that need not compute it again.
+        If that fails the other trainers follow, and bearers that have had the microbatch less often come first.
         """
         rivals = self._trainers.rivals(trainer)
 

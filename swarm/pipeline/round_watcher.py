@@ -1,7 +1,7 @@
-"""Following the rounds from outside: what a trainer learns of the stages by asking their peers.
+"""Follows the rounds from outside: what a trainer learns of the stages by asking their peers.
 
-One peer of each stage is asked to describe itself once the stage has gone on, or after a while; when every stage has
-committed a round, that is one step, with figures gathered over the stages.
+One peer of each stage is asked to describe itself, and answers once the stage has gone on, or after a while. When every
+stage has committed a round, that is one step; its figures are gathered over the stages.
 """
 
 import asyncio
@@ -33,41 +33,41 @@ class StepReport:
     step: int
     """The round's number, from 0."""
     run_samples: int
-    """Samples the run has committed with it."""
+    """How many samples the run has committed, this round included."""
     gradient_norm: float
-    """Synchronous: of the whole model's gradient. DiLoCo: of the whole model's averaged pseudo-gradient."""
+    """The norm of the whole model's gradient, or with DiLoCo of the whole model's averaged pseudo-gradient."""
     learning_rate: float
     aggregate_seconds: float
-    """The slowest stage's averaging."""
+    """How long the slowest stage's averaging took."""
     num_members: int
-    """Peers that took part, over all stages."""
+    """How many peers took part, over all stages."""
     num_alive: int
-    """Peers alive at the time, over all stages."""
+    """How many peers were alive at the time, over all stages."""
     num_bytes: int
-    """Sent and received by the peers that were asked, one a stage."""
+    """How many bytes the peers that were asked, one for each stage, sent and received."""
     compression_ratio: float
     averaged_fraction: float
-    """Share of its parameters that a stage averaged in the round, mean over the stages."""
+    """The share of its parameters that a stage averaged in the round, as a mean over the stages."""
     contribution_norm: float
     """The norm of what the asked peers contributed, over all stages."""
     exchange_seconds: float
-    """The slowest stage's exchange."""
+    """How long the slowest stage's exchange took."""
     wait_seconds: float
-    """The longest that a stage waited, closed, before and after its exchange."""
+    """The longest time that a stage waited before and after its exchange, with its contribution closed."""
     num_attempts: int
-    """Most attempts that a stage needed."""
+    """The most attempts that a stage needed."""
     num_aborted: int
-    """Attempts that came to nothing since the peers that were asked started."""
+    """How many attempts have failed since the peers that were asked started."""
     residual_bytes: int
-    """Kept by error feedback at the peers that were asked."""
+    """How many bytes error feedback keeps at the peers that were asked."""
     device_bytes: int
     """Largest amount of device memory that a peer reported; 0 without an accelerator."""
     inner_steps: tuple[InnerSteps, ...]
-    """DiLoCo: by stage, of the peer that was asked."""
+    """DiLoCo: how the inner steps went at the peer that was asked, by stage."""
 
 
 class RoundWatcher:
-    """Asks one peer per stage where it is."""
+    """Asks one peer of each stage at which round it is."""
 
     def __init__(
         self, *, run_id: str, num_stages: int, synchronous: bool, peers: Callable[[int], Sequence[PeerRecord]],
@@ -80,11 +80,11 @@ class RoundWatcher:
         self._reports: list[dict[int, pb.RoundReport]] = [{} for _ in range(num_stages)]
         self._num_stages = num_stages
         self._rounds: dict[int, int] = {}
-        """By stage, as soon as it has answered."""
+        """The highest round that each stage has reached, once it has answered."""
         self._present: dict[int, int] = {}
-        """Likewise, but a stage that was lost may have come back at the round before."""
+        """The round of each stage now: a stage that was lost may have come back at an earlier one."""
         self._obstacles: dict[int, Obstacle] = {}
-        """By stage, why none of its peers told."""
+        """By stage: why none of its peers answered."""
         self._device_bytes = 0
         self._aborted: dict[str, int] = {}
 
@@ -95,7 +95,7 @@ class RoundWatcher:
 
     @property
     def known_round(self) -> int | None:
-        """The round that every stage which has answered has reached; None while none has."""
+        """The round that all stages which have answered have reached; None while none has answered."""
         return min(self._rounds.values(), default=None)
 
     @property
@@ -104,13 +104,13 @@ class RoundWatcher:
         return max(self._rounds.values(), default=0)
 
     def obstacle(self, stage: int) -> Obstacle | None:
-        """Why no peer of a stage told when they were last asked; None if one did."""
+        """Why no peer of a stage answered when the stage was last asked; None if one did."""
         return self._obstacles.get(stage)
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
-        """Ask every stage once; a stage that does not answer keeps what was known of it.
+        """Ask every stage once. Of a stage that does not answer, the earlier answer stays.
 
-        A stage at the round that it was at before may wait so long with its answer.
+        A peer whose stage is still at the same round may wait with its answer for `wait_seconds`.
         """
         replies = await asyncio.gather(*(self._describe(stage, wait_seconds) for stage in range(self._num_stages)))
         for stage, reply in enumerate(replies):
@@ -126,7 +126,7 @@ class RoundWatcher:
                 del reports[round_number]
 
     def report(self, step: int) -> StepReport | None:
-        """The figures of a round that all stages have committed; None if one of them did not tell."""
+        """The figures of a round that all stages have committed; None if those of a stage are missing."""
         if not all(step in reports for reports in self._reports):
             return None
         rounds = [reports[step] for reports in self._reports]
@@ -160,7 +160,7 @@ class RoundWatcher:
         )
         serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
         failed = list[LeftAlone]()
-        # The one that announced last is the likeliest to be alive.
+        # Peers that announced themselves last come first, as they are the likeliest to be alive.
         for record in sorted(serving, key=lambda record: -record.announced_at)[:3]:
             try:
                 reply = await describe(self._channels.channel(record), request, seconds=wait_seconds + _ANSWER_SECONDS)
@@ -170,7 +170,7 @@ class RoundWatcher:
                 continue
             self._obstacles.pop(stage, None)
             return reply
-        # What the others would say is not known.
+        # Peers that were not asked count as busy: nothing is known to be wrong with them.
         num_others = len(serving) - len(failed)
         self._obstacles[stage] = dataclasses.replace(
             Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=num_others

@@ -1,4 +1,4 @@
-"""Text from a running swarm: the engine whose model is spread over its peers.
+"""Text from a running swarm: an engine whose model is spread over the swarm's peers.
 
 Used by programs, behind the same interface as a model in this process. Holds no parameters and never trains.
 """
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class SwarmEngine:
-    """A run's stages, as peers serve them now.
+    """Writes text with a run's stages, whichever peers serve them.
 
     Attributes:
-        round: of the weights with which the newest text is written; before the first, what the engine was told.
+        round: the round whose weights write the newest text; before the first text, `round_number`.
     """
 
     def __init__(self, hop: Hop, config: RunConfig, *, round_number: int | None = None) -> None:
         """
         Args:
-            hop: to stage 0.
+            hop: the hop to stage 0.
             round_number: the round at which the run is, if that is known.
 
         Raises:
@@ -51,10 +51,10 @@ class SwarmEngine:
     async def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
         """Write text as Engine.generate does, with the weights of one round, while training goes on.
 
-        If nobody holds these any more, the text goes on with the newest ones, and the log says so.
+        If no peer holds these any more, the text goes on with the newest ones, and the log says so.
 
         Raises:
-            ValueError: the prompt is none, or too long.
+            ValueError: the prompt is empty, too long, or has a token that is not in the vocabulary.
             Overloaded: the swarm has no room for one more session.
             SwarmError: a stage has no peer, or too many failed.
         """
@@ -77,22 +77,22 @@ class SwarmEngine:
 
 
 class _Session:
-    """One session, as long as its round's weights are there."""
+    """One session, which ends early when its round's weights are gone."""
 
     def __init__(self, continuation: Continuation, tokens: Sequence[int], max_tokens: int) -> None:
         self._continuation = continuation
         self._tokens = tuple(tokens)
-        # It has room for all tokens, and for the mark of their end.
+        # The queue has room for all tokens, and for the None that marks their end.
         self._heard: asyncio.Queue[Token | None] = asyncio.Queue(max_tokens + 1)
 
     @property
     def round(self) -> int | None:
-        """Whose weights stage 0 uses, once it has said so."""
+        """The round whose weights stage 0 uses; None until it has said so."""
         return next(iter(self._continuation.rounds), None)
 
     async def tokens(self) -> AsyncGenerator[int, None]:
-        """The tokens that come after the first ones. Closing the iterator ends the session at all stages."""
-        # Not in a task group, which would cancel its caller between two tokens; this task ends here, whatever happens.
+        """Yield the tokens that follow the prompt. Closing the iterator ends the session at all stages."""
+        # A task group would cancel the caller between two tokens. Instead this task is always ended below.
         running = asyncio.create_task(self._run())
         try:
             while (heard := await self._heard.get()) is not None:

@@ -11,7 +11,7 @@ class StepTotals:
     """What one trainer has seen since the last step.
 
     Attributes:
-        losses: of the microbatches that were admitted to the step's round: the mean of each, and its targets.
+        losses: the mean loss and the number of targets of each microbatch that counts for the step's round.
     """
 
     losses: list[tuple[float, int]] = field(default_factory=list)
@@ -23,11 +23,11 @@ class StepTotals:
 
     @property
     def loss(self) -> float | None:
-        """Mean over the targets; None without any."""
+        """The mean loss over the targets; None if there are none."""
         num_targets = sum(count for _, count in self.losses)
         if not num_targets:
             return None
-        # Peers may report anything that is finite; the exact mean of that is finite too, where a sum may not be.
+        # Peers may report any finite number. The exact mean of such numbers is finite, but a sum of floats may not be.
         return float(sum(Fraction(loss) * count for loss, count in self.losses) / num_targets)
 
 
@@ -38,19 +38,21 @@ class Tally:
         self._clock = clock
         self._totals = StepTotals()
         self._losses: dict[int, dict[int, tuple[float, int]]] = {}
-        """The losses by round and microbatch. A microbatch that is run again, since a peer died with it, has one loss
-        all the same."""
+        """The losses by round and microbatch. A microbatch that is run again because a peer died still has one loss."""
         self._counted_until = clock.monotonic()
 
     def time_passed(self, *, is_busy: bool) -> None:
-        """Call this before anything changes: were microbatches under way since the last change?"""
+        """Count the time since the last call; `is_busy` says whether microbatches were under way in it.
+
+        It has to be called before a microbatch begins or ends.
+        """
         now = self._clock.monotonic()
         if is_busy:
             self._totals.busy_seconds += now - self._counted_until
         self._counted_until = now
 
     def answered(self, round_number: int, microbatch: int, loss: float, *, num_targets: int, is_rerouted: bool) -> None:
-        """A microbatch was answered that counts for a round, unless it was before."""
+        """Count a microbatch that was answered for a round, unless it has been counted for that round before."""
         losses = self._losses.setdefault(round_number, {})
         if microbatch in losses:
             return
@@ -60,9 +62,9 @@ class Tally:
         self._totals.num_rerouted += is_rerouted
 
     def take(self, round_number: int) -> StepTotals:
-        """The totals of the step that ends with this round; those of the next one begin.
+        """Return the totals of the step that ends with this round, and begin those of the next step.
 
-        Losses go by round, not by time: the next round may be under way already.
+        Losses are divided by round, not by time, since the next round may be under way already.
         """
         totals, self._totals = self._totals, StepTotals()
         for known in [known for known in self._losses if known <= round_number]:

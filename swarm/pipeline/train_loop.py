@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 ROUND_WAIT_SECONDS = 1.0
 """How long a stage may wait for its next round before it answers."""
 LOOK_SECONDS = 0.1
-"""Time between two questions to the stages."""
+"""Time between two requests to the stages."""
 REPORT_POLLS = 10
-"""Times that a committed round's figures are asked for again."""
+"""How often a committed round's figures are asked for again."""
 MAX_FAILURES = 20
-"""Microbatches that may fail one after another before the trainer gives up."""
+"""How many microbatches may fail one after another before the trainer gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Step:
     """One step of the swarm, as this trainer saw it."""
 
     number: int
-    """Steps of the run so far: the committed round plus one."""
+    """How many steps the run has taken: the committed round plus one."""
     seconds: float
     totals: StepTotals
     report: StepReport | None
@@ -61,7 +61,7 @@ class TrainLoop(HopListener):
     ) -> None:  # fmt: skip
         """
         Args:
-            on_waiting: hears of a stage that is waited for, since none of its peers takes work.
+            on_waiting: hears which stage is waited for because none of its peers takes work.
         """
         self._config = config
         self._data = data
@@ -79,7 +79,7 @@ class TrainLoop(HopListener):
 
     @property
     def num_in_flight(self) -> int:
-        """Microbatches that wait for an answer."""
+        """The number of microbatches that wait for an answer."""
         return self._work.num_in_flight
 
     def paused(self) -> AbstractContextManager[None]:
@@ -95,7 +95,7 @@ class TrainLoop(HopListener):
 
         Raises:
             ExceptionGroup of SwarmErrors: microbatch after microbatch failed, or no leader serves this trainer.
-        Cancellation stops at once; what was in flight is rolled back by the peers, leases are given back.
+        Cancellation stops at once: peers roll back what was in flight, and leases are given back.
         """
         last_round = first + count - 1
         later = range(1, self._config.stages.num_stages if self._config.rounds.synchronous else 1)
@@ -153,12 +153,12 @@ class TrainLoop(HopListener):
             hints = microbatch.known_by(self._routes.get(microbatch.index, {}))
             reply = await self._hop.train(microbatch, batch, self, hints)
             if self._work.is_overdue:
-                # As after a SIGSTOP: by now another trainer may have it.
+                # This process may have been stopped for a while, and another trainer may have the microbatch by now.
                 reply.close()
                 self._work.release(work)
                 return
-            # All before the ack: the round cannot commit, and its step be reported, without this microbatch, and
-            # another one can have its place.
+            # All of this comes before the ack, since the ack may let the round commit, and this microbatch has to be in
+            # its step's report. Another microbatch can begin meanwhile.
             self._num_failures = 0
             self._answered(microbatch, reply, samples.amount(batch).targets)
             self._events.write(Ack(microbatch=microbatch.index))
@@ -175,15 +175,15 @@ class TrainLoop(HopListener):
             self._routes[microbatch.index] = reply.route
         is_late = microbatch.round < self._watcher.round
         if microbatch.is_replay or (is_late and self._config.rounds.synchronous):
-            return  # Its loss has been counted before.
-        # With DiLoCo it counts for whichever round is under way: rounds may be shorter than a microbatch's way.
+            return  # Its loss has been counted already.
+        # With DiLoCo a loss counts for the round under way, since a round may be shorter than a microbatch takes.
         self._tally.answered(
             max(microbatch.round, self._watcher.round), microbatch.index, reply.loss, num_targets=num_targets,
             is_rerouted=reply.num_reroutes > 0,
         )  # fmt: skip
 
     def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
-        # Not in `_train`: a task that is cancelled before its first step never gets there.
+        # This is not part of `_train`, because a task that is cancelled before its first step never runs any of it.
         if task.cancelled() and not work.answered:
             self._work.release(work)
         self._count_busy()

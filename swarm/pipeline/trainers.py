@@ -1,7 +1,7 @@
-"""The trainers that a leader hears of: which of them live and want work, and how much each may hold.
+"""The trainers that a leader hears of: which of them are alive and want work, and how much each may hold.
 
-Used by leases alone. Trainers are told apart by name, but shares and bans go by bearer: one token, or in an open run
-one address, may have any number of names, and all of them together are worth no more than one. Knows no microbatch.
+Used by leases alone. Trainers are told apart by name, but shares and bans go by bearer, that is by token, or by address
+in an open run: a bearer may use any number of names, but all together get no more than one would. Knows no microbatch.
 """
 
 import math
@@ -14,29 +14,29 @@ from typing import NamedTuple
 from swarm.machine.clock import Clock
 
 DOUBT_SECONDS = 1.5
-"""Synchronous: a trainer that was not heard of for so long may have died. Another one that has nothing else to do gets
-what it holds, since everybody would wait for that at the end of a round."""
+"""Synchronous: a trainer that has been silent for this long may have died. Its microbatches go to another trainer that
+has nothing else to do, since at the end of a round everybody would wait for them."""
 KNOWN_SECONDS = 0.5
-"""A trainer wants work if it asked for some so lately: trainers that have room ask all the time."""
+"""A trainer that asked for work within this time counts as wanting some: trainers with room ask all the time."""
 LEAST_PATIENCE_SECONDS, FIRST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 20.0, 60.0, 600.0
-"""A lease that is renewed for longer than this, without its microbatch being counted, goes to a trainer that has
-nothing else to do. The first one holds before anything was measured."""
+"""If a lease is renewed for longer than a patience, and its microbatch still not counted, the microbatch goes to a
+trainer that has nothing else to do. These are the least patience, the one before any measurement, and the most."""
 PATIENCE = 4.0
-"""Likewise, so many times what a microbatch takes from its grant until it is counted."""
+"""The patience, in multiples of the time that a microbatch takes from its grant until it is counted."""
 BAN_SECONDS, MOST_BAN_SECONDS = 20.0, 3600.0
 """How long a bearer gets nothing after another one has run what it held for too long; doubled each time."""
 FORGIVEN_AFTER = 10.0
-"""Once the end of a ban lies this many times its length back, the next one is a first one again."""
+"""Once a ban has been over for this many times its length, the bearer's next ban is as short as a first one."""
 MAX_BANS = 4096
-"""How many are remembered; older ones are forgotten."""
+"""How many bans are remembered; older ones are forgotten."""
 
 
 class Trainer(NamedTuple):
-    """A trainer, as a leader tells it from others.
+    """What tells one trainer from others.
 
     Attributes:
-        bearer: whose token the trainer has; in an open run, the trainer's address.
-        trainer_id: what it calls itself.
+        bearer: the token that the trainer uses; in an open run, its address.
+        trainer_id: the id that the trainer gives itself.
     """
 
     bearer: str
@@ -60,43 +60,45 @@ class Trainers:
         self._times = deque[float](maxlen=64)
 
     def hear(self, trainer: Trainer) -> None:
-        """The trainer has asked: so it lives, and renews all that it holds."""
+        """Note that a trainer has asked, which shows that it is alive."""
         self._heard_at[trainer] = self._clock.monotonic()
 
     def note_wish(self, trainer: Trainer, *, wants: bool) -> None:
-        """Whether it wants work that it may be given."""
+        """Note whether a trainer wants work and may be given some."""
         now = self._clock.monotonic()
         self._wanted_at = {other: at for other, at in self._wanted_at.items() if now - at <= KNOWN_SECONDS}
         if wants:
             self._wanted_at[trainer] = now
 
     def forget_silent(self, seconds: float, *, but: Collection[Trainer]) -> None:
-        """Forget trainers that were not heard of for so long."""
+        """Forget trainers that have been silent for `seconds`, except those in `but`."""
         self._heard_at = {t: at for t, at in self._heard_at.items() if t in but or not self.is_silent(t, seconds)}
 
     def is_silent(self, trainer: Trainer, seconds: float) -> bool:
-        """Whether it was not heard of for so long."""
+        """Whether a trainer has been silent for `seconds`."""
         return self._clock.monotonic() - self._heard_at.get(trainer, -math.inf) >= seconds
 
     def wants(self, trainer: Trainer) -> bool:
-        """Whether it has asked for work just now, and may be given some."""
+        """Whether a trainer has just asked for work and may be given some."""
         return trainer in self._wanted_at
 
     def rivals(self, trainer: Trainer) -> set[str]:
-        """The other bearers of which some trainer wants work."""
+        """The other bearers that have a trainer which wants work."""
         return {other.bearer for other in self._wanted_at} - {trainer.bearer}
 
     def num_parts(self, trainer: Trainer) -> int:
-        """Among how many equal parts work is divided, if the trainer gets one of them."""
+        """Into how many equal parts work is divided, of which the trainer gets one."""
         return _num_parts(trainer, self._wanted_at.keys() | {trainer})
 
     def room(self, trainer: Trainer, size: int, held: Counter[Trainer]) -> int:
-        """How many more microbatches a trainer may hold: all trainers that live, and hold some or want some, have equal
-        shares of a round, whatever each of them asks for.
+        """How many more microbatches a trainer may hold.
+
+        A round is shared equally between the bearers that have live trainers which hold or want microbatches, and each
+        bearer's share between its trainers, whatever any of them asks for.
 
         Args:
-            size: microbatches of a round.
-            held: what each trainer holds.
+            size: how many microbatches a round has.
+            held: how many microbatches each trainer holds.
         """
         if self.is_banned(trainer.bearer):
             return 0
@@ -110,15 +112,15 @@ class Trainers:
     # -- which of them make progress ---------------------------------------------------------------------------------
 
     def took(self, seconds: float) -> None:
-        """A microbatch was counted so long after it was granted."""
+        """Note that a microbatch was counted `seconds` after it was granted."""
         self._times.append(seconds)
 
     @property
     def patience_seconds(self) -> float:
-        """How long a lease may be renewed while others have nothing else to do."""
+        """How long a lease may be renewed while other trainers have nothing else to do."""
         if not self._times:
             return FIRST_PATIENCE_SECONDS
-        # The median: a bearer has a say in it only if most microbatches that are counted are its own.
+        # It is the median, so that a bearer can only move it if most counted microbatches are its own.
         usual = PATIENCE * statistics.median(self._times)
         return min(MOST_PATIENCE_SECONDS, max(LEAST_PATIENCE_SECONDS, usual))
 
@@ -135,7 +137,7 @@ class Trainers:
             del self._bans[next(iter(self._bans))]
 
     def is_banned(self, bearer: str) -> bool:
-        """Whether it gets nothing: others that are not banned are there to do it all."""
+        """Whether a bearer gets nothing. That is so while it is under a ban and another one without a ban is there."""
         if not self._is_under_ban(bearer):
             return False
         return any(
@@ -149,6 +151,6 @@ class Trainers:
 
 
 def _num_parts(trainer: Trainer, sharing: Collection[Trainer]) -> int:
-    """Bearers have equal parts, and so have the trainers of one bearer of what is theirs."""
+    """Into how many parts work is divided: bearers get equal parts, which they divide between their trainers."""
     num_own = sum(other.bearer == trainer.bearer for other in sharing)
     return len({other.bearer for other in sharing}) * num_own

@@ -1,16 +1,17 @@
 """How many microbatches a trainer keeps in flight.
 
-Grows while the swarm takes everything at once, shrinks when peers answer Busy: like a TCP window, so that a
-trainer needs no knowledge of the swarm's size or of the links. Pure.
+Like a TCP window it grows while the swarm takes everything at once, and shrinks when peers answer Busy, so that a
+trainer needs to know neither the swarm's size nor the links. Pure.
 """
 
 MOST_IN_FLIGHT = 256
-"""The most microbatches in flight of a trainer that is told nothing else."""
+"""The most microbatches that a trainer has in flight unless it is told another number."""
 _LEAST_GROWTH = 1.0
-"""The growth in the round trip after a Busy. It doubles with each round trip without one: another trainer may have
-left."""
+"""The growth in the round trip after a Busy. It doubles with each round trip without a Busy, as another trainer may
+have left."""
 _DECREASE = 0.93
-"""Little: Busy from one of many peers says that this one has enough, not that all have."""
+"""The factor by which a Busy shrinks the window. It is near 1: Busy from one of many peers says that this peer has
+enough, not that all have."""
 
 
 class Window:
@@ -22,24 +23,24 @@ class Window:
         self._growth = self._size
         """By how many microbatches the window grows in a round trip."""
         self._num_older = 0
-        """Microbatches to come that were in flight at the last decrease already."""
+        """How many of the microbatches under way were in flight already when the window last shrank."""
 
     @property
     def size(self) -> int:
-        """Microbatches that may be in flight."""
+        """How many microbatches may be in flight."""
         return max(1, int(self._size))
 
     def finished(self, *, num_busy: int, in_flight: int) -> None:
-        """A microbatch came back; `num_busy` of its hops from here were answered Busy.
+        """Adapt the window to a microbatch that came back; `num_busy` is how often peers answered Busy.
 
         Args:
-            in_flight: microbatches under way, this one included.
+            in_flight: how many microbatches are under way, this one included.
         """
         is_older = self._num_older > 0
         self._num_older = max(0, self._num_older - 1)
         if num_busy:
             self._growth = _LEAST_GROWTH
-            # Those that were refused together are one sign, not many.
+            # Microbatches that were refused together shrink the window once, not once each.
             if not is_older:
                 self._size = max(1.0, self._size * _DECREASE)
                 self._num_older = in_flight - 1

@@ -1,4 +1,4 @@
-"""What an evaluation makes of a hop's answers."""
+"""How an evaluation uses a hop's answers."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ LENGTH = SYNCHRONOUS.data.sequence_length
 
 
 class Texts:
-    """Of each dataset, batches of so many samples, each filled with its number."""
+    """Datasets, each with batches of the given sizes; each batch is filled with its number."""
 
     def __init__(self, *sizes: Sequence[int], shares: Sequence[float]) -> None:
         numbers = itertools.count()
@@ -46,7 +46,7 @@ class Texts:
 
 
 class Scorer:
-    """A hop that answers the batch filled with n with the n-th loss, the later ones first."""
+    """A hop that answers the batch filled with n with the n-th loss, and answers later batches first."""
 
     def __init__(self, *losses: float | Fatal) -> None:
         self.losses = losses
@@ -99,7 +99,7 @@ async def test_the_loss_is_the_mean_over_targets_and_not_over_batches() -> None:
 
 @in_virtual_time
 async def test_each_dataset_has_a_loss_and_weighs_in_the_mean_as_much_as_it_is_long() -> None:
-    """As many samples are taken of a long one as of a short one."""
+    """Equally many samples are taken of a long dataset and of a short one."""
     found = await evaluation(Scorer(1.0, 4.0, 5.0), (2, 1), (3,), shares=[10.0, 1.0])
     assert found.by_source == found.of_several == {"text 0": 2.0, "text 1": 5.0}
     assert found.mean == pytest.approx((30 * 2.0 + 3 * 5.0) / 33)

@@ -30,7 +30,7 @@ from tests.support.chain import SYNCHRONOUS
 
 
 class Context:
-    """Of a call from somewhere."""
+    """The context of a call."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -46,7 +46,7 @@ CONTEXT = Context("192.0.2.1")
 
 
 async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireReply:
-    """What the leader of a stage answers that is at a round and lacks all of it, but for the very last one."""
+    """The answer of a stage's leader whose stage is at a round and lacks all of its microbatches but the last."""
     last = (round_number + 1) * SYNCHRONOUS.microbatches_per_round - 1
     view = RoundView(
         round=round_number, committed={last}, counted={last}, lost=set(), highest_microbatch=-1, quiet_seconds=60.0,
@@ -58,7 +58,7 @@ async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireRep
 
 
 class Leader:
-    """A stage's leader at a round of which it is told."""
+    """A stage's leader, at a round that the test sets."""
 
     def __init__(self, stage: int, view: RoundView) -> None:
         self.stage = stage
@@ -71,14 +71,14 @@ class Leader:
         )  # fmt: skip
 
     async def gather(self) -> None:
-        """Lead for long enough to grant."""
+        """Lead for long enough to be allowed to grant."""
         for _ in range(2):
             reply = await self.servicer.Acquire(self.request(count=2), CONTEXT)
             assert not reply.microbatches, "it has just taken the lead"
             self.clock.advance(GATHER_SECONDS / 2)
 
     def request(self, trainer_id: str = "trainer", **fields: Any) -> pb.AcquireRequest:
-        """A trainer's."""
+        """A trainer's request."""
         address = Address(run_id=SYNCHRONOUS.run_id, protocol_version=PROTOCOL_VERSION, stage=self.stage)
         return pb.AcquireRequest(address=address, trainer_id=trainer_id, **fields)
 
@@ -87,7 +87,7 @@ class Leader:
 
 
 async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
-    """Its old announcement is still there, and names the port where it serves the other stage."""
+    """The peer's old announcement is still there, and names the port where it serves the other stage."""
 
     class Client(LeaseClient):
         async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
@@ -201,7 +201,7 @@ async def test_an_answer_that_makes_no_sense_is_none() -> None:
 
 
 def _complete() -> RoundView:
-    """A round that has all its microbatches, and no lease to grant."""
+    """A round that has all its microbatches, so that there is nothing to grant."""
     size = SYNCHRONOUS.microbatches_per_round
     return RoundView(
         round=0, committed=set(range(size)), counted=set(range(size)), lost=set(), highest_microbatch=size - 1,
@@ -221,7 +221,7 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
     leader.view = dataclasses.replace(complete, round=1, committed=set(), complete=False)
     leader.changed.set()
     async with asyncio.timeout(5):
-        # At once: the last look was long ago.
+        # The answer comes at once, because the last try was long ago.
         reply = await waiting
     assert (list(reply.microbatches), reply.round) == ([size, size + 1], 1)
 
@@ -243,7 +243,7 @@ async def test_changes_in_quick_succession_are_looked_at_together() -> None:
 
 
 async def test_no_more_than_a_few_requests_of_one_caller_wait() -> None:
-    """Each is looked at several times a second."""
+    """Each request that waits is tried several times a second."""
     nothing_to_do = RoundView(
         round=0, committed=set(), counted=set(), lost=set(), highest_microbatch=-1, quiet_seconds=0.0,
         awaits_reports=True, misses_member=False, complete=True,
@@ -281,6 +281,6 @@ async def test_a_trainer_is_told_what_another_one_ran_meanwhile() -> None:
 
 
 async def test_what_stage_0_has_not_begun_is_not_lost() -> None:
-    """A stage may be a round ahead of one that repeats the last: nobody could run what it waits for."""
+    """A stage may be a round ahead of stage 0 when that repeats a round: nobody could run what the stage waits for."""
     reply = await acquire(1, 4, newest_round=3)
     assert (list(reply.microbatches), reply.round) == ([], 4)

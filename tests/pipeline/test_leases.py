@@ -43,7 +43,7 @@ _SIZE = _SYNCHRONOUS.microbatches_per_round
 
 
 class _AskedClock(ManualClock):
-    """Time in which the leader is not left alone."""
+    """A clock during whose steps a trainer asks the leader all the time."""
 
     def __init__(self, leader: "_Leader") -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _AskedClock(ManualClock):
 
 
 class _Leader:
-    """A table with a clock, and shorter calls."""
+    """A table with a clock, and with shorter calls for tests."""
 
     def __init__(self, config: RunConfig, stage: int = 0, seed: int = 0, led_seconds: float = GATHER_SECONDS) -> None:
         self.clock = _AskedClock(self)
@@ -125,7 +125,7 @@ def test_a_dead_trainers_leases_expire_and_a_living_ones_do_not() -> None:
     leader.ask("alive", 0, holding=[2, 3])
     leader.clock.advance(LEASE_SECONDS / 2)
     assert leader.give("other", 2) == [0, 1]
-    # Whoever held them before cannot renew what is another's now.
+    # The trainer that held them before cannot renew microbatches that are another's now.
     leader.clock.advance(LEASE_SECONDS / 2)
     leader.ask("dead", 0, holding=[0, 1])
     leader.clock.advance(LEASE_SECONDS / 2)
@@ -156,7 +156,7 @@ def test_so_do_replays_that_it_holds() -> None:
 
 
 def test_with_diloco_nothing_is_kept_of_what_was_granted() -> None:
-    """Nobody waits for it, and it is granted to nobody else."""
+    """No peer waits for a granted microbatch, and no other trainer is granted it."""
     leader = _Leader(_DILOCO)
     leader.give("a", 2)
     leader.ask("b", 0, holding=range(1000))
@@ -164,7 +164,7 @@ def test_with_diloco_nothing_is_kept_of_what_was_granted() -> None:
 
 
 def test_trainers_that_have_room_share_a_round() -> None:
-    """All of it would be lost with the first that asks, and the other have nothing to do meanwhile."""
+    """If the first that asks got all, all would be lost with it, and the other would have nothing to do."""
     config = RunConfig(rounds=RoundsConfig(setting="synchronous", round_samples=256))
     leader = _Leader(config)
     assert leader.give("a", 99, committed=set(range(config.microbatches_per_round))) == []
@@ -191,7 +191,7 @@ def test_nobody_can_release_anothers_lease(config: RunConfig) -> None:
 
 
 def test_a_grant_that_did_not_arrive_is_made_again_as_new() -> None:
-    """As a replay for stage 0 alone it would be run at all stages all the same, one by one, and its loss by none."""
+    """As a replay for stage 0 its gradient would be lacking at all other stages, which would be replayed one by one."""
     leader = _Leader(_SYNCHRONOUS)
     assert leader.give("a", 3) == [0, 1, 2]
     grant = leader.ask("a", 9, acknowledged=[1])
@@ -216,7 +216,7 @@ class _Race:
         self.most_leases = 0
 
     def run_round(self) -> float:
-        """Run one to its end; gives the seconds that it takes. The honest trainer needs 0.25 s for two microbatches."""
+        """Run a round to its end; returns its seconds. The honest trainer needs 0.25 s for two microbatches."""
         leader, began_at, quiet_seconds = self.leader, self.leader.clock.monotonic(), 0.0
         ids = range(leader.round * self.size, (leader.round + 1) * self.size)
         held: list[int] = []
@@ -392,7 +392,7 @@ def test_a_replay_is_left_to_the_trainer_that_ran_it_while_that_has_room() -> No
 
 
 def test_who_may_not_replay_what_is_lost_gets_something_new() -> None:
-    """The one that ran it is busy with it, and there is more to do."""
+    """The trainer that ran the lost microbatches is busy with one of them, and there is more to do."""
     leader = _Leader(_SYNCHRONOUS)
     leader.give("a", 2)
     leader.ask("a", 1, acknowledged=[0, 1])
@@ -479,7 +479,7 @@ def test_stage_0_says_when_there_is_nothing_new_to_do() -> None:
 
 
 def test_a_peer_that_never_tells_what_it_has_is_not_waited_for_for_ever() -> None:
-    """The leader reaches it, and it does not reach the leader."""
+    """The leader reaches that peer, but the peer does not reach the leader."""
     leader = _Leader(_SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
     leader.committed = {0, 1, 2, 3, 4}
     assert leader.give("a", 9, awaits_reports=True, quiet_seconds=LONGEST_QUIET_SECONDS - 1) == []
@@ -548,7 +548,7 @@ def test_how_late_is_what_was_done_before_it_led_counts_from_then() -> None:
 
 
 def test_who_was_away_and_leads_again_learns_it_anew() -> None:
-    """Meanwhile another peer may have led, and granted what this one has not."""
+    """Meanwhile another peer may have led, and granted microbatches that this one has not."""
     leader = _Leader(_SYNCHRONOUS)
     assert leader.give("a", 1) == [0]
     leader.is_asked = False
@@ -645,7 +645,7 @@ def test_an_id_that_somebody_made_up_does_not_use_up_the_others(by: str) -> None
 
 
 def test_two_peers_that_take_over_at_once_grant_different_ones() -> None:
-    """Each may be out of the other's sight."""
+    """Neither may hear of the other."""
     leaders = [_Leader(_DILOCO, seed=seed) for seed in range(2)]
     for leader in leaders:
         leader.highest = 40
@@ -654,7 +654,7 @@ def test_two_peers_that_take_over_at_once_grant_different_ones() -> None:
 
 
 def test_with_diloco_nothing_is_granted_twice() -> None:
-    """Its trainer may have renewed at another leader, and that one, or the trainer itself, have had it counted."""
+    """A microbatch whose lease ends here may have been renewed at another leader, or have been counted already."""
     leader = _Leader(_DILOCO)
     assert leader.give("a", 2) == [0, 1]
     leader.ask("a", 0, holding=[0], released=[1])
@@ -677,7 +677,7 @@ class _Table(RuleBasedStateMachine):
     @rule(trainer=st.sampled_from("ab"), count=st.integers(0, 3), finished=st.integers(0, 3), committed=st.booleans())
     def acquire(self, trainer: str, count: int, finished: int, committed: bool) -> None:
         now = self.leader.clock.monotonic()
-        # A trainer lets go of what it could not renew in time.
+        # A trainer gives up microbatches that it could not renew in time.
         held = {m: until for m, until in self.held[trainer].items() if until > now}
         done = sorted(held)[:finished]
         holding = sorted(held)[finished:]

@@ -1,4 +1,4 @@
-"""What a trainer learns of the stages by asking."""
+"""What a trainer learns of the stages by asking their peers."""
 
 import math
 from functools import partial
@@ -22,7 +22,7 @@ def _watcher(chain: Chain, *, synchronous: bool = False) -> RoundWatcher:
 
 
 def _tell(chain: Chain, stage: int, **figures: float) -> None:
-    """Have a stage's peer say that it has committed a round, and this of it."""
+    """Have a stage's peer report that it has committed a round, with these figures."""
     rounds = [pb.RoundReport(round=0, **{"contribution_norm": 1.0, "gradient_norm": 1.0} | figures)]  # type: ignore[arg-type]
     chain.peers[stage].servicer._describe = partial(
         pb.DescribeReply, run_id=chain.config.run_id, stage=stage, round=1, rounds=rounds
@@ -43,7 +43,7 @@ async def test_norms_too_large_to_be_squared_are_figures_like_others() -> None:
 
 @pytest.mark.parametrize("synchronous", [True, False])
 async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
-    """Each in its own way: the sum, the mean, the largest, the least, or what they have in common."""
+    """Each figure is the stages' sum, mean, largest or least, or what they have in common."""
     by_stage: dict[str, tuple[float, float, float]] = {
         "run_samples": (48, 32, 64), "num_members": (3, 2, 4), "num_alive": (5, 6, 7),
         "gradient_norm": (3.0, 2.0, 6.0), "learning_rate": (0.2, 0.1, 0.3), "aggregate_seconds": (1.5, 3.5, 2.5),

@@ -1,4 +1,4 @@
-"""Text from a chain of stages: the tokens of a model in one process, whatever happens on their way."""
+"""Text from a chain of stages: its tokens are those of a model in one process, whatever happens on the way."""
 
 import asyncio
 import dataclasses
@@ -45,7 +45,7 @@ LEARNED: dict[str, Any] = {
 
 @torch.no_grad()
 def _expected(config: RunConfig, prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
-    """The whole model in one process."""
+    """The tokens that the whole model writes in one process."""
     model, tokens, cache = build_transformer(config, device="cpu"), list(prompt), KeyValueCache(LONGEST)
     for _ in range(count):
         logits_V = model(torch.tensor([tokens[cache.num_positions :]]), cache=cache)[0, -1]
@@ -55,7 +55,7 @@ def _expected(config: RunConfig, prompt: Sequence[int], sampling: Sampling, coun
 
 @pytest.fixture
 def slow_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages write on, however slowly their caller reads: what interferes with a text needs one that takes a while."""
+    """Make texts take a while, so that a test can interfere: stages write on however slowly their caller reads."""
 
     def choose_slowly(logits_V: torch.Tensor, sampling: Sampling, position: int) -> int:
         time.sleep(0.03)
@@ -103,7 +103,7 @@ async def test_sessions_that_wait_together_are_computed_together_and_do_not_mix(
         engine = _engine(chain)
         streams = [await stack.enter_async_context(aclosing(engine.generate(p, GREEDY, 30))) for p in prompts]
         found = [[await anext(stream)] for stream in streams]
-        # All of them come to wait at the middle peer, again and again.
+        # All of the texts come to wait at the middle peer, again and again.
         for _ in range(3):
             async with chain.at(1)[0].held():
                 await asyncio.sleep(0.05)
@@ -133,7 +133,7 @@ async def test_a_text_goes_on_when_a_peer_dies(stage: int) -> None:
 async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that_takes_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The second peer stands by from the beginning, however soon the next rounds come.
+    # The second peer has to stand by from the beginning, however soon the next rounds come.
     monkeypatch.setattr(continuation, "STANDBY_SECONDS", 1e6)
     expected = _expected(CONFIG, PROMPT, GREEDY, 40)
     async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
@@ -155,7 +155,7 @@ async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that
 
 @pytest.mark.parametrize("behind", [0, 1, 2])
 async def test_with_diloco_a_text_begins_though_a_stage_is_rounds_behind(behind: int) -> None:
-    """The others keep the round no more that it is at."""
+    """The other stages no longer keep the round that this stage is at."""
     config = _long(DILOCO)
     async with running_chain(config, num_peers=(1, 1, 1)) as chain:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""The trainer's loop with a hop and leases that do what the test says: what it acknowledges, and what it gives up."""
+"""The trainer's loop, with a hop and leases that the test controls: what it acknowledges, and what it gives up."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -55,26 +55,26 @@ class World:
         self.work: LeasedWork
         self.released: list[int] = []
         self.released_later: list[int] = []
-        """To later stages."""
+        """Microbatches that were released to later stages."""
         self.num_runs = 0
         self.stage_0_round = 0
         self.num_granted = 0
         self.wanted: list[int] = []
-        """What stage 0 was asked for, each time."""
+        """How many microbatches stage 0 was asked for, each time."""
         self.wanted_later: list[int] = []
         self.num_there = 1
-        """Microbatches that there are to grant."""
+        """How many microbatches there are to grant."""
         self.lost: list[int] = []
-        """What a later stage has lost."""
+        """The microbatches that a later stage has lost."""
         self.losing_stage = 1
         self.later_round = 0
-        """Where stage 1 is."""
+        """The round of stage 1."""
         self.counted: set[int] = set()
-        """What another trainer ran meanwhile."""
+        """The microbatches that another trainer ran meanwhile."""
         self.num_asked = 0
-        """Times that a later stage was asked."""
+        """How often a later stage was asked."""
         self.told: dict[int, list[int]] = {}
-        """By stage, what it was told last that stage 0 has."""
+        """By stage: the microbatches of which it was last told that stage 0 has them."""
         self.trained: list[Microbatch] = []
         self.hints: list[dict[int, PeerId]] = []
         self.round = 0
@@ -125,10 +125,10 @@ class World:
         return self.reply
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
-        """No stage gets any further."""
+        """Do nothing: no stage gets any further."""
 
     def report(self, step: int) -> None:
-        """The stages tell no figures."""
+        """Give no figures."""
 
     async def on_step(self, step: Step) -> None:
         self.steps.append(step)
@@ -139,7 +139,7 @@ class World:
 
 @asynccontextmanager
 async def running(config: RunConfig = DILOCO, max_in_flight: int = 6, first: int = 0) -> AsyncIterator[World]:
-    """A loop that has begun with the microbatch, and ends with round `first`, which the stages are in."""
+    """A loop that has begun to run the microbatch, and ends with round `first`, which the stages are in."""
     world = World()
     world.round = first
     world.work = LeasedWork(
@@ -162,7 +162,7 @@ async def running(config: RunConfig = DILOCO, max_in_flight: int = 6, first: int
 
 
 def pass_time(world: World) -> None:
-    """A moment, in which everything has its turn."""
+    """Let a moment pass, in which every task has its turn."""
     world.clock.advance(0.1)
 
 
@@ -174,7 +174,7 @@ async def test_an_answer_is_acknowledged() -> None:
 
 
 async def test_what_a_trainer_leases_ahead_is_half_of_what_it_has_under_way() -> None:
-    """The rest is left to other trainers."""
+    """All other microbatches are left to other trainers."""
     async with running(max_in_flight=4) as world:
         world.num_there = 100
         await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
@@ -183,7 +183,7 @@ async def test_what_a_trainer_leases_ahead_is_half_of_what_it_has_under_way() ->
 
 
 async def test_nobody_waits_for_an_ack_that_is_under_way() -> None:
-    """Over a long line that would be a round trip for every microbatch."""
+    """Over a long line, to wait for acks would cost a round trip for every microbatch."""
     async with running(max_in_flight=2) as world:
         world.num_there = 100
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: world.clock.advance(0.02))
@@ -195,7 +195,7 @@ async def test_nobody_waits_for_an_ack_that_is_under_way() -> None:
 
 
 async def test_a_stage_0_that_came_back_from_a_checkpoint_gets_its_round_though_the_window_is_full() -> None:
-    """What fills it, and what waits, belongs to the next round, which waits for this one."""
+    """The microbatches under way, and those that wait, belong to the next round, which waits for this one."""
     async with running(SYNCHRONOUS, max_in_flight=4, first=1) as world:
         world.stage_0_round = 1
         world.num_granted, world.num_there = 1, 100
@@ -206,7 +206,7 @@ async def test_a_stage_0_that_came_back_from_a_checkpoint_gets_its_round_though_
 
 
 async def test_what_waits_of_a_round_that_is_over_is_not_begun() -> None:
-    """Another trainer was given it while this one was frozen, and the round has committed."""
+    """Another trainer was given these microbatches while this one was frozen, and the round has committed."""
     async with running(SYNCHRONOUS, max_in_flight=1, first=1) as world:
         world.num_there = 2
         await eventually(lambda: world.num_granted == 2, meanwhile=lambda: world.clock.advance(0.02))
@@ -235,7 +235,7 @@ async def test_a_trainer_that_evaluates_holds_nothing_that_others_would_wait_for
 
 
 async def test_what_is_granted_while_a_trainer_evaluates_is_given_back() -> None:
-    """It had been asked for before."""
+    """The microbatches had been asked for before the pause."""
     async with running(SYNCHRONOUS, max_in_flight=4) as world:
         world.num_there = 4
         await eventually(lambda: world.num_granted == 4, meanwhile=lambda: world.clock.advance(0.02))
@@ -251,13 +251,13 @@ async def test_what_is_granted_while_a_trainer_evaluates_is_given_back() -> None
         world.acquire = acquire_late  # type: ignore[method-assign]
         await eventually(lambda: world.acquire is acquire, meanwhile=lambda: pass_time(world))
         with pause:
-            # No time passes, so it is not because its leases end.
+            # No time passes, so they are not released because leases end.
             await eventually(lambda: world.released == [4, 5])
         assert world.num_runs == 4
 
 
 async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
-    """As when the only peer that counted it has died."""
+    """It is run again because the only peer that counted it has died."""
     async with running() as world:
         world.answer.set()
         await eventually(lambda: world.reply.acked)
@@ -272,7 +272,7 @@ async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
 async def test_a_microbatch_may_be_longer_under_way_than_a_round_lasts(
     config: RunConfig, losses: list[tuple[float, int]]
 ) -> None:
-    """With DiLoCo its loss is the present step's. A synchronous one is run again for a stage that came back."""
+    """With DiLoCo its loss counts for the present step. A synchronous one is run again for a stage that came back."""
     async with running(config, first=2) as world:
         world.answer.set()
         await eventually(lambda: world.reply.acked)
@@ -363,7 +363,7 @@ async def test_a_replay_that_nobody_needs_any_more_makes_room(reason: str) -> No
 
 
 async def test_what_is_answered_after_a_freeze_is_given_up_whatever_comes_first() -> None:
-    """Its lease may be another's by then, who may have had it counted already."""
+    """Another trainer may have the lease by then, and the microbatch may be counted already."""
     async with running() as world:
         world.answer.set()
         world.clock.advance(LEASE_SECONDS)
@@ -389,7 +389,7 @@ async def test_what_was_about_to_begin_after_a_freeze_is_given_up_too() -> None:
             world.answer.set()
             await eventually(lambda: world.work.num_in_flight == 0)
         await asyncio.sleep(0)
-        # One more is begun, and before it has had its first turn, the leases are overdue.
+        # One more microbatch is begun, and before its task has had its first turn, the leases are overdue.
         assert world.work.num_in_flight == 1
         world.work.let_go()
         await eventually(lambda: 1 in world.released, meanwhile=lambda: pass_time(world))

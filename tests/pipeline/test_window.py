@@ -66,7 +66,7 @@ def test_it_never_exceeds_the_largest() -> None:
 
 @pytest.mark.parametrize("capacity", [3, 10, 40])
 def test_it_settles_near_what_the_swarm_takes(capacity: int) -> None:
-    """A swarm that answers Busy beyond `capacity`: neither starved nor flooded."""
+    """A swarm that answers Busy beyond `capacity` is neither starved nor flooded."""
     window = Window(start=6, largest=256)
     sizes = []
     for _ in range(2000):
