@@ -1,7 +1,7 @@
-"""Which peers of a stage are left alone since they failed, and until when. For its queue (swarm.routing.peer_queue).
+"""Which peers of a stage are left alone because they failed, and until when. Used by the stage's peer_queue.
 
-A ban doubles with each failure in a row, and outlives what the queue knows of its peer: one that vanishes and comes
-back with the old announcement is still banned. Every `now` is monotonic seconds. Pure.
+A ban doubles with each failure in a row. It stays when the queue forgets its peer, so that a peer which vanishes and
+comes back with its old announcement is still banned. Every `now` is monotonic seconds. Pure.
 """
 
 import math
@@ -13,8 +13,8 @@ from swarm.types import PeerId
 BASE_BAN_SECONDS = 5.0
 LONGEST_BAN_SECONDS = 300.0
 LEAST_BAN_SHARE = 0.2
-"""The share of a ban that remains where the peer answers again sooner: a few bytes may get through where a microbatch
-does not."""
+"""The share of a ban that a peer has to wait even if it answers again sooner: where the few bytes of an answer get
+through, a microbatch may not."""
 
 
 @dataclass(slots=True)
@@ -22,40 +22,40 @@ class _Ban:
     since: float
     until: float
     seconds: float
-    """The back-off that `until` came from; the next one is twice as long."""
+    """The length of this ban as it began; the next one in a row is twice as long."""
     announced_at: float
     """The time of the newest announcement that was taken into account."""
     is_gone: bool
-    """Whether no process listened there, so that a peer that announces itself has come back."""
+    """Whether no process listened at the peer's address, so that a later announcement is a new process's."""
     is_unreachable: bool
     reason: str
     """The reason, for people."""
 
 
 class Bans:
-    """The bans of one stage's peers. Each method that changes one tells whether it did."""
+    """The bans of one stage's peers. Each method that may change a ban returns whether it did."""
 
     def __init__(self) -> None:
         self._bans: dict[PeerId, _Ban] = {}
 
     def until(self, peer_id: PeerId) -> float:
-        """When a peer's ban ends, or ended."""
+        """When a peer's ban ends or ended; minus infinity if it has none."""
         ban = self._bans.get(peer_id)
         return -math.inf if ban is None else ban.until
 
     def reason(self, peer_id: PeerId) -> str:
-        """Why a peer was banned last; empty if it was not."""
+        """Why a peer was last banned; empty if it was not."""
         ban = self._bans.get(peer_id)
         return "" if ban is None else ban.reason
 
     def unreachable(self, now: float) -> list[PeerId]:
-        """Peers that are banned since they did not answer. O(bans)."""
+        """The peers that are banned because they did not answer. O(bans)."""
         return [peer_id for peer_id, ban in self._bans.items() if ban.is_unreachable and ban.until > now]
 
     def failed(
         self, peer_id: PeerId, now: float, *, announced_at: float, is_gone: bool, is_unreachable: bool, reason: str
     ) -> bool:
-        """Ban a peer, unless it is: calls that were in flight together fail together, and that is one failure."""
+        """Ban a peer, unless it is banned already: calls that were in flight together fail together, as one failure."""
         if self.until(peer_id) > now:
             return False
         previous = self._bans.get(peer_id)
@@ -67,12 +67,12 @@ class Bans:
         return True
 
     def succeeded(self, peer_id: PeerId, now: float) -> bool:
-        """End a peer's ban, and its back-off."""
+        """End a peer's ban; its next ban is short again."""
         ban = self._bans.pop(peer_id, None)
         return ban is not None and ban.until > now
 
     def announced(self, peer_id: PeerId, announced_at: float, now: float) -> bool:
-        """A new announcement ends or shortens a ban, but not where the peer is out of reach: it may still be so."""
+        """End or shorten a peer's ban for a new announcement, unless the peer is unreachable: it may still be so."""
         ban = self._bans.get(peer_id)
         if ban is None or announced_at <= ban.announced_at:
             return False
@@ -84,7 +84,10 @@ class Bans:
         return True
 
     def answered(self, peer_id: PeerId, now: float) -> bool:
-        """End the ban of a peer that is there again, once LEAST_BAN_SHARE of it has passed; the back-off goes on."""
+        """End the ban of an unreachable peer that answers again, but not before LEAST_BAN_SHARE of it has passed.
+
+        If the peer fails again before it succeeds, its next ban is twice as long all the same.
+        """
         ban = self._bans.get(peer_id)
         if ban is None or not ban.is_unreachable or now - ban.since < LEAST_BAN_SHARE * ban.seconds:
             return False
@@ -92,7 +95,7 @@ class Bans:
         return True
 
     def unanswered(self, peer_id: PeerId, now: float, seconds: float) -> bool:
-        """Keep a peer banned for so long at least, if it still is, for not having answered. The back-off goes on."""
+        """Prolong the ban of an unreachable peer to at least `seconds` from now, if it is still banned."""
         ban = self._bans.get(peer_id)
         if ban is None or not ban.is_unreachable or not now < ban.until < now + seconds:
             return False
@@ -100,5 +103,5 @@ class Bans:
         return True
 
     def forget(self, now: float, *, but: Collection[PeerId]) -> None:
-        """Forget bans that are over, and their back-offs, of all other peers."""
+        """Forget bans that are over, of peers that are not in `but`; their next bans are short again."""
         self._bans = {peer_id: ban for peer_id, ban in self._bans.items() if peer_id in but or ban.until > now}

@@ -1,10 +1,10 @@
 """One stage's priority queue of peers, for the router (swarm.routing.router).
 
-Every choice takes the peer with the least expected finish time and puts it back later by the time the work
-will take there, so that shares follow throughput (interleaved weighted round-robin, SWARM, arXiv 2301.11913,
-Algorithm 1). Finish times are in virtual time, which passes only by choices (self-clocked fair queueing,
-Golestani 1994): an idle period gives no peer credit or debt, and a router that sends a small part of a stage's
-load keeps the same shares as one that sends it all. Never waits, never scans: a choice is O(log peers).
+Every choice takes the peer with the least expected finish time, and moves that time on by what the work will take
+there, so that shares follow throughput (interleaved weighted round-robin, SWARM, arXiv 2301.11913, Algorithm 1). Finish
+times are in virtual time, which only choices advance (self-clocked fair queueing, Golestani 1994): an idle period gives
+no peer credit or debt, and a router that sends a small part of a stage's load keeps the same shares as one that sends
+it all. Never waits, never scans: a choice is O(log peers).
 """
 
 import heapq
@@ -19,11 +19,11 @@ from swarm.routing.throughput import SHORTEST_SECONDS, Link, MovingAverage, Obse
 from swarm.types import PeerId, PeerRecord
 
 MAX_SLOWNESS = 50.0
-"""No peer is taken for slower than this multiple of the stage's typical time: the slowest is still probed."""
+"""No peer counts as slower than this multiple of the stage's typical time, so that even the slowest is tried again."""
 MAX_CLAIM = 4.0
-"""Before its first reply no peer is charged less than the typical time divided by this: a boast draws no herd."""
+"""Before its first reply no peer is charged less than the typical time divided by this, whatever speed it claims."""
 CHANCE = 0.25
-"""How far a charge is off by chance, at most. More of it makes longer queues at some and idle time at others."""
+"""The most by which chance changes a charge, as a share. With more, some peers' queues grow while others are idle."""
 STAGE_SMOOTHING = 0.01
 """Weight of the newest observation in the stage's typical time."""
 
@@ -34,11 +34,11 @@ class _Member:
     seconds_per_sample: SecondsPerSample
     link: Link
     priority: float = 0.0
-    """Virtual time at which its expected work ends. Only grows."""
+    """Virtual time at which the peer's expected work ends. Only grows."""
     busy_until: float = -math.inf
     busy_reason: str = ""
     ticket: int = -1
-    """Number of the one heap entry that counts."""
+    """The number of the peer's only valid heap entry."""
 
 
 _Entry = tuple[float, int, _Member]
@@ -49,10 +49,10 @@ class LeftAlone:
     """A peer that is not chosen for a while.
 
     Attributes:
-        reason: for people.
-        until: when it can be chosen again, in monotonic seconds.
-        is_busy: it has failed nobody, and has no room.
-        is_silent: it did not answer.
+        reason: why, in words for people.
+        until: when the peer can be chosen again, in monotonic seconds.
+        is_busy: whether it merely has no room, and has not failed.
+        is_silent: whether it did not answer.
     """
 
     record: PeerRecord
@@ -75,11 +75,11 @@ class PeerQueue:
         self._away: list[_Entry] = []
         self._tickets = itertools.count()
         self._virtual_now = 0.0
-        # The size of the last choice, and so probably of the next.
+        # The number of samples of the last choice, and so probably of the next.
         self._num_samples = 1
-        # An average of logarithms: a few absurd values do not move it far.
+        # It averages logarithms, so that a few absurd values do not move it far.
         self._log_typical = MovingAverage(STAGE_SMOOTHING)
-        # Seconds per sample, a geometric mean over the recent traffic; None while nothing is known of anybody.
+        # Seconds per sample, a geometric mean over the recent traffic; None while nothing is known of any peer.
         self._typical: float | None = None
 
     # -- which peers are there ---------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class PeerQueue:
         return None if member is None else member.record
 
     def expected_seconds(self, peer_id: PeerId, num_samples: int) -> float | None:
-        """How long a member probably takes for so many samples; None if nothing is known of anybody."""
+        """How long a member probably takes for `num_samples`; None if nothing is known of any peer."""
         if self._typical is None or (member := self._members.get(peer_id)) is None:
             return None
         return num_samples * self._expected(member)
@@ -103,7 +103,7 @@ class PeerQueue:
         return [member.record for member in self._members.values()]
 
     def update(self, records: Sequence[PeerRecord], now: float) -> list[PeerId]:
-        """Make `records` the members; returns those that are members no longer. O(peers)."""
+        """Make the peers of `records` the members; returns those that are members no longer. O(peers)."""
         present = {record.peer_id for record in records}
         vanished = [peer_id for peer_id in self._members if peer_id not in present]
         for peer_id in vanished:
@@ -121,7 +121,7 @@ class PeerQueue:
         peer_id = PeerId(record.peer_id)
         member = self._members.get(peer_id)
         if member is not None and member.record.place != record.place:
-            # Another process, perhaps on another machine: nothing that was measured need be true of it.
+            # It is another process now, perhaps on another machine, of which no measurement need be true.
             self.remove(peer_id)
             member = None
         if member is None:
@@ -140,9 +140,9 @@ class PeerQueue:
     def choose(
         self, num_samples: int, now: float, *, exclude: Collection[PeerId], prefer: Sequence[PeerId]
     ) -> PeerRecord | None:
-        """Take and charge the first of `prefer` that is alive, or else the one with the least finish time.
+        """Choose and charge the first of `prefer` that is not banned, or else the peer with the least finish time.
 
-        Preferred peers are taken even when busy: they know the microbatch already. None if no peer can be asked.
+        Preferred peers are chosen even when busy: they know the microbatch already. None if no peer can be asked.
         """
         self._num_samples = num_samples
         for peer_id in prefer:
@@ -153,7 +153,7 @@ class PeerQueue:
         while (head := self._head(now)) is not None and head.record.peer_id in exclude:
             skipped.append(heapq.heappop(self._ready))
         if head is not None:
-            # An excluded peer that was passed over falls behind this, and keeps no credit for it.
+            # Excluded peers that were passed over are now behind virtual time, and get no credit for that.
             self._virtual_now = max(self._virtual_now, head.priority)
             self._charge(head, num_samples)
             heapq.heapreplace(self._ready, (head.priority, head.ticket, head))
@@ -162,7 +162,7 @@ class PeerQueue:
         return None if head is None else head.record
 
     def next_available_seconds(self, now: float) -> float | None:
-        """Time until a peer can be chosen: 0 if now, None if there is no member."""
+        """The seconds until a peer can be chosen: 0 if one can be now, None if there is no member."""
         if self._head(now) is not None:
             return 0.0
         while self._away and self._away[0][2].ticket != self._away[0][1]:
@@ -170,13 +170,13 @@ class PeerQueue:
         return self._away[0][0] - now if self._away else None
 
     def _charge(self, member: _Member, num_samples: int) -> PeerRecord:
-        # Chance, of mean 1, makes paths stochastic and keeps the routers of several trainers out of step.
+        # The random factor, of mean 1, makes paths stochastic, and keeps the routers of several trainers out of step.
         seconds = num_samples * self._expected(member) * self._rng.uniform(1.0 - CHANCE, 1.0 + CHANCE)
         member.priority = max(member.priority, self._virtual_now) + seconds
         return member.record
 
     def _head(self, now: float) -> _Member | None:
-        """Bring back the peers that are due, clear dead entries away, and return the next one, which is _ready[0]."""
+        """Bring back peers that are due, drop invalid entries, and return the next peer, whose entry is _ready[0]."""
         while self._away and self._away[0][0] <= now:
             _, ticket, member = heapq.heappop(self._away)
             if member.ticket == ticket:
@@ -192,14 +192,14 @@ class PeerQueue:
         return None
 
     def _enter(self, member: _Member) -> None:
-        # Somewhere in its first turn, where members that were always there stand too: exactly at the head, the
-        # routers of all trainers would send their next microbatch to the same newcomer.
+        # A newcomer enters at a random point of its first turn, as if it had always been there. If it entered at the
+        # head, the routers of all trainers would send their next microbatch to it.
         turn_seconds = self._num_samples * self._expected(member)
         member.priority = max(member.priority, self._virtual_now + self._rng.random() * turn_seconds)
         heapq.heappush(self._ready, (member.priority, member.ticket, member))
 
     def _set_aside(self, member: _Member, now: float) -> None:
-        """Let a member wait until it is neither busy nor banned; its older heap entry dies."""
+        """Let a member wait until it is neither busy nor banned; its older heap entry becomes invalid."""
         member.ticket = next(self._tickets)
         until = max(now, member.busy_until, self._bans.until(PeerId(member.record.peer_id)))
         heapq.heappush(self._away, (until, member.ticket, member))
@@ -207,7 +207,7 @@ class PeerQueue:
     # -- what came of it ---------------------------------------------------------------------------------------------
 
     def succeeded(self, peer_id: PeerId, now: float, reply: Observation) -> None:
-        """Learn from a reply. It also proves that the peer lives: its ban and its back-off are over."""
+        """Learn from a peer's reply, which also ends its ban; its next ban is short again."""
         member = self._members[peer_id]
         member.link.observe(reply)
         self._learn_typical(member.seconds_per_sample.observe(reply, at_most=self._longest))
@@ -215,7 +215,7 @@ class PeerQueue:
             self._set_aside(member, now)
 
     def busy(self, peer_id: PeerId, now: float, retry_after_seconds: float, reason: str = "") -> None:
-        """Leave a peer alone for a while. It keeps its charge: its queue is longer than was expected."""
+        """Leave a peer alone for a while. It stays charged for the choice, as its queue is longer than was expected."""
         member = self._members[peer_id]
         member.busy_reason = reason
         member.busy_until = max(member.busy_until, now + min(LONGEST_BAN_SECONDS, retry_after_seconds))
@@ -224,7 +224,7 @@ class PeerQueue:
     def failed(
         self, peer_id: PeerId, now: float, *, is_gone: bool = False, is_unreachable: bool = False, reason: str = ""
     ) -> None:
-        """Ban a peer, each time in a row for twice as long."""
+        """Ban a peer, for twice as long each time in a row."""
         member = self._members[peer_id]
         announced_at = member.record.announced_at
         if self._bans.failed(
@@ -233,25 +233,25 @@ class PeerQueue:
             self._set_aside(member, now)
 
     def unreachable(self, now: float) -> list[PeerRecord]:
-        """Members that are banned since they did not answer. O(bans)."""
+        """The members that are banned because they did not answer. O(bans)."""
         return [self._members[peer_id].record for peer_id in self._bans.unreachable(now) if peer_id in self._members]
 
     def answered(self, peer_id: PeerId, now: float) -> None:
-        """A peer that had not answered is there again; see Bans."""
+        """End the ban of an unreachable peer that answers again, as Bans.answered does."""
         if self._bans.answered(peer_id, now):
             self._set_aside(self._members[peer_id], now)
 
     def unanswered(self, peer_id: PeerId, now: float, seconds: float) -> None:
-        """A peer that had not answered still does not; see Bans."""
+        """Prolong the ban of an unreachable peer that still does not answer, as Bans.unanswered does."""
         if self._bans.unanswered(peer_id, now, seconds):
             self._set_aside(self._members[peer_id], now)
 
     def links(self) -> dict[PeerId, Link]:
-        """The lines to members. O(peers)."""
+        """What is known of the line to each member. O(peers)."""
         return {peer_id: member.link for peer_id, member in self._members.items()}
 
     def left_alone(self, now: float) -> list[LeftAlone]:
-        """Members that are banned or busy, and why. O(peers)."""
+        """The members that are banned or busy, and why. O(peers)."""
         silent, found = set(self._bans.unreachable(now)), list[LeftAlone]()
         for peer_id, member in self._members.items():
             banned_until = self._bans.until(peer_id)
@@ -263,18 +263,18 @@ class PeerQueue:
         return found
 
     def banned(self, now: float) -> set[PeerId]:
-        """Members that are banned. O(peers)."""
+        """The members that are banned. O(peers)."""
         return {peer_id for peer_id in self._members if self._bans.until(peer_id) > now}
 
     @property
     def _longest(self) -> float:
-        """Seconds per sample that any peer is taken to need at most."""
+        """The most seconds per sample that any peer counts with."""
         return math.inf if self._typical is None else MAX_SLOWNESS * self._typical
 
     def _expected(self, member: _Member) -> float:
-        """Seconds per sample to charge, within reason of what is typical of the stage."""
+        """The seconds per sample to charge a member, bounded by what is typical of the stage."""
         if self._typical is None:
-            return SHORTEST_SECONDS  # All are equal, and the first to be chosen must not owe it for long.
+            return SHORTEST_SECONDS  # All peers are equal, and the first one chosen must not be set back for long.
         expected = member.seconds_per_sample.expected
         if expected is None:
             return self._typical

@@ -1,8 +1,8 @@
-"""Which peer takes the next microbatch.
+"""Chooses the peer that takes the next microbatch.
 
-Used by the hop (trainers and stage peers alike) and by the simulator, which runs this very code on virtual
-time. Knows only what it is told: the directory brings announcements, the hop brings outcomes. Pure: time and
-chance come in as arguments; it never waits, connects, or retries.
+Used by the hop (trainers and stage peers alike) and by the simulator, which runs this very code on virtual time. Knows
+only what it is told: the directory brings announcements, the hop brings outcomes. Pure: time and chance come in as
+arguments; it never waits, connects, or retries.
 """
 
 import random
@@ -16,7 +16,7 @@ from swarm.routing.throughput import Link, Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
 MOST_SILENT_SECONDS = 120.0
-"""No record lasts longer than this, so no peer that has just gone from the directory was silent for longer."""
+"""A peer that has just vanished from the directory was silent for no longer than this, as no record lasts longer."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Gone:
     """The last peer of a stage that has none now.
 
     Attributes:
-        name: what people call it.
+        name: the peer's name, for people.
         last_at: when it last announced itself, in monotonic seconds.
-        has_left: whether it said that it leaves; else it fell silent.
+        has_left: whether it announced that it leaves; otherwise it fell silent.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Gone:
     has_left: bool
 
     def in_words(self, now: float) -> str:
-        """What became of it. `now` is monotonic seconds."""
+        """What became of the peer, in words. `now` is monotonic seconds."""
         did = "left" if self.has_left else "fell silent"
         return f"its last one, {self.name}, {did} {max(0.0, now - self.last_at):.0f} s ago"
 
@@ -49,7 +49,7 @@ class Router:
         self._gone: dict[int, Gone] = {}
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        """Take over what the directory says about one stage. O(peers): for the background, not for every choice.
+        """Take over the directory's records of one stage. O(peers): for the background, not for every choice.
 
         Peers that are not in `records`, or do not serve, can no longer be chosen. A peer that is announced at
         two stages is at the one that it announced later.
@@ -72,11 +72,11 @@ class Router:
     def choose(
         self, stage: int, num_samples: int, *, exclude: Collection[PeerId] = (), prefer: Sequence[PeerId] = ()
     ) -> PeerRecord | None:
-        """The peer that should compute `num_samples` samples next; None if no peer can be asked now.
+        """Choose the peer that is to compute `num_samples` samples next; None if no peer can be asked now.
 
         Args:
             exclude: peers not to choose this time.
-            prefer: the first of these that serves and is not banned is chosen, and charged as usual.
+            prefer: peers of which the first that serves and is not banned is chosen; it is charged as usual.
         """
         return self._queues[stage].choose(num_samples, self._clock.monotonic(), exclude=exclude, prefer=prefer)
 
@@ -94,9 +94,9 @@ class Router:
         return None if self.num_peers(stage) else self._gone.get(stage)
 
     def expected_seconds(self, peer_id: PeerId, num_samples: int) -> float | None:
-        """How long a serving peer probably takes for so many samples, with its queue and the link to it.
+        """How long a serving peer, with its queue and the link to it, probably takes for `num_samples`.
 
-        As of its last replies, or of its announcement, within reason of what is typical of its stage; None if nothing
+        This follows from its last replies or its announcement, bounded by what is typical of its stage; None if nothing
         is known.
         """
         queue = self._queue_of(peer_id)
@@ -115,7 +115,7 @@ class Router:
         return self._queues[stage].banned(self._clock.monotonic())
 
     def links(self, stage: int) -> dict[PeerId, Link]:
-        """The lines to the serving peers of a stage. O(peers)."""
+        """What is known of the line to each serving peer of a stage. O(peers)."""
         return self._queues[stage].links()
 
     def left_alone(self, stage: int) -> list[LeftAlone]:
@@ -127,61 +127,61 @@ class Router:
         return self._queues[stage].records()
 
     def succeeded(self, peer_id: PeerId, reply: Observation) -> None:
-        """Learn from a peer's reply; for this and the other outcomes, an unknown peer is ignored."""
+        """Learn from a peer's reply. A peer that is not known is ignored, here and by the methods below."""
         if (queue := self._queue_of(peer_id)) is not None:
             queue.succeeded(peer_id, self._clock.monotonic(), reply)
 
     def busy(self, peer_id: PeerId, retry_after_seconds: float, reason: str = "") -> None:
-        """Leave a peer alone for a while. No failure: as a preferred peer it can still be chosen."""
+        """Leave a peer alone for a while. This is no ban: as a preferred peer it can still be chosen."""
         if (queue := self._queue_of(peer_id)) is not None:
             queue.busy(peer_id, self._clock.monotonic(), retry_after_seconds, reason)
 
     def failed(self, peer_id: PeerId, *, is_gone: bool = False, is_unreachable: bool = False, reason: str = "") -> None:
-        """Ban a peer, for 5 s at first and up to 5 min if that goes on.
+        """Ban a peer, for 5 s at first and for up to 5 min if it goes on failing.
 
-        A later announcement ends the ban too, once its first 5 s have passed, unless the peer could not be reached; a
-        success ends it at once.
+        A success ends the ban at once; a later announcement ends it once its first 5 s have passed, unless the peer is
+        unreachable.
 
         Args:
-            is_gone: no process listened at its address. Any later announcement, which then is a new process's, ends the
-                ban at once: should there still be none, that is learnt without delay.
-            is_unreachable: it did not answer at all. `answered` ends the ban, and `unanswered` makes it longer.
-            reason: for people.
+            is_gone: whether no process listened at its address. A later announcement then comes from a new process,
+                and ends the ban at once; if nothing listens there after all, the next call shows that without delay.
+            is_unreachable: whether it did not answer at all. `answered` ends the ban, and `unanswered` prolongs it.
+            reason: why, in words for people.
         """
         if (queue := self._queue_of(peer_id)) is not None:
             now = self._clock.monotonic()
             queue.failed(peer_id, now, is_gone=is_gone, is_unreachable=is_unreachable, reason=reason)
 
     def unreachable(self, stage: int) -> list[PeerRecord]:
-        """The serving peers of a stage that are banned since they did not answer."""
+        """The serving peers of a stage that are banned because they did not answer."""
         return self._queues[stage].unreachable(self._clock.monotonic())
 
     def answered(self, peer_id: PeerId) -> None:
-        """A peer that had not answered does now: its ban ends, not before a fifth of its time has passed.
+        """End the ban of an unreachable peer that answers again, but not before a fifth of its time has passed.
 
-        Should it fail again before it has succeeded, it is banned for twice as long all the same.
+        If the peer fails again before it succeeds, its next ban is twice as long all the same.
         """
         if (queue := self._queue_of(peer_id)) is not None:
             queue.answered(peer_id, self._clock.monotonic())
 
     def unanswered(self, peer_id: PeerId, seconds: float) -> None:
-        """A peer that had not answered still does not: it stays banned for so long at least.
+        """Prolong the ban of an unreachable peer that still does not answer to at least `seconds` from now.
 
-        Or all that is under way would be tried with a frozen peer, whose machine takes connections and says nothing,
-        as often as its ban ends.
+        Otherwise all microbatches under way would try a frozen peer, whose machine takes connections and says nothing,
+        each time that its ban ends.
         """
         if (queue := self._queue_of(peer_id)) is not None:
             queue.unanswered(peer_id, self._clock.monotonic(), seconds)
 
     def next_available_seconds(self, stage: int) -> float | None:
-        """Time until some peer of the stage can be chosen: 0 if one can now, None if no peer serves it.
+        """The seconds until some peer of the stage can be chosen: 0 if one can be now, None if no peer serves it.
 
         Banned and busy peers count as serving.
         """
         return self._queues[stage].next_available_seconds(self._clock.monotonic())
 
     def _last_of(self, former: Sequence[PeerRecord], records: Sequence[PeerRecord]) -> Gone:
-        """The former peer of a stage that was heard of last. What it says of the time is bounded."""
+        """The former peer of a stage that announced itself last. The time that it gives is bounded."""
         last = max(former, key=lambda record: record.announced_at)
         ago = min(max(0.0, self._clock.time() - last.announced_at), MOST_SILENT_SECONDS)
         has_left = any(record.peer_id == last.peer_id for record in records)

@@ -1,7 +1,7 @@
 """How long a peer is expected to take over one sample.
 
-Kept for every peer by the stage's queue (swarm.routing.peer_queue). What peers say about themselves is
-bounded, never trusted: nonsense counts as slow. Never reads a clock.
+Kept for every peer by the stage's queue (swarm.routing.peer_queue). What peers say of themselves is bounded, not
+trusted, and NaN counts as slow. Never reads a clock.
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from swarm.types import PeerRecord
 
 PEER_SMOOTHING = 0.2
-"""Weight of a peer's newest observation: some five of them are remembered."""
+"""Weight of a peer's newest observation, so that about five of them matter."""
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 1e-6, 1e6
-"""Every reading lies in between. Never zero: a peer that costs nothing would be chosen for ever."""
+"""Bounds of every measured time. The lower one is not zero, or a peer that costs nothing would be chosen for ever."""
 
 _LONGEST_QUEUE = 1000
-"""Peers may announce integers of any size."""
+"""Bound of a peer's queue length, for which peers may announce integers of any size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,17 @@ class Observation:
 
     num_samples: int
     busy_seconds: float | None
-    """The peer's own computing for these samples, forward and backward, as it reports it: the time of the whole call
-    has everything downstream in it. None if it says nothing about others."""
+    """How long the peer itself computed for these samples, forward and backward, as it reports. (The whole call also
+    contains everything downstream.) None if these samples are not typical, such as those of a replay."""
     link_seconds: float | None
-    """What the link added, from the first byte sent to the word that all have arrived; None if nothing was sent."""
+    """The time from the first byte sent to the message that all have arrived; None if nothing was sent."""
     round_trip_seconds: float | None = None
     """The time from a request of a few bytes to its answer; None if there was no such request."""
     num_bytes: int = 0
     """The bytes that were sent in `link_seconds`."""
     queue_length: int
-    """Tasks that wait at the peer. A forward or a backward is a task, half of a microbatch's work, and a microbatch
-    waits for both: so each waiting task costs one `busy_seconds`."""
+    """How many tasks wait at the peer. A forward or a backward is one task, half of a microbatch's work. A microbatch
+    waits twice, for its forward and for its backward, so each waiting task costs it one `busy_seconds`."""
 
 
 class MovingAverage:
@@ -56,7 +56,7 @@ class MovingAverage:
 
 
 class Link:
-    """The line to one peer, for people."""
+    """What is known of the line to one peer. It is only shown to people."""
 
     def __init__(self) -> None:
         self._round_trip = MovingAverage(PEER_SMOOTHING)
@@ -64,12 +64,12 @@ class Link:
 
     @property
     def round_trip_seconds(self) -> float | None:
-        """The mean round-trip time of late; None before the first."""
+        """The recent mean of round-trip times; None before the first."""
         return self._round_trip.value
 
     @property
     def bytes_per_second(self) -> float | None:
-        """The rate at which tensors went there of late, their round trip included; None before the first."""
+        """The recent mean rate of tensors to the peer, their round trip included; None before the first."""
         return self._rate.value
 
     def observe(self, reply: Observation) -> None:
@@ -83,18 +83,18 @@ class Link:
 class SecondsPerSample:
     """One peer's expected seconds per sample: waiting in its queue, computing, and the link to it.
 
-    Why the sum: by Little's law, shares in inverse proportion to the time that a sample spends with a peer
-    keep equally much of our work in flight at every peer. While queues are short, equal peers differ by their
-    links and the nearer one gets more. A link costs no throughput as long as enough is in flight, and when the
-    near peers are saturated their queues grow until the far ones look as good: no capacity is left unused for
-    being far away. A line that is full has a queue too, though the peer behind it knows of none: what is sent at once
-    takes longer, all of it, until the peer's share is what the line carries. Where it is our own line that is full,
-    everybody is as far away, and gets alike until there is a queue at the slower ones.
+    Why the sum: by Little's law, shares in inverse proportion to the time that a sample spends with a peer keep equally
+    much of our work in flight at every peer. While queues are short, equal peers differ by their links, and the nearer
+    one gets more. A link costs no throughput as long as enough is in flight. When the near peers are saturated their
+    queues grow until the far ones look as good, so no capacity stays unused because it is far away. A full line to a
+    peer acts as a queue, though the peer knows of none: everything sent there takes longer, until the peer's share is
+    what the line carries. If our own line is full, all peers seem equally far away, and get equal shares until queues
+    form at the slower ones.
     """
 
     def __init__(self) -> None:
         self.observed = False
-        """Whether there was a reply: until then there is only the peer's word."""
+        """Whether a reply has come; until then only the peer's own announcement is known."""
         self._at_peer = MovingAverage(PEER_SMOOTHING)
         self._link = MovingAverage(PEER_SMOOTHING)
         self._observed_lately = False
@@ -109,7 +109,7 @@ class SecondsPerSample:
         """Count a new announcement as one observation, unless there were replies since the last one.
 
         Args:
-            at_most: seconds per sample; anything longer counts as this, so that no single value is felt for long.
+            at_most: the most seconds per sample that count, so that no single value has an effect for long.
         """
         if record.samples_per_second > 0 and not self._observed_lately:
             queue_length = min(record.queue_length, _LONGEST_QUEUE)
@@ -117,7 +117,7 @@ class SecondsPerSample:
         self._observed_lately = False
 
     def observe(self, reply: Observation, *, at_most: float) -> float | None:
-        """Count a reply; gives the seconds per sample that were counted, None if it says nothing about others.
+        """Count a reply. Returns the seconds per sample that were counted; None if the reply is not typical.
 
         Args:
             at_most: as in `announced`.
@@ -134,5 +134,5 @@ class SecondsPerSample:
 
 
 def _bounded(seconds: float) -> float:
-    # In this order NaN ends as the longest.
+    # Written in this order, NaN becomes LONGEST_SECONDS.
     return max(SHORTEST_SECONDS, min(LONGEST_SECONDS, seconds))

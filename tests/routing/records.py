@@ -6,7 +6,7 @@ from swarm.types import PeerId, PeerRecord, PeerState
 
 
 def id_of(number: int) -> PeerId:
-    """Ids in the order of their numbers."""
+    """The id of peer `number`; ids have the order of their numbers."""
     return PeerId(f"{number:040x}")
 
 

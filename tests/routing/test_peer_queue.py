@@ -54,7 +54,7 @@ def test_shares_follow_throughput_whatever_was_announced(announced: tuple[float,
 
 
 def test_shares_hold_while_the_queue_is_mostly_idle() -> None:
-    """One of many trainers sees a stage that seems idle: real time passes faster than it sends work."""
+    """To one of many trainers a stage seems idle: real time passes faster than this trainer sends work."""
     queue = PeerQueue(random.Random(0))
     queue.update([record_of(number, float(number)) for number in (1, 2, 3)], 0.0)
     counts = Counter(_choose(queue, now=100.0 * step) for step in range(3000))
@@ -79,7 +79,7 @@ def test_a_newcomer_gets_its_share_and_no_more() -> None:
     queue.update([record_of(number) for number in range(4)], 0.0)
     _serve(queue, seconds, 1000)
     queue.update([record_of(number) for number in range(5)], 0.0)
-    # A dozen choices before its first reply, and many after.
+    # There are a dozen choices before peer 4's first reply, and many after.
     assert 1 <= Counter(_choose(queue) for _ in range(12))[4] <= 4
     assert _serve(queue, seconds, 1000)[4] / 1000 == pytest.approx(0.2, rel=0.1)
 
@@ -303,7 +303,7 @@ def test_a_new_endpoint_starts_from_its_own_announcement() -> None:
 
 
 def test_a_choice_costs_as_many_heap_operations_among_ten_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And comparisons grow like the logarithm: every heap operation is O(log peers), there is no other loop."""
+    """Comparisons grow like the logarithm of the peers, as every heap operation does, and there is no other loop."""
     num_operations = 0
 
     def counted(name: str) -> Any:

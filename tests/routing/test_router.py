@@ -23,7 +23,7 @@ def _router(*records: PeerRecord, seed: int = 0) -> tuple[Router, ManualClock]:
 
 
 def _path(router: Router, num_choices: int, *, links: dict[int, float] | None = None) -> list[int]:
-    """Choose and reply; every peer computes as fast as it announced."""
+    """Choose peers and let them reply; every peer computes as fast as it announced."""
     path = []
     for _ in range(num_choices):
         record = router.choose(0, 4)
@@ -65,7 +65,7 @@ def test_of_two_equal_peers_the_nearer_gets_more() -> None:
 
 
 def _keep_in_flight(in_flight: int, links: list[float], num_replies: int = 4000) -> list[float]:
-    """Shares of peers that compute a microbatch in 20 ms, one after another, behind links of these seconds."""
+    """The shares of peers behind these links; each computes one microbatch after the other, in 20 ms each."""
     clock, events, order = ManualClock(), list[tuple[float, int, int, bool]](), itertools.count()
     router = Router(clock, random.Random(0))
     router.update(0, [record_of(number, samples_per_second=50.0) for number in range(len(links))])
@@ -98,7 +98,7 @@ def _keep_in_flight(in_flight: int, links: list[float], num_replies: int = 4000)
 
 
 def test_a_far_peer_is_used_fully_once_the_near_one_is_saturated() -> None:
-    """A link delays but does not slow down: with enough in flight its cost is hidden by the near peer's queue."""
+    """A link delays, but does not lower throughput: with enough in flight, the near peer's queue hides its cost."""
     assert _keep_in_flight(2, [0.0, 0.1])[1] < 0.25
     assert _keep_in_flight(32, [0.0, 0.1])[1] == pytest.approx(0.5, abs=0.02)
 

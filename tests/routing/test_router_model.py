@@ -1,4 +1,4 @@
-"""The router against a model of who may be chosen, in any order of events."""
+"""The router against a model of which peers may be chosen, in any order of events."""
 
 import random
 
@@ -15,7 +15,7 @@ from tests.routing.records import id_of, record_of
 
 
 class _Model(RuleBasedStateMachine):
-    """Compares the router with a list of who may be chosen."""
+    """Compares the router with a list of the peers that may be chosen."""
 
     peers = st.integers(0, 5)
 
@@ -26,7 +26,7 @@ class _Model(RuleBasedStateMachine):
         self.ban_ends: dict[int, float] = {}
         """Latest time at which each peer's ban is over."""
         self.ban_holds: dict[int, float] = {}
-        """Time before which no announcement ends it."""
+        """Time before which no announcement ends a peer's ban."""
         self.busy_until: dict[int, float] = {}
 
     @initialize(seed=st.integers(0, 100))

@@ -1,4 +1,4 @@
-"""What a peer is expected to take."""
+"""How long a peer is expected to take for a sample."""
 
 import dataclasses
 import math
