@@ -19,18 +19,18 @@ from swarm.model.projection import Adapter, Projection
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a stage that are trained, by name: adapters alone, where the run has them."""
+    """The parameters of a stage that are trained, by name: only the adapters, if the run has them."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 @torch.no_grad()
 def adapt(module: nn.Module, config: RunConfig) -> None:
-    """Freeze what a stage has, and add the run's adapters to its layers, at their initial values.
+    """Freeze a stage's parameters, and add the run's adapters to its layers, at their initial values.
 
-    A matrix that reads is uniform between +-1 / sqrt(its inputs), as in peft, and the one that writes is 0.
+    An adapter's A is drawn uniformly between +-1 / sqrt(its inputs), as in peft, and its B is 0.
 
     Args:
-        module: of the built-in model.
+        module: a stage of the built-in model.
     """
     for parameter in module.parameters():
         parameter.requires_grad_(False)
@@ -48,7 +48,7 @@ def adapt(module: nn.Module, config: RunConfig) -> None:
 
 
 def _add(layer: nn.Module, lora: LoraConfig, group: tuple[str, ...], site: str) -> None:
-    """Give a layer's matrices adapters that have the one that reads in common."""
+    """Give a group of a layer's matrices adapters that have the same A."""
     a_RD: nn.Parameter | None = None
     for name in group:
         projection = cast(Projection, layer.get_submodule(name))
@@ -59,14 +59,14 @@ def _add(layer: nn.Module, lora: LoraConfig, group: tuple[str, ...], site: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterNames:
-    """The parameters of one matrix's adapter."""
+    """The names of the two parameters of one matrix's adapter."""
 
     a: str
     b: str
 
 
 def adapter_names(config: RunConfig) -> dict[str, AdapterNames]:
-    """The adapters of the whole model, by the name of the weight that each adds to."""
+    """The names of all adapters of the whole model, by the name of the weight that each adds to."""
     return {
         f"layers.{layer}.{name}.weight": AdapterNames(
             a=f"layers.{layer}.{group[0]}.adapter.a", b=f"layers.{layer}.{name}.adapter.b"
@@ -78,5 +78,5 @@ def adapter_names(config: RunConfig) -> dict[str, AdapterNames]:
 
 
 def merged(weight_ED: Tensor, a_RD: Tensor, b_ER: Tensor, scale: float) -> Tensor:
-    """A matrix with what its adapter adds, in float32."""
+    """The sum of a matrix and its adapter, in float32."""
     return torch.addmm(weight_ED.float(), b_ER, a_RD, alpha=scale)

@@ -1,4 +1,4 @@
-"""Attention to the same and earlier positions: where positions are told apart, and what is kept of them for text.
+"""Attention to the same and earlier positions, with rotary positions, and the cache of keys and values for text.
 
 Used by layers.py and stage_module.py. Rotary tables are made anew in every forward pass.
 
@@ -25,10 +25,10 @@ from swarm.model.shards import Shards
 def rotary_tables(model: ModelConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles of positions, [T, J] float32 each (arXiv 2104.09864).
 
-    Where samples have positions of their own ([B, T]), so have the tables: [B, 1, T, J], the same for all heads.
+    If each sample has positions of its own ([B, T]), the tables are [B, 1, T, J], the same for all heads.
 
-    They are not cached: they are cheap beside a layer, and a cache would have to tell inference tensors from those that
-    autograd may save.
+    The tables are not cached: they are cheap beside a layer, and a cache would have to tell inference tensors from
+    those that autograd may save.
     """
     if positions_T.ndim > 1:
         positions_T = positions_T[:, None]
@@ -37,10 +37,11 @@ def rotary_tables(model: ModelConfig, positions_T: Tensor) -> tuple[Tensor, Tens
 
 
 def rotary_frequencies(model: ModelConfig, device: torch.device) -> Tensor:
-    """Radians a position for each pair of a head's elements: [J], float32.
+    """Radians per position for each pair of a head's elements: [J], float32.
 
-    With `rope_scaling = "llama3"` a wave that is longer than the first training's sequences is stretched, a short one
-    is left, and in between the two are mixed in proportion to how often it fits (Llama 3.1's apply_scaling).
+    With `rope_scaling = "llama3"` waves that are long beside the sequences of the first training are stretched, short
+    waves stay, and between the two both are mixed in proportion to how often a wave fits into such a sequence (Llama
+    3.1's apply_scaling).
     """
     head_width = model.width_of_heads
     exponents_J = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
@@ -64,7 +65,7 @@ def attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor 
     There are keys and values of S positions, and queries of the last T of them.
 
     Args:
-        mask_B1TS: bool, which positions attend to which, if not to all of these.
+        mask_B1TS: bool, which positions attend to which; without it each attends to itself and all earlier ones.
     """
     group_size, device = q_BHTK.shape[1] // k_BGSK.shape[1], q_BHTK.device
     # Flash attention takes no mask.
@@ -83,12 +84,12 @@ def attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor 
 
 
 class Documents:
-    """Rows of several documents that follow each other: each attends to itself, and begins with position 0."""
+    """Rows of several documents, one after the other. Each document sees only itself, and its positions begin at 0."""
 
     def __init__(self, documents_BT: Tensor) -> None:
         """
         Args:
-            documents_BT: which document a token belongs to; in a row the numbers never fall.
+            documents_BT: the document that each token belongs to; in a row the numbers never fall.
         """
         self._mask_B1TT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril().unsqueeze(1)
         places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
@@ -100,26 +101,26 @@ class Documents:
         return self._positions_BT
 
     def attend(self, layer: str, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-        """Attention of all tokens to their document's."""
+        """Attention of each token to itself and the earlier tokens of its document."""
         return attention(q_BHTK, k_BHTK, v_BHTK, self._mask_B1TT)
 
 
 def cache_bytes(model: ModelConfig, num_layers: int) -> int:
-    """Bytes of one position's keys and values in so many layers, in float32."""
+    """The bytes of one position's keys and values in `num_layers` layers, in float32."""
     return 2 * num_layers * model.kv_heads * model.width_of_heads * torch.float32.itemsize
 
 
 class KeyValueCache:
-    """Keys and values of the positions that have been computed, of some sequences side by side.
+    """The keys and values of the positions that have been computed, of some sequences side by side.
 
     Attributes:
-        num_positions: how many positions every layer has.
+        num_positions: how many positions are cached in every layer.
     """
 
     def __init__(self, capacity: int) -> None:
         """
         Args:
-            capacity: the most positions that it is to hold. Memory for them is taken once a layer brings its first.
+            capacity: the most positions that fit. A layer's memory for all of them is taken with its first position.
         """
         self.capacity = capacity
         self.num_positions = 0
@@ -127,7 +128,7 @@ class KeyValueCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is taken."""
+        """The bytes of memory that the cache takes now."""
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
 
     def next_positions(self, count: int, device: torch.device) -> Tensor:
@@ -135,11 +136,11 @@ class KeyValueCache:
         return torch.arange(self.num_positions, self.num_positions + count, device=device)
 
     def advance(self, count: int) -> None:
-        """Every layer has so many more."""
+        """Note that every layer now has `count` more positions."""
         self.num_positions += count
 
     def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """Attention of the next T positions to those so far and to themselves; a layer's keys and values are kept."""
+        """Attention of the next T positions to all cached ones and to each other; their keys and values are cached."""
         return attention(q_BHTK, *self._extend(layer, k_BGTK, v_BGTK))
 
     def _extend(self, layer: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,22 +156,22 @@ class KeyValueCache:
 
 
 class CacheRows:
-    """The caches of several sequences that are computed side by side, one a row; they may differ in length."""
+    """The caches of several sequences that are computed side by side, one for each row; their lengths may differ."""
 
     def __init__(self, caches: Sequence[KeyValueCache]) -> None:
         self._caches = caches
 
     def next_positions(self, count: int, device: torch.device) -> Tensor:
-        """The positions that come next in each of them: [B, T]."""
+        """The positions that come next in each cache: [B, T]."""
         return torch.stack([cache.next_positions(count, device) for cache in self._caches])
 
     def advance(self, count: int) -> None:
-        """Every layer of each of them has so many more."""
+        """Note that every layer of each cache now has `count` more positions."""
         for cache in self._caches:
             cache.advance(count)
 
     def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """What KeyValueCache.attend gives, for each row with its own cache."""
+        """Attention as in KeyValueCache.attend, for each row with its own cache."""
         rows = zip(*(heads.chunk(len(self._caches)) for heads in (q_BHTK, k_BGTK, v_BGTK)), strict=True)
         return torch.cat([cache.attend(layer, *row) for cache, row in zip(self._caches, rows, strict=True)])
 
@@ -180,9 +181,9 @@ def has_grouped_kernel(
 ) -> bool:
     """Whether torch has a fused kernel for grouped queries.
 
-    On GPUs only flash attention does that: for numbers of 16 bits and heads up to 256 wide, on an A100 and later.
-    Without it torch falls back to plain products for grouped queries, whose T x T weights are written out and kept for
-    the backward. If there are as many keys as queries, its memory-efficient kernel takes all the other cases.
+    On GPUs only flash attention has one: for numbers of 16 bits and heads up to 256 wide, on an A100 and later. Without
+    it torch falls back to plain products for grouped queries, whose T x T weights are written out and kept for the
+    backward. With equal numbers of query and key heads, torch's memory-efficient kernel covers all other cases.
 
     Args:
         capability: of a CUDA device, as torch.cuda.get_device_capability gives it.
@@ -203,7 +204,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None = None) -> None:
         """
         Args:
-            shards: the shards that have the heads, which are all in `model`.
+            shards: the shards that the heads of `model` are divided among.
         """
         super().__init__()
         head_width = model.width_of_heads
@@ -227,7 +228,7 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         """
         Args:
-            attend: queries, keys and values to what they mix to; with a cache earlier positions take part.
+            attend: computes attention from queries, keys and values; with a cache, earlier positions take part.
             key: names the microbatch, for the dropout of adapters.
         """
         q_BHTK = self.q_norm(rearrange(self.q(hidden_BTD, key), "b t (h k) -> b h t k", k=self.head_width))

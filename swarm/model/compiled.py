@@ -1,6 +1,6 @@
 """Whether a run's layers can be compiled (torch.compile) on this machine. StageModule.compile_layers does it.
 
-Used by swarm-peer and swarm-static, where the user asks for it. What is computed stays the same up to rounding.
+Used by swarm-peer and swarm-static if the user asks for it. Results stay the same up to rounding.
 """
 
 import torch

@@ -8,7 +8,7 @@ from swarm.errors import in_one_line
 
 
 def find(name: str) -> type[nn.Module]:
-    """Import it. Raises ValueError if it cannot be imported, or is no module class."""
+    """Import the class of this name. Raises ValueError if that fails, or if this is no class of torch modules."""
     try:
         found = pkgutil.resolve_name(name)
     except Exception as error:

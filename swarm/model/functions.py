@@ -1,9 +1,9 @@
 """Operations of a layer that keep less for their backward than autograd would, and read and write less.
 
-What a multiplication or two can compute again is not kept, which saves a quarter of a layer's activations. The results
-are those of the formulas, up to rounding, and the same bits whether or not there will be a backward. There is no
-gradient of a gradient. torch.compile is given the formulas, of which it finds out the same, together with what is
-around them. Called by layers.py and stage_module.py.
+Tensors that one or two multiplications can compute again are not kept, which saves a quarter of a layer's activations.
+The results are those of the formulas, up to rounding, and the same bits whether or not there will be a backward. There
+is no gradient of a gradient. torch.compile gets the plain formulas, since it saves as much by itself, and fuses them
+with the operations around them. Called by layers.py and stage_module.py.
 
 Shapes: B samples, T positions, D model width, E outputs, H heads, K head width, J half a head's width, F feed-forward
 width.
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(hidden_BTD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467). Faster on CPUs than torch's own."""
+    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467). It is faster on CPUs than torch's own."""
     if torch.compiler.is_compiling():
         return F.rms_norm(hidden_BTD, weight_D.shape, weight_D, epsilon)
     return _apply(_RMSNorm, hidden_BTD, weight_D, epsilon)
@@ -27,7 +27,7 @@ def rms_norm(hidden_BTD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
 def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
     """Turn each pair (element j, element j + K/2) by its position's angle: the pairing of Llama's checkpoints.
 
-    The tables, as rotary_tables makes them, get no gradient. It is computed in their type or the heads' type,
+    The tables, as rotary_tables makes them, get no gradient. The rotation is computed in their type or the heads' type,
     whichever is wider, and the result has the heads' type.
     """
     if torch.compiler.is_compiling():
@@ -45,10 +45,10 @@ def swiglu(gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
 
 
 def product(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """torch's linear, with weights that are trained in float32, or frozen in whatever type they are stored in.
+    """torch's linear, for weights that are trained in float32, or frozen in any type.
 
-    Frozen ones are brought into the type of the computation (with autocast, its type) one product at a time, forward
-    and backward, and no copy is kept in between.
+    Frozen weights are converted to the type of the computation (with autocast, its type) for each product, forward and
+    backward, and no converted copy is kept in between.
     """
     if weight_ED.requires_grad:
         return F.linear(hidden_BTD, weight_ED, bias_E)
@@ -56,17 +56,17 @@ def product(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
 
 
 def as_cast(weight: Tensor, cast_weight: Tensor) -> Tensor:
-    """`cast_weight`, a copy of `weight` in another type, for which autograd does what it does for `weight.to(...)`.
+    """Return `cast_weight`, a copy of `weight` in another type, with the gradient that `weight.to(...)` would have.
 
-    So graphs that use the same copy share it, where each would otherwise keep its own.
+    So all graphs share one copy, while with `weight.to(...)` each would keep its own.
     """
     return _apply(_AsCast, weight, cast_weight)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Tensor | float | None) -> Tensor:
-    """What an operation gives, and its backward if gradients are wanted.
+    """Run an operation, with autograd only if gradients are wanted.
 
-    A layer has a dozen of these. When it computes one token of a text, autograd's part would take as long as the
+    A layer has a dozen of these operations. For a single token of a text, autograd's part would take as long as the
     operations themselves.
     """
     if torch.is_grad_enabled():
@@ -75,7 +75,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Tensor | float |
 
 
 class _NothingKept:
-    """Stands for autograd's context where there is no backward."""
+    """Stands in for autograd's context where there is no backward."""
 
     def save_for_backward(self, *_: Tensor) -> None:
         """Keep nothing."""
@@ -153,7 +153,7 @@ class _AsCast(torch.autograd.Function):
 class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        # Not handed to autograd, which would watch over it: nobody writes to it, and it is no part of the graph.
+        # The weight is not saved with autograd, which would check it for changes: it is frozen, and needs no gradient.
         ctx.weight_ED, ctx.dtype = weight_ED, hidden_BTD.dtype
         device = hidden_BTD.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype

@@ -27,7 +27,7 @@ from swarm.model.shards import SUBLAYERS, Shards, Sublayer
 
 FIXED_STD = 0.2
 """Standard deviation of the columns that a bottleneck leaves out. It was the best of 0.02, 0.2 and 1 for a small model.
-These columns cannot grow, so they begin larger than what is trained."""
+These columns cannot grow in training, so they begin larger than the trained ones."""
 
 
 def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
@@ -38,7 +38,7 @@ def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
 def draw(parameter: Tensor, bound: float, seed: int, name: str) -> None:
     """Set a parameter, on the CPU, to numbers between -bound and bound that follow from seed and name.
 
-    They are uniform: normal ones need logarithms and cosines, which differ in the last bit between processors.
+    They are uniform, because normal ones need logarithms and cosines, which differ in the last bit between processors.
     """
     parameter.copy_(torch.rand(parameter.shape, generator=seeded_generator(torch.device("cpu"), seed, name)))
     parameter.sub_(0.5).mul_(2 * bound)
@@ -61,7 +61,7 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    """Plain feed-forward: down(gelu(up(x))), GELU as its tanh approximation has it (arXiv 1606.08415, section 2)."""
+    """Plain feed-forward: down(gelu(up(x))), with the tanh approximation of GELU (arXiv 1606.08415, section 2)."""
 
     def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None = None) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class TransformerLayer(nn.Module):
     def __init__(self, model: ModelConfig, layer: int, shards: Shards | None = None) -> None:
         """
         Args:
-            shards: where several have the layer's heads and feed-forward columns; `model` is of those that this process
-                holds. Then hidden_BTR is their streams, one below the other [N, B, T, R].
+            shards: the shards that the layer's heads and feed-forward columns are divided among, if any. `model` then
+                has the sizes of those that this process holds, and hidden_BTR is their streams [N, B, T, R].
         """
         super().__init__()
         self.writes_all = layer == model.num_layers - 1
@@ -110,11 +110,11 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """
         Args:
-            fixed_BTC: the columns that are not trained, where there is a bottleneck.
-            cos_TJ, sin_TJ: as rotary_tables makes them, where positions are rotary.
-            reach: what positions attend to, if not to those before them in their row: to those that a cache has, to
-                which they are added, or to their document.
-            sublayers: what is computed of the layer.
+            fixed_BTC: the columns that are not trained, if there is a bottleneck.
+            cos_TJ, sin_TJ: as rotary_tables makes them, if positions are rotary.
+            reach: what positions attend to: the positions in a cache, to which these are added, or their document; if
+                None, all earlier positions of their row.
+            sublayers: the parts of the layer that are computed.
         """
         if self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
@@ -130,14 +130,14 @@ class TransformerLayer(nn.Module):
 
 
 def all_columns(hidden_BTR: Tensor, fixed_BTC: Tensor | None) -> Tensor:
-    """The residual stream as it is read: its trained columns, then the fixed ones."""
+    """The residual stream as layers read it: its trained columns, then the fixed ones."""
     return hidden_BTR if fixed_BTC is None else torch.cat((hidden_BTR, fixed_BTC), dim=-1)
 
 
 class FixedColumns(nn.Module):
-    """The columns of the residual stream that a bottleneck leaves out: random numbers for every known token.
+    """The columns of the residual stream that a bottleneck leaves out: random numbers for each token of the vocabulary.
 
-    They follow from the run's seed, so every stage has them. They are never trained, sent or saved.
+    The numbers follow from the run's seed, so every stage has them. They are never trained, sent or saved.
     """
 
     table_VC: Tensor
@@ -154,7 +154,7 @@ class FixedColumns(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens to the trained columns of the residual stream."""
+    """Turns tokens into the trained columns of the residual stream."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Embedding(nn.Module):
 
 
 class Positions(nn.Module):
-    """A trained vector for each position, to be added to the embedding of the token there."""
+    """Adds a trained vector for each position to the embedding of the token there."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Head(nn.Module):
         self.output = None if model.tied_embeddings else nn.Linear(model.d_model, model.vocab_size, bias=False)
 
     def forward(self, hidden_BTD: Tensor, embedding_VD: Tensor | None, targets_BT: Tensor | None = None) -> Tensor:
-        """Gives logits_BTV, or the sum of the targets' losses."""
+        """Return logits_BTV, or with targets the sum of their losses."""
         weight_VD = embedding_VD if self.output is None else self.output.weight
         assert weight_VD is not None, "a tied head needs the embedding's matrix"
         if targets_BT is not None:

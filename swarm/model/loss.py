@@ -1,13 +1,13 @@
 """The loss of a language model: cross entropy of every next token, without the logits of all positions at once.
 
 Called by stage_module.py for the built-in head, and by stage/ for the logits of custom classes. Losses are sums over
-targets, which a caller that wants a mean divides by their count.
+targets; a caller that wants a mean divides by the number of targets.
 
 With a vocabulary of 128,000 the logits of 4,096 positions take 2 GiB in float32, and autograd would keep three such
 tensors: many times what a layer keeps. So logits are made for a chunk of positions at a time, and turned in place into
-their gradient, from which those of the hidden state and of the head's weight follow at once. Backward only scales
-these. (As Liger Kernel does, arXiv 2410.10989; chunks depend on shapes alone, so a loss that is computed again has the
-same bits.)
+their gradient, from which the gradients of the hidden state and of the head's weight are computed at once. The backward
+only scales these, as in Liger Kernel (arXiv 2410.10989). Chunks depend on shapes alone, so a loss that is computed
+again has the same bits.
 
 Shapes: B samples, T positions, N = B * T, D model width, V vocabulary, C positions of a chunk.
 """
@@ -22,28 +22,29 @@ from torch.autograd.function import once_differentiable
 from swarm.config import ModelConfig
 
 NO_TARGET = -100
-"""The number that stands in the place of a target where there is none; such a position counts nothing."""
+"""The number that marks a position without a target; such a position does not count in the loss."""
 
 _LEAST_CHUNK = 1 << 22
-"""Logits that a chunk may have in any case: below that, the time goes into the number of chunks."""
+"""A chunk has room for at least this many logits, since very many small chunks would take longer."""
 _CHUNK_PER_HIDDEN = 3
-"""Logits of a chunk for each number of the hidden state. A layer keeps 16 or more for its backward."""
+"""A chunk has room for this many logits for each number of the hidden state. A layer keeps 16 numbers or more for each,
+so this is little beside it."""
 _CHUNK_MULTIPLE = 16
-"""Positions of a chunk come in multiples of that, which suits matrix units."""
+"""The positions of a chunk are a multiple of this number, which suits matrix units."""
 _VOCABULARY_BLOCK = 16_384
-"""Tokens whose rows of the weight are converted, and multiplied, at a time."""
+"""The number of tokens whose rows of the weight are converted and multiplied at a time."""
 
 
 def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
     """Cross entropy in nats, summed over all targets: a scalar, float32 or wider.
 
-    Matrix products are in the type that torch.autocast asks for, or that of the hidden state; all else, and the sum of
-    the weight's gradient over positions, is in float32 or wider. Gradients are computed here already, and only those
-    that are wanted; backward can be run once.
+    Matrix products are in autocast's type, or without autocast in that of the hidden state. All else, and the sum of
+    the weight's gradient over positions, is in float32 or wider. The forward computes the gradients that are wanted, so
+    the backward can be run only once.
 
     Args:
-        hidden_BTD: after the final norm.
-        weight_VD: of the head.
+        hidden_BTD: the hidden state after the final norm.
+        weight_VD: the head's weight.
         targets_BT: int64, each below V, or NO_TARGET.
     """
     device = hidden_BTD.device.type
@@ -53,28 +54,28 @@ def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Te
 
 
 def summed_loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The summed loss of logits that are there already."""
+    """The loss of these logits, summed over all targets."""
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET, reduction="sum")
 
 
 def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The mean over all targets."""
+    """The mean loss of these logits over all targets."""
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET)
 
 
 def chunk_length(num_positions: int, d_model: int, vocab_size: int) -> int:
-    """Positions whose logits are there at the same time."""
+    """The number of positions in a chunk, whose logits are in memory at the same time."""
     length = max(_LEAST_CHUNK, _CHUNK_PER_HIDDEN * num_positions * d_model) // vocab_size
     return min(num_positions, max(1, length // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
 
 
 def loss_bytes(model: ModelConfig, num_positions: int) -> int:
-    """What the loss of a microbatch takes at its peak, besides autograd's graph and the weights' gradients."""
+    """The most bytes that the loss of a microbatch takes, besides autograd's graph and the weights' gradients."""
     if model.custom_class:
-        # The logits, their logarithms as probabilities, and the gradient of either.
+        # The logits, their log-probabilities, and the gradient of one of the two.
         return 4 * 3 * num_positions * model.vocab_size
     length = chunk_length(num_positions, model.d_model, model.vocab_size)
-    # Besides the logits what the final norm gives, and its gradient.
+    # Besides a chunk's logits there are the output of the final norm and its gradient.
     return 4 * (length * model.vocab_size + 2 * num_positions * model.d_model)
 
 
@@ -118,13 +119,13 @@ class _SummedLoss(torch.autograd.Function):
         if hidden_gradient_ND is not None:
             hidden_gradient_ND = hidden_gradient_ND.mul_(scale).to(hidden_dtype)
         if weight_gradient_VD is not None:
-            # As torch.autocast has it, whether or not the weight was cast beforehand.
+            # torch.autocast rounds the gradient like this, whether or not the weight was cast beforehand.
             weight_gradient_VD = weight_gradient_VD.mul_(scale).to(dtype).to(weight_dtype)
         return hidden_gradient_ND, weight_gradient_VD, None, None, None
 
 
 def _multiply(left: Tensor, right: Tensor, product: Tensor, *, adds: bool) -> None:
-    """Write left @ right to `product`, or add it, in the type that it has; no second copy where all types are one."""
+    """Write left @ right to `product`, or add it there. If all types are the same, no second copy is made."""
     if product.dtype == left.dtype:
         product.addmm_(left, right, beta=int(adds))
     elif adds:
@@ -134,7 +135,7 @@ def _multiply(left: Tensor, right: Tensor, product: Tensor, *, adds: bool) -> No
 
 
 def _to_gradient(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-    """Replace logits by the gradient of the sum of their losses; gives these losses."""
+    """Replace logits by the gradient of the sum of their losses, and return these losses."""
     has_target_C1 = (targets_C != NO_TARGET).unsqueeze(1)
     targets_C1 = targets_C.clamp(min=0).unsqueeze(1)
     largest_C1 = logits_CV.amax(dim=1, keepdim=True)

@@ -1,8 +1,8 @@
-"""Dropout that can be computed again, with random masks that every device draws alike.
+"""Dropout that can be computed again, with random masks that are the same on every device.
 
 Called by layers.py and stage_module.py. A microbatch may be computed again by another peer, on another device, and the
 numbers of torch's generators depend on the device. So a mask is a hash of a key and of each element's place, computed
-from whole numbers of 32 bits alone, which wrap alike everywhere. Nothing is kept.
+with integers of 32 bits, whose overflow is the same everywhere. Nothing is kept.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
-"""The multipliers of lowbias32, as signed numbers: the mixer with two multiplications that had the least bias in Chris
+"""The multipliers of lowbias32, as signed numbers. Of hashes with two multiplications it had the least bias in Chris
 Wellons' search (hash-prospector)."""
 
 
@@ -34,8 +34,8 @@ class DropoutKey:
 def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site: str) -> Tensor:
     """Zero each element with `probability` and scale the rest to keep the mean; without a key, do nothing.
 
-    The mask follows from the key, the site's name and an element's place, on whatever device. Streams of several shards
-    [N, B, T, D] have one mask, so that what they add up to has it too.
+    The mask follows from the key, the site's name and an element's place, whatever the device. Streams of several
+    shards [N, B, T, D] have one mask, so that their sum has it too.
     """
     if key is None or probability == 0.0:
         return hidden_BTD
@@ -49,13 +49,13 @@ def key_digest(*key: int | str) -> bytes:
 
 
 def random_mask(shape: Sequence[int], probability: float, device: torch.device, *key: int | str) -> Tensor:
-    """A bool mask of `shape`, each element of which is true with `probability`, rounded to the nearest 65,536th.
+    """A bool mask of `shape`, in which each element is true with `probability`, rounded to the nearest 65,536th.
 
-    It follows from the key, an element's number in C order, and the probability. A larger probability adds elements and
-    takes none away.
+    The mask follows from the key, each element's number in C order, and the probability. With a larger probability the
+    same elements are true, and more.
     """
     num_elements = math.prod(shape)
-    # A word serves two elements, with 16 bits each.
+    # Each word of 32 bits decides two elements, with 16 bits each.
     words_N = torch.arange(-(-num_elements // 2), dtype=torch.int32, device=device)
     shifted_N = torch.empty_like(words_N)
     digest = key_digest(*key)
@@ -72,8 +72,8 @@ def random_mask(shape: Sequence[int], probability: float, device: torch.device, 
 
 
 def _mix(words_N: Tensor, shifted_N: Tensor, num_bits: int) -> Tensor:
-    """words ^= words >> num_bits, as if they were unsigned."""
+    """Compute words ^= words >> num_bits, as if the words were unsigned."""
     torch.bitwise_right_shift(words_N, num_bits, out=shifted_N)
-    # The shift of a signed number brings in its sign.
+    # Shifting a signed number fills the upper bits with its sign, so these are cleared.
     shifted_N.bitwise_and_((1 << (32 - num_bits)) - 1)
     return words_N.bitwise_xor_(shifted_N)

@@ -12,7 +12,7 @@ from swarm.model.functions import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """functions.rms_norm with its trained weight."""
+    """functions.rms_norm with a trained weight."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """The matrices of a layer: trained themselves, or frozen with a trained adapter beside them (LoRA, arXiv 2106.09685).
 
-Used by attention.py and layers.py; adapters.py adds the adapters. An adapter reads what its matrix reads, and its
-output is added: y = W x + alpha / rank * B A x. Training begins with B = 0, so with the model as it was.
+Used by attention.py and layers.py; adapters.py adds the adapters. An adapter has the same input as its matrix, and its
+output is added: y = W x + alpha / rank * B A x. Training begins with B = 0, so the model is unchanged at first.
 
-With shards (shards.py) a matrix that reads the residual stream gives each shard's outputs from the shard's own stream,
-and puts them side by side. So heads and feed-forward columns are in one tensor, as without shards. A matrix that writes
-gives each shard's part of the sum apart.
+With shards (shards.py) a matrix that reads the residual stream computes each shard's outputs from the shard's own
+stream, and puts them side by side. So heads and feed-forward columns are in one tensor, as without shards. A matrix
+that writes to the residual stream returns each shard's part of the sum separately.
 
 Shape suffixes: N shards, B samples, T positions, D inputs, E outputs, R rank.
 """
@@ -26,8 +26,8 @@ class Adapter(nn.Module):
     def __init__(self, lora: LoraConfig, a_RD: nn.Parameter, num_outputs: int, site: str) -> None:
         """
         Args:
-            a_RD: the matrix that reads, which several adapters may have in common.
-            site: names its dropout, which those have in common too.
+            a_RD: the matrix A, which several adapters may have in common.
+            site: names the dropout before A, which those adapters have in common too.
         """
         super().__init__()
         self._scale, self._probability, self._site = lora.scale, lora.dropout, site
@@ -35,18 +35,18 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.empty(num_outputs, lora.rank, device=a_RD.device))
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None) -> Tensor:
-        """hidden_BTD to output_BTE, or streams_NBTD to all shards' outputs side by side."""
+        """Map hidden_BTD to output_BTE, or streams_NBTD to all shards' outputs side by side."""
         narrow_BTR = F.linear(dropout(hidden_BTD, self._probability, key, self._site), self.a)
         return _side_by_side(narrow_BTR, self.b) * self._scale
 
     def apart(self, hidden_BTD: Tensor, key: DropoutKey | None, num_parts: int) -> Tensor:
-        """hidden_BTD, which has the inputs of several shards side by side, to the output of each [N, B, T, E]."""
+        """Map hidden_BTD, the inputs of several shards side by side, to each shard's output [N, B, T, E]."""
         kept_BTD = dropout(hidden_BTD, self._probability, key, self._site)
         return F.linear(_apart(kept_BTD, self.a, num_parts), self.b) * self._scale
 
 
 class Projection(nn.Linear):
-    """A matrix that reads the residual stream, perhaps with a bias, perhaps with an adapter."""
+    """A matrix that reads the residual stream. It may have a bias and an adapter."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)
@@ -57,7 +57,7 @@ class Projection(nn.Linear):
         self.adapter = adapter
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
-        """hidden_BTD to output_BTE, or streams_NBTD to all shards' outputs side by side.
+        """Map hidden_BTD to output_BTE, or streams_NBTD to all shards' outputs side by side.
 
         Args:
             key: names the microbatch, for the adapter's dropout.
@@ -74,9 +74,9 @@ class WritingProjection(Projection):
         self._shards = shards
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
-        """hidden_BTD to output_BTE, or with shards to what each of them adds [N, B, T, E].
+        """Map hidden_BTD to output_BTE, or with shards to each shard's part of the sum [N, B, T, E].
 
-        Each adds its share of the bias, so that their sum has it once.
+        Each part has its share of the bias, so that the sum has the bias once.
         """
         if self._shards is None:
             return super().forward(hidden_BTD, key)
@@ -89,7 +89,7 @@ class WritingProjection(Projection):
 
 
 def _side_by_side(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """The product with a matrix; of streams_NBTD each with its share of the rows, one beside the other."""
+    """The product with a matrix. For streams_NBTD: each stream's product with its share of the rows, side by side."""
     if hidden_BTD.ndim < 4:
         return product(hidden_BTD, weight_ED, bias_E)
     weights, num_parts = weight_ED.chunk(len(hidden_BTD)), len(hidden_BTD)
@@ -98,6 +98,6 @@ def _side_by_side(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None =
 
 
 def _apart(hidden_BTD: Tensor, weight_ED: Tensor, num_parts: int) -> Tensor:
-    """The product of each share of the inputs with its share of a matrix's columns [N, B, T, E]."""
+    """The products of each share of the inputs with the matching share of a matrix's columns [N, B, T, E]."""
     parts = zip(hidden_BTD.chunk(num_parts, dim=-1), weight_ED.chunk(num_parts, dim=1), strict=True)
     return torch.stack([product(hidden_BTd, weight_Ed) for hidden_BTd, weight_Ed in parts])

@@ -1,7 +1,7 @@
-"""Shards of layers: groups of heads and of feed-forward columns, and the one way in which they talk to each other.
+"""Shards of layers: groups of heads and of feed-forward columns, and the sums in which they exchange results.
 
-Used by stage_module.py, which runs them, and by projection.py, whose matrices they have in parts. Each shard n has a
-residual stream x_n of its own, which it reads and adds to. All begin with the same stream x, compute a span of
+Used by stage_module.py, which runs them, and by projection.py, whose matrices are divided among them. Each shard n has
+a residual stream x_n of its own, which it reads and adds to. All begin with the same stream x, compute a span of
 sublayers side by side, and meet again: x + sum over n of (x_n - x). A block's type (`model.block_types`) says how long
 spans are:
 
@@ -9,9 +9,9 @@ spans are:
 - spd: a layer, whose feed-forward block reads what the shard's own heads have added (SPD, arXiv 2502.20727);
 - parallel: as many layers of this type as follow each other within a stage (compare Parallel Track, arXiv 2602.07306).
 
-A span takes two sums over the shards: one of what they have added, and in the backward one of the gradients of what
-they began with. Nothing else is exchanged, and all sums go through `Shards.reduce`. The shards may all be in this
-process, or be spread over several, each of which holds its parts of the matrices.
+A span takes two sums over the shards: in the forward the sum of what they have added, and in the backward the sum of
+their gradients of the stream that they began with. Nothing else is exchanged, and all sums go through `Shards.reduce`.
+The shards may all be in this process, or be spread over several, each of which holds its parts of the matrices.
 
 Shape suffixes: N shards held by this process, B samples, T positions, D model width.
 """
@@ -31,7 +31,7 @@ from swarm.config import ModelConfig
 Sublayer = Literal["attention", "feed_forward"]
 SUBLAYERS: tuple[Sublayer, ...] = ("attention", "feed_forward")
 Span = list[tuple[int, tuple[Sublayer, ...]]]
-"""The layers between two meetings, each with the sublayers that are computed of it."""
+"""The layers between two meetings of the shards, each with the sublayers of it that are computed there."""
 
 READS = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
 WRITES = ("attention.output", "feed_forward.down")
@@ -39,8 +39,8 @@ _CUT_AXES = {
     **{f".{name}.{parameter}": 0 for name in READS for parameter in ("weight", "bias", "adapter.b")},
     **{f".{name}.{parameter}": 1 for name in WRITES for parameter in ("weight", "adapter.a")},
 }
-"""The axis along which a parameter is cut, by the end of its name. Matrices that read the stream are cut by outputs,
-and those that write to it by inputs."""
+"""By the end of a parameter's name: the axis along which the parameter is divided among shards. Matrices that read the
+stream are cut by outputs, and those that write to it by inputs."""
 
 
 def sum_here(parts_N: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def sum_here(parts_N: Tensor) -> Tensor:
 
 
 def sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """The sum over shards that are spread over the processes of a group; blocks until all of them ask for it."""
+    """The sum over shards that are spread over the processes of a group; it blocks until all processes take part."""
 
     def reduce(parts_N: Tensor) -> Tensor:
         total = parts_N.sum(dim=0)
@@ -66,7 +66,7 @@ class Shards:
     Attributes:
         num_shards: how many shards there are in all processes together.
         num_held: how many of them this process holds.
-        reduce: from what the shards of this process have, [N, ...], to the sum over all shards, [...]. With several
+        reduce: maps the terms of this process's shards, [N, ...], to the sum over all shards, [...]. With several
             processes all of them call it in the same order.
     """
 
@@ -75,7 +75,7 @@ class Shards:
     reduce: Callable[[Tensor], Tensor] = sum_here
 
     def held(self, model: ModelConfig) -> ModelConfig:
-        """The sizes of layers that have the heads and feed-forward columns of this process alone."""
+        """The model's sizes with only the heads and feed-forward columns that this process holds."""
         return dataclasses.replace(
             model,
             num_heads=model.num_heads * self.num_held // self.num_shards,
@@ -87,11 +87,11 @@ class Shards:
         )
 
     def begin(self, hidden_BTD: Tensor) -> Tensor:
-        """The stream that every shard begins with [N, B, T, D]. Its gradient is the sum of all shards' gradients."""
+        """Give every shard the same stream [N, B, T, D]. Its gradient is the sum of all shards' gradients."""
         return cast(Tensor, _Begin.apply(hidden_BTD, self))  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def meet(self, added_NBTD: Tensor) -> Tensor:
-        """The sum of what all shards have added [B, T, D]. Each of them gets the sum's gradient."""
+        """Sum all shards' additions [B, T, D]. Each shard gets the sum's gradient."""
         return cast(Tensor, _Meet.apply(added_NBTD, self))  # type: ignore[no-untyped-call]
 
 
@@ -120,7 +120,7 @@ class _Meet(torch.autograd.Function):
 
 
 def spans(model: ModelConfig, layers: range) -> list[Span]:
-    """The spans of one stage: adjacent layers that shards may compute side by side, without exchanging anything."""
+    """The spans of one stage: pieces that shards compute side by side without exchanging anything."""
     found: list[Span] = []
     for layer in layers:
         kind = model.types_of_blocks[layer]
@@ -134,16 +134,16 @@ def spans(model: ModelConfig, layers: range) -> list[Span]:
 
 
 def cut_axis(name: str) -> int | None:
-    """Along which axis shards have parts of a parameter of the whole model; None if each of them has all of it.
+    """The axis along which a parameter is divided among shards; None if each process has all of it.
 
-    Of those within layers that are not cut (norms, and biases of matrices that write to the stream), each process has
-    a part of the gradient, and their sum is the whole one.
+    For parameters of layers that are not cut (norms, and biases of matrices that write to the stream), each process
+    computes a part of the gradient, and the sum of these parts is the gradient.
     """
     return next((axis for end, axis in _CUT_AXES.items() if name.endswith(end)), None)
 
 
 def part_of(name: str, whole: Tensor, process: int, num_processes: int) -> Tensor:
-    """The part of a parameter that one of several processes holds, as a view. Each process holds as many shards."""
+    """The part of a parameter that one process holds, as a view. All processes hold equally many shards."""
     axis = cut_axis(name)
     return whole if axis is None else whole.chunk(num_processes, dim=axis)[process]
 

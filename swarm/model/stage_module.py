@@ -9,10 +9,10 @@ A model of your own
 - is a torch.nn.Module, constructed as `Class(config, stage, layer_range)`, once for each stage;
 - has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward without targets, which
   takes all randomness from the key (`swarm.model.masks.dropout`), keeps nothing between calls, and changes no buffer;
-- holds float32 parameters, named by their place in the whole model, so that the stages' parameters are the
-  single-stage model's under any cut; those that do not require a gradient are not trained, and follow from the seed;
-  optimizer.name = "muon" is for matrices whose names begin with `layers.`, and the others are AdamW's;
-- may have `init_parameters(seed)`, which sets every parameter to what follows from the seed and the parameter's
+- holds float32 parameters, named by their place in the whole model, so that under any cut the stages together have the
+  parameters of the single-stage model; those that do not require a gradient are not trained, and follow from the seed;
+  optimizer.name = "muon" steps matrices whose names begin with `layers.`, and AdamW the others;
+- may have `init_parameters(seed)`, which sets every parameter to values that follow from the seed and the parameter's
   name. Without it, `initialise` does so.
 
 With `model.bottleneck_dim` the residual stream consists of R trained columns, which the layers write and the stages
@@ -50,8 +50,8 @@ class StageModule(nn.Module):
     def __init__(self, config: RunConfig, stage: int, layer_range: range, shards: Shards | None = None) -> None:
         """
         Args:
-            shards: of layers that have a block type, where other processes hold some of them. This one has its parts of
-                their matrices, as shards.part_of has them.
+            shards: given if the layers have a block type and other processes hold some of the shards. This module then
+                has only this process's parts of the matrices, those of shards.part_of.
         """
         super().__init__()
         self.model = config.model
@@ -73,7 +73,7 @@ class StageModule(nn.Module):
         self.head = Head(config.model) if is_last else None
 
     def compile_layers(self) -> None:
-        """Have torch.compile make code of the layers once they are called; not with a cache, which grows every time."""
+        """Have torch.compile compile the layers at their next call. With a cache, which grows, they run uncompiled."""
         for layer in self.layers.values():
             layer.compile(dynamic=False)
 
@@ -89,27 +89,26 @@ class StageModule(nn.Module):
     ) -> Tensor:
         """Run the stage.
 
-        With gradient checkpointing the backward reads the parameters once more. Like any live graph it needs them
-        unchanged until then.
+        With gradient checkpointing the backward reads the parameters once more, so these must not change until then.
 
         Args:
             inputs: tokens_BT (int64) at stage 0, and the previous stage's hidden_BTR (float32) at later stages.
             dropout_key: names the microbatch. None turns dropout off.
             tokens_BT: int64, for later stages of a model with a bottleneck.
-            documents_BT: where rows have several documents, as Documents has them.
-            cache: of the positions before these, when text is generated; these are added to it.
-            targets_BT: int64, for the last stage, with NO_TARGET where there is none.
+            documents_BT: the document of each token, if rows have several (see Documents).
+            cache: when text is generated, the cache of the earlier positions; these positions are added to it.
+            targets_BT: int64, for the last stage, with NO_TARGET where a position has no target.
 
         Returns:
-            hidden_BTR, or at the last stage the sum of the targets' losses in nats, a scalar; without targets
-            logits_BTV, and with a cache those of the last position alone. In float32 even with autocast.
+            hidden_BTR before the last stage. At the last stage with targets: the sum of their losses in nats, a scalar;
+            without targets: logits_BTV, with a cache only those of the last position. Always float32.
         """
         num_positions, device = inputs.shape[1], inputs.device
         reach = cache if documents_BT is None else Documents(documents_BT)
-        # Without a cache these are the first ones.
+        # Without a cache or documents, positions begin with 0.
         positions_T = (KeyValueCache(0) if reach is None else reach).next_positions(num_positions, device)
         is_cast = self.model.autocast == "bf16"
-        # Without one of its own, that of the caller counts, if there is one.
+        # If the model has no autocast of its own, an autocast of the caller stays in effect.
         with torch.autocast(inputs.device.type, torch.bfloat16) if is_cast else contextlib.nullcontext():
             hidden_BTR = inputs
             if self.is_first:
@@ -139,7 +138,7 @@ class StageModule(nn.Module):
     def _run_spans(
         self, shards: Shards, run: Callable[..., Tensor], hidden_BTD: Tensor, context: Sequence[object]
     ) -> Tensor:
-        """Run all layers, where they have block types (shards.py)."""
+        """Run all layers of a model with block types (shards.py)."""
         for span in self.spans:
             begun_NBTD = streams_NBTD = shards.begin(hidden_BTD)
             for layer, sublayers in span:
@@ -150,9 +149,9 @@ class StageModule(nn.Module):
     def _run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
         output_BTR: Tensor
         if self.model.gradient_checkpointing and torch.is_grad_enabled():
-            # The parameters are bound here, because under functional_call the module has other ones by the time of the
-            # backward. The arguments are passed one by one, because neither autograd nor the count of what it saves
-            # would look into a tuple.
+            # The parameters are bound here, because by the time of the backward functional_call has put others into the
+            # module. The arguments are passed one by one, because neither autograd nor the code that counts what it
+            # saves would look into a tuple.
             parameters = dict(layer.named_parameters())
             output_BTR = checkpoint(
                 _call_with, layer, parameters, *arguments, use_reentrant=False, preserve_rng_state=False
@@ -162,9 +161,9 @@ class StageModule(nn.Module):
         return output_BTR
 
     def product_weights(self) -> list[str]:
-        """Names of the trained parameters that are used in matrix products alone, which autocast casts.
+        """Names of the trained parameters that autocast casts, because they are used only in matrix products.
 
-        A tied matrix is one of them, unless one stage has the whole model: there it is also the embedding, in float32.
+        A tied matrix is one of them, unless one stage has the whole model: there it is the embedding too, in float32.
         """
         trained = trained_parameters(self)
         names = [f"{name}.weight" for name, part in self.named_modules() if isinstance(part, nn.Linear)]
@@ -176,14 +175,14 @@ class StageModule(nn.Module):
 def with_shared_casts(
     module: nn.Module, parameters: Mapping[str, Tensor], casts: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Parameters to call `module` with, so that every graph made of them shares `casts`.
+    """Parameters to call `module` with, such that all graphs share the weights that are cast to bfloat16.
 
     torch.autocast casts float32 weights in every forward pass, and each graph keeps its casts, which take half of the
-    weights' bytes. A weight that is cast already is used as it is, and numbers and gradients stay the same. A custom
+    weights' bytes. A weight that was cast beforehand is used as it is, with the same numbers and gradients. A custom
     class casts for itself.
 
     Args:
-        casts: the casts of these parameters. The first call for them finds it empty and fills it.
+        casts: the casts of these parameters. The first call with these parameters fills it, and later ones use it.
     """
     if not isinstance(module, StageModule) or module.model.autocast == "off":
         return dict(parameters)
@@ -195,16 +194,16 @@ def with_shared_casts(
 def with_weights(module: StageModule, parameters: Mapping[str, Tensor]) -> StageModule:
     """A module like this one that computes with these parameters, for calls without gradients.
 
-    No tensor is copied. functional_call would look for each parameter in each call, which takes a while beside one
-    token of a text.
+    No tensor is copied. functional_call would look up each parameter in each call, which takes long beside the
+    computation of one token.
 
     Args:
-        parameters: others are the module's own.
+        parameters: by name; the module's own stand in for those that are missing.
     """
     own = dict(module.named_parameters())
     with torch.no_grad():
         values = own | with_shared_casts(module, parameters, {})
-    # What a copy would make of the module's tensors.
+    # Tells deepcopy what to use as the copy of each tensor of the module.
     copies: dict[int, object] = {id(buffer): buffer for buffer in module.buffers()}
     copies |= {id(own[name]): nn.Parameter(values[name], requires_grad=False) for name in own}
     return copy.deepcopy(module, copies)
@@ -219,7 +218,7 @@ def stage_loss(
 ) -> Tensor:
     """The last stage's loss with these parameters: the sum over targets in nats, a scalar.
 
-    A custom class gives logits, which are then there for all positions at once.
+    A custom class gives logits, so those of all positions are in memory at once.
 
     Args:
         options: further arguments of the module's forward.

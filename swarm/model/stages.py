@@ -1,8 +1,7 @@
 """Cutting the model into stages: which layers a stage has, its parameters, and their initial weights.
 
-Used by stage/ (what a peer computes), by transformer.py, and by what reads and writes whole models. Parameters are
-named by their place in the whole model (`layers.3.attention.q.weight`), so a cut regroups names and changes nothing
-else.
+Used by stage/ (what a peer computes), by transformer.py, and by code that reads and writes whole models. Parameters are
+named by their place in the whole model (`layers.3.attention.q.weight`), so another cut only regroups names.
 """
 
 import math
@@ -42,7 +41,7 @@ def layer_ranges(config: RunConfig) -> list[range]:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParameter:
-    """A parameter that several stages hold, each for a purpose of its own. Its gradient is the sum of theirs."""
+    """A parameter that several stages hold, each for its own purpose. The stages' gradients of it add up."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +51,7 @@ class SharedParameter:
 def shared_parameters(config: RunConfig) -> list[SharedParameter]:
     """The parameters that stages share: with tied embeddings the first stage's embedding is the last one's head.
 
-    Of frozen ones each stage has its own copy, and nothing has to be told.
+    If the matrix is frozen, each stage has its own copy and nothing is shared.
     """
     last = config.stages.num_stages - 1
     if not config.model.tied_embeddings or config.model.custom_class or config.lora.is_on or last == 0:
@@ -70,8 +69,8 @@ def build_stage(
     if they are drawn.
 
     Args:
-        weights: what the run begins with, of all of the stage's parameters but adapters; None draws them. Frozen
-            matrices are taken as they are, without a copy.
+        weights: the initial values of all of the stage's parameters except adapters; None draws them. Frozen matrices
+            are used as they are, without a copy.
 
     Raises:
         ValueError: `model.custom_class` cannot be imported, is not a module class, or fails.
@@ -95,7 +94,7 @@ def build_stage(
 
 @torch.no_grad()
 def initialise(module: nn.Module, config: RunConfig) -> None:
-    """Set every parameter (on the CPU) to what follows from the run's seed and the parameter's name.
+    """Set every parameter (on the CPU) to values that follow from the run's seed and the parameter's name.
 
     Biases are 0 and other vectors 1. Matrices are random with standard deviation `model.init_std`, which is divided by
     sqrt(2 * num_layers) if they project into the residual stream.
@@ -106,7 +105,7 @@ def initialise(module: nn.Module, config: RunConfig) -> None:
 
 @torch.no_grad()
 def drawn(name: str, shape: Sequence[int], config: RunConfig) -> Tensor:
-    """One of the drawn weights with which a run begins, as a stage holds it: frozen matrices are in bfloat16."""
+    """Draw the initial value of one parameter, in the type in which a stage holds it: bfloat16 for frozen matrices."""
     value = torch.empty(shape)
     _set_initial(name, value, config)
     return value.to(torch.bfloat16) if config.lora.is_on and value.ndim > 1 else value
@@ -131,10 +130,11 @@ def _with_initial_weights(stage_class: type[nn.Module], config: RunConfig, stage
 
 
 def filled(make: Callable[[], _Module], config: RunConfig, weights: Mapping[str, Tensor] | None) -> _Module:
-    """What `make` makes, with weights, and with the run's adapters. Takes no memory but for what is held at the end.
+    """Make a module, and give it weights and the run's adapters. Takes no more memory than is held in the end.
 
     Args:
-        weights: as of build_stage.
+        make: makes the module.
+        weights: as in build_stage.
     """
     with torch.device("meta"):
         module = make()
@@ -153,14 +153,14 @@ def filled(make: Callable[[], _Module], config: RunConfig, weights: Mapping[str,
 
 
 def parameter_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
-    """The shapes of a stage's parameters in the built-in model, by name, without adapters; takes no memory for them."""
+    """The shapes of a stage's parameters in the built-in model, by name, without adapters. Allocates no parameters."""
     with torch.device("meta"):
         module = StageModule(config, stage, layer_ranges(config)[stage])
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
 def trained_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
-    """The shapes of what is trained, likewise: of all parameters, or of the adapters."""
+    """The shapes of a stage's trained parameters, by name: of the adapters, if the run has them, or of all."""
     if not config.lora.is_on:
         return parameter_shapes(config, stage)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The whole model in one process: what a swarm's training is compared with.
+"""The whole model in one process, with which a swarm's training is compared.
 
 Used by tests and benches, and by users who load a run's weights. It is the stage module of a run cut into one stage, so
 its parameters are exactly the stages' parameters under any cut.
@@ -25,13 +25,13 @@ from swarm.training.samples import TOKENS, Samples
 class Transformer(StageModule):
     """All layers, with the embedding and the head; adapters are added by `build_transformer`.
 
-    Where shards meet only at the ends of stages, they do so here at the ends of the run's stages.
+    Shards that meet only at the ends of stages meet here where the run's stages end.
     """
 
     def __init__(self, config: RunConfig, shards: Shards | None = None) -> None:
         """
         Args:
-            shards: as StageModule has them.
+            shards: as in StageModule.
         """
         uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
         super().__init__(uncut, 0, range(config.model.num_layers), shards)
@@ -48,7 +48,7 @@ class Transformer(StageModule):
         cache: KeyValueCache | CacheRows | None = None,
         targets_BT: Tensor | None = None,
     ) -> Tensor:
-        """tokens_BT to logits_BTV, or with targets to the sum of their losses (float32). Without a key no dropout."""
+        """Map tokens_BT to logits_BTV, or with targets to the sum of their losses (float32). No key, no dropout."""
         return super().forward(
             inputs,
             dropout_key=dropout_key,
@@ -59,11 +59,11 @@ class Transformer(StageModule):
         )
 
     def loss(self, tokens_BT1: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
-        """Mean nats a token for T + 1 columns of tokens, of which each predicts the next."""
+        """The mean loss in nats per token, for T + 1 columns of tokens, of which each predicts the next."""
         return self.summed_loss({TOKENS: tokens_BT1}, dropout_key) / tokens_BT1[:, 1:].numel()
 
     def summed_loss(self, batch: Samples, dropout_key: DropoutKey | None = None) -> Tensor:
-        """Nats, summed over all targets."""
+        """The loss in nats, summed over all targets."""
         loss: Tensor = self(
             batch[TOKENS][:, :-1].long(),
             dropout_key=dropout_key,
@@ -77,7 +77,7 @@ def build_transformer(config: RunConfig, *, device: torch.device | str) -> Trans
     """Make the built-in model with the initial weights that the stages of a swarm start from.
 
     Raises:
-        ValueError: the run has a `model.custom_class`, whose reference in one process is a single stage of it.
+        ValueError: the run has a `model.custom_class`; to compare with that, build it as a single stage.
     """
     if config.model.custom_class:
         raise ValueError(
