@@ -1,1 +1,1 @@
-"""What all parts of training speak of: microbatches, rounds, inner steps, optimizers."""
+"""What all parts of training have in common: microbatches, rounds, inner steps, optimizers."""

@@ -1,7 +1,7 @@
 """How a peer's inner steps of one round went (DiLoCo): their number, their samples, and how late their gradients were.
 
-stage/weights counts them, peers report them with the round, and trainers, peers and swarm-status show them, so that a
-run which learns badly says so. Pure.
+stage/weights counts them, peers report them with the round, and trainers, peers and swarm-status show them, so that
+users see why a run learns badly. Pure.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, Self
 FAR_OFF = 0.5
 """A warning is due if the samples of a step differ from the configured ones by more than this share of them."""
 LATE = 1.0
-"""A warning is due if the mean staleness is more than so many steps."""
+"""A warning is due if the mean staleness is more than this many steps."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class InnerSteps:
         microbatches: number of microbatches that they used.
         staleness: versions of the weights that were made between a microbatch's forward and its step, summed over the
             microbatches.
-        largest_staleness: of a single microbatch.
+        largest_staleness: the largest staleness of a single microbatch.
     """
 
     count: int = 0
@@ -53,22 +53,22 @@ class InnerSteps:
 
     @classmethod
     def read(cls, message: Any) -> Self:
-        """Read the figures from a message that has these fields."""
+        """Read the figures from a message that has fields of the same names."""
         return cls(**{field.name: getattr(message, field.name) for field in dataclasses.fields(cls)})
 
     @property
     def samples_per_step(self) -> float:
-        """Mean over the steps; 0 without a step."""
+        """The mean number of samples in a step; 0 without a step."""
         return self.samples / self.count if self.count else 0.0
 
     @property
     def mean_staleness(self) -> float:
-        """Mean over the microbatches; 0 without any."""
+        """The mean staleness of the microbatches; 0 without any."""
         return self.staleness / self.microbatches if self.microbatches else 0.0
 
     @property
     def fault(self) -> str:
-        """What makes the run learn less than it might, and what to change. Empty if nothing does."""
+        """One line on why the run learns less than it could, and what to change. Empty if all is well."""
         if self.count and abs(self.samples_per_step - self.configured_samples) > FAR_OFF * self.configured_samples:
             return (
                 f"inner steps took {self.samples_per_step:.0f} samples, and rounds.inner_batch_samples is "

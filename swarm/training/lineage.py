@@ -1,6 +1,6 @@
 """The hash chain over a stage's committed rounds.
 
-Averaging makes it longer, and the audit checks it. Pure.
+Averaging extends it, and the audit checks it. Pure.
 """
 
 import hashlib
@@ -16,10 +16,11 @@ def next_lineage(
     total_squared_norm: float,
     partners: Sequence[str],
 ) -> str:
-    """The chain's next link, 64 hexadecimal digits: over a round's result, and all else that its state depends on.
+    """The chain's next link, 64 hexadecimal digits: a hash over all that the state after the round depends on.
 
     Args:
-        total_squared_norm: what the gradient is clipped by.
+        digest: the digest of the round's result.
+        total_squared_norm: the squared norm by which the gradient is clipped.
         partners: digests of the results that a shared block's average is made of.
     """
     parts = [previous, str(round_number), digest, *members, float(total_squared_norm).hex(), *partners]

@@ -1,6 +1,6 @@
 """Muon: steps along orthogonal matrices for the layers' weights, and AdamW for everything else.
 
-Which parameters are which follows from their names and shapes alone, so that every cut of a model decides the same; a
+Names and shapes alone decide which parameters Muon steps, so that the choice is the same under every cut of a model; a
 tied embedding is an embedding at both of its stages. Used by optimizers.py.
 """
 
@@ -15,15 +15,15 @@ from swarm.training.optim import AdamW, Parameters
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 EPSILON = 1e-7
-"""Those of torch.optim.Muon, which took them from K. Jordan's (https://kellerjordan.github.io/posts/muon/)."""
+"""All three are torch.optim.Muon's values, which are K. Jordan's (https://kellerjordan.github.io/posts/muon/)."""
 EXACT_BITS = 53
-"""A float64 holds every integer of so many bits exactly."""
+"""A float64 holds every integer of this many bits exactly."""
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def is_hidden_matrix(name: str, shape: torch.Size) -> bool:
-    """Whether Muon steps a parameter: a matrix of a layer, or of an adapter there."""
+    """Whether Muon steps a parameter, because it is a matrix of a layer or of an adapter there."""
     return name.startswith("layers.") and len(shape) == 2
 
 
@@ -37,7 +37,7 @@ class Muon(AdamW):
     def __init__(self, config: OptimizerConfig, *, same_bits: bool) -> None:
         """
         Args:
-            same_bits: whether others take the same steps, and have to get the same bits. See `orthogonal`.
+            same_bits: whether other members take the same steps and must get the same bits. See `orthogonal`.
         """
         super().__init__(config)
         self._same_bits = same_bits
@@ -56,7 +56,7 @@ class Muon(AdamW):
             matrix.mul_(1.0 - rate * self._config.weight_decay).sub_(step)
 
     def _direction(self, gradient: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """Update a momentum. Gives the matrix that is to be made orthogonal."""
+        """Update a momentum, and return the matrix that is to be made orthogonal."""
         momentum = self._config.momentum
         buffer.add_(torch.sub(gradient, buffer).mul_(1.0 - momentum))
         return torch.sub(buffer, gradient).mul_(momentum).add_(gradient) if self._config.nesterov else buffer
@@ -70,15 +70,16 @@ class Muon(AdamW):
 
 
 def orthogonal(matrix: torch.Tensor, *, same_bits: bool) -> torch.Tensor:
-    """About the orthogonal matrix that is nearest to `matrix`, in its type: singular values become 0.7 to 1.2.
+    """Approximate the orthogonal matrix nearest to `matrix`, in the same type; singular values become 0.7 to 1.2.
 
     These are five iterations of Newton and Schulz with the polynomial aX + b(XX')X + c(XX')^2 X, after a division by
     the Frobenius norm.
 
     Args:
-        same_bits: compute in float64 from matrices of so few bits that no product is ever rounded. Then the order in
-            which a processor adds makes no difference, nor does a fused operation, and all machines get the same bits.
-            Otherwise a GPU computes in bfloat16, as torch.optim.Muon does, and a CPU in the matrix's own type.
+        same_bits: whether to compute in float64 from matrices of so few bits that no product is ever rounded. Then
+            neither the order in which a processor adds nor a fused operation makes a difference, and all machines get
+            the same bits. Otherwise a GPU computes in bfloat16, as torch.optim.Muon does, and a CPU in the matrix's
+            own type.
     """
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     product, norm = (exact_product, _exact_norm) if same_bits else (torch.matmul, _norm)
@@ -89,7 +90,7 @@ def orthogonal(matrix: torch.Tensor, *, same_bits: bool) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     for _ in range(NUM_ITERATIONS):
         gram = product(values, values.T)
-        # These are separate operations: torch.addmm may round once where they round twice.
+        # Products and sums are separate operations here, since torch.addmm may round once where these round twice.
         polynomial = product(gram, gram).mul_(c).add_(gram.mul_(b))
         values = product(polynomial, values).add_(values.mul_(a))
     result = values.T if wide is not matrix else values
@@ -107,15 +108,15 @@ def _norm(matrix: torch.Tensor) -> float:
 
 
 def _exact_norm(matrix: torch.Tensor) -> float:
-    """The Frobenius norm, of a matrix in float64, with the same bits everywhere."""
+    """The Frobenius norm of a float64 matrix, with the same bits on every machine."""
     values, unit = _integers(matrix, matrix.shape[1])
     return unit * math.sqrt(math.fsum((values * values).sum(dim=1).tolist()))
 
 
 def exact_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product of two matrices in float64, each rounded to as many bits as leave every sum of products exact.
+    """The product of two float64 matrices, which are first rounded to so few bits that every sum of products is exact.
 
-    These are 20 bits below the matrix's largest element where 4,097 to 8,192 products are summed up, and 22 at 300.
+    For sums of 4,097 to 8,192 products, 20 bits of a matrix's largest element are kept, and for 300 products 22 bits.
     """
     num_terms = left.shape[1]
     (lefts, left_unit), (rights, right_unit) = _integers(left, num_terms), _integers(right, num_terms)

@@ -1,11 +1,11 @@
 """Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step); muon.py has Muon.
 
-The same numbers give the same bits on every machine, whatever its processor, its GPU or its release of torch, because
-members of a stage compare digests of what their outer steps give, and replay each other's rounds. torch.optim does not
-promise that, since it fuses products with sums if the processor can. Here a step consists of sums, differences,
-products, quotients and square roots of float32 numbers, each an operation of its own in a fixed order, and IEEE 754
-says how each of them is rounded. Factors are computed in float64 by the same operations, because powers and cosines of
-a C library may differ in the last bit.
+The same inputs must give the same bits on every machine, whatever its processor, its GPU or its release of torch,
+because members of a stage compare digests of the state after their outer steps, and replay each other's rounds.
+torch.optim does not promise that, since it fuses products with sums if the processor can. Here a step consists of sums,
+differences, products, quotients and square roots of float32 numbers, each an operation of its own in a fixed order, and
+IEEE 754 says how each of them is rounded. Factors are computed in float64 by the same operations, because powers and
+cosines of a C library may differ in the last bit.
 
 Used by stage/weights and by the benches' training in one process, so that both take the same steps.
 """
@@ -22,9 +22,9 @@ from swarm.config import OptimizerConfig, OuterConfig
 Parameters = Mapping[str, torch.Tensor]
 
 CACHED_ELEMENTS = 1 << 16
-"""Each thread steps so many at once, so that an operation finds in the processor's cache what the last one wrote."""
+"""How many elements each thread steps at once, so that the result of one operation is in cache for the next."""
 GPU_ELEMENTS = 1 << 24
-"""How many elements are stepped at once on a GPU, where time goes with the number of operations."""
+"""How many elements are stepped at once on a GPU, where fewer and larger operations are faster."""
 COSINE_TERMS = 14
 """How many terms of the cosine's series are summed. Those after them add less than 1e-23 up to a quarter turn."""
 
@@ -50,18 +50,18 @@ def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
 
 
 class Optimizer(ABC):
-    """Steps named parameters, and keeps its state of each one under the parameter's name."""
+    """Steps named parameters, and keeps its state for each under the parameter's name."""
 
     def __init__(self) -> None:
         self.state: dict[str, dict[str, torch.Tensor]] = {}
 
     @abstractmethod
     def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
-        """Shapes of its state of a parameter of that name and shape after the first step, by key."""
+        """By key: the shapes of the state that the optimizer has for such a parameter after the first step."""
 
     @abstractmethod
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
-        """One step, in place."""
+        """Take one step, in place."""
 
 
 class AdamW(Optimizer):
@@ -117,7 +117,7 @@ class OuterSgd(Optimizer):
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         for name, parameter in parameters.items():
             if self._momentum == 0.0:
-                # It has no state.
+                # Without momentum there is no state.
                 for (weights, gradient), scratch in _pieces(parameter, gradients[name]):
                     weights.sub_(torch.mul(gradient, rate, out=scratch))
                 continue
@@ -133,7 +133,7 @@ class OuterSgd(Optimizer):
 
 @torch.no_grad()
 def step(optimizer: Optimizer, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
-    """One step with the given gradients and learning rate."""
+    """Take one step with the given gradients and learning rate."""
     optimizer.update(parameters, gradients, rate)
 
 
@@ -149,7 +149,7 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ...], 
 
 
 def _sqrt(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Square roots, correctly rounded. On a CPU torch takes MKL's, whose last bit depends on the processor."""
+    """Square roots, correctly rounded. On a CPU torch's own come from MKL, whose last bit depends on the processor."""
     if tensor.device.type != "cpu":
         return torch.sqrt(tensor, out=out)
     np.sqrt(tensor.numpy(), out=out.numpy())
@@ -157,7 +157,7 @@ def _sqrt(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def _power(base: float, exponent: int) -> float:
-    """A power by squaring."""
+    """Compute a power by repeated squaring."""
     power = 1.0
     while exponent:
         if exponent % 2:
@@ -167,7 +167,7 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _cosine(angle: float) -> float:
-    """Cosine of an angle up to a quarter turn, by its series."""
+    """Compute the cosine of an angle up to a quarter turn, by its series."""
     total = term = 1.0
     for number in range(1, COSINE_TERMS):
         term *= -angle * angle / ((2 * number - 1) * (2 * number))
@@ -176,30 +176,30 @@ def _cosine(angle: float) -> float:
 
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
-    """Sum of squares over all elements, in float64. Within a tensor on MPS it is in float32, the widest type there."""
+    """The sum of squares over all elements, in float64; within a tensor on MPS in float32, the widest type there."""
     norms = [
         torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.device.type == "mps" else torch.float64)
         for tensor in tensors
     ]
-    # They are read together, because on a GPU each reading waits for everything that was queued before it.
+    # All norms are read at once, because on a GPU each read waits for everything that was queued before it.
     return sum((norm**2 for norm in torch.stack(norms).tolist()), 0.0) if norms else 0.0
 
 
 def clip_factor(total_squared_norm: float, max_norm: float) -> float:
-    """What to multiply gradients by so that their norm is at most `max_norm`. 0 means no limit."""
+    """The factor, at most 1, that brings the gradients' norm down to `max_norm`. A `max_norm` of 0 means no limit."""
     norm = math.sqrt(total_squared_norm)
     return 1.0 if max_norm == 0 or norm <= max_norm else max_norm / norm
 
 
 def state_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
-    """The optimizer's state as named tensors (`NAME/exp_avg`, ...). They are not copies."""
+    """The optimizer's state as named tensors (`NAME/exp_avg`, ...), which are not copied."""
     return {
         f"{name}/{key}": value for name in parameters for key, value in sorted(optimizer.state.get(name, {}).items())
     }
 
 
 def load_state_tensors(optimizer: Optimizer, parameters: Parameters, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace the optimizer's state by copies of what `state_tensors` gave elsewhere or earlier."""
+    """Replace the optimizer's state by copies of tensors that `state_tensors` returned earlier or elsewhere."""
     optimizer.state.clear()
     for name, parameter in parameters.items():
         prefix = f"{name}/"

@@ -40,8 +40,8 @@ class Activity:
 
     Attributes:
         quiet_seconds: time since it last finished a piece of work.
-        longest_seconds: the longest time that a piece has taken so far.
-        num_bytes: size of its parameters, all of which closing has to go through.
+        longest_seconds: the longest time that a piece of work has taken so far.
+        num_bytes: size of the member's parameters; to close a round, all of them have to be read.
     """
 
     quiet_seconds: float
@@ -54,13 +54,13 @@ class Contribution:
     """What a member brings to a round's average.
 
     Attributes:
-        tensors: a mean over this member's targets: of gradients in the synchronous setting, and of anchor minus weights
-            with DiLoCo. They may be anything finite if `num_samples` is 0.
-        num_samples: the samples that it was made of.
-        num_targets: targets in these, which are its weight.
-        round_samples: those of them that count towards the round.
+        tensors: synchronous: the mean gradient over this member's targets; DiLoCo: anchor minus weights. If
+            `num_samples` is 0 they may be any finite numbers.
+        num_samples: how many samples it was made of.
+        num_targets: how many targets these samples have, which is the contribution's weight.
+        round_samples: how many of these samples count towards the round.
         committed: the microbatches in it, without the dropped ones. Empty with DiLoCo.
-        fragment: the part of the member's parameters that it is about.
+        fragment: the fragment of the member's parameters that is averaged.
     """
 
     tensors: Tensors
@@ -73,16 +73,16 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCost:
-    """What a committed round took of one member, for reports alone.
+    """What a committed round cost one member; used only in reports.
 
     Attributes:
-        bytes_sent: payload that it sent.
-        bytes_received: payload that it received.
+        bytes_sent: payload that the member sent.
+        bytes_received: payload that the member received.
         compression_ratio: see averaging/exchanging/allreduce.
-        seconds: time from its closing to the commit.
+        seconds: time from the member's closing to the commit.
         exchange_seconds: the part of that time which the exchange itself took.
-        contribution_norm: norm of its own contribution.
-        residual_bytes: size of what error feedback keeps.
+        contribution_norm: norm of the member's own contribution.
+        residual_bytes: size of the residual that error feedback keeps.
     """
 
     bytes_sent: int = 0
@@ -103,15 +103,15 @@ class RoundResult:
         tensors: the weighted mean of the contributions, the same bits at every member. They are kept for peers that are
             behind, and must not change.
         num_samples: samples in it.
-        squared_norm: of `tensors`, the same bits at every member.
-        total_squared_norm: over the whole model in the synchronous setting; with DiLoCo, `squared_norm`.
+        squared_norm: the squared norm of `tensors`, the same bits at every member.
+        total_squared_norm: synchronous: the squared norm over the whole model; DiLoCo: `squared_norm`.
         members: peer ids of the contributors, in the order of summation.
-        lineage: of the round that follows.
+        lineage: the lineage with which the next round begins.
         attempts: number of the attempt that succeeded.
         digest: BLAKE3 over the members and the averaged bytes, in hexadecimal.
-        cost: what the round took of this member. Nothing if it took no part.
+        cost: what the round cost this member; all zero if it took no part.
         contributed: whether this member is one of `members`.
-        partners: if stages share a block, digests of the results that its average was made of.
+        partners: if stages share a block, digests of the results that the block's average was made of.
     """
 
     round: int
@@ -134,7 +134,7 @@ class Snapshot:
 
     Attributes:
         tensors: anchor and outer optimizer state, of types that swarm.rpc.wire knows.
-        digest: what `apply` gave for this state.
+        digest: the digest of this state, which `apply` returned.
     """
 
     round: int
@@ -145,7 +145,7 @@ class Snapshot:
 
 
 def known(digest: str) -> "asyncio.Future[str]":
-    """A future that has its digest already."""
+    """A future that holds this digest already."""
     future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     future.set_result(digest)
     return future
@@ -166,13 +166,13 @@ class RoundMember(Protocol):
         ...
 
     def set_behind(self, is_behind: bool) -> None:
-        """Whether the group is at a later round, whose state is on its way to this member: called when that changes."""
+        """Tell the member whether the group is at a later round, whose state this member is downloading."""
         ...
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
-        """Freeze this round's contribution and give it.
+        """Freeze this round's contribution and return it.
 
-        Another call for the same round gives the same contribution, unless `drop` differs.
+        Another call for the same round returns the same contribution, unless `drop` differs.
 
         Args:
             drop: microbatches that another member counts, which are taken out.
@@ -180,14 +180,14 @@ class RoundMember(Protocol):
         ...
 
     async def reopen(self, round_number: int) -> None:
-        """Go on training in this round, because the attempt came to nothing."""
+        """Go on training in this round, because the attempt failed."""
         ...
 
     async def apply(self, result: RoundResult) -> "asyncio.Future[str]":
         """Take the outer step and begin the next round.
 
-        The future gets BLAKE3 over anchor and outer state. For a large state that takes a while, beside training.
-        Several callers may wait for it, so each has to shield it from its own cancellation.
+        The future gets the BLAKE3 digest of anchor and outer state. For a large state that takes a while, while
+        training goes on. Several callers may wait for the future, so each has to shield it from its own cancellation.
         """
         ...
 
@@ -196,10 +196,10 @@ class RoundMember(Protocol):
         ...
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
-        """Become that state, and drop everything since. Raises IntegrityError if it does not fit.
+        """Take over a snapshot's state, and drop all later work. Raises IntegrityError if the snapshot does not fit.
 
         Args:
-            carry: this member took no part in the rounds in between. With DiLoCo it then keeps what it has learnt, on
-                top of that state, for the next round.
+            carry: whether this member took no part in the rounds in between. With DiLoCo it then keeps what it has
+                learnt, on top of the new state, for the next round.
         """
         ...

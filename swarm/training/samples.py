@@ -1,11 +1,11 @@
-"""The samples of a microbatch as they travel: what every stage gets of them, unchanged.
+"""The samples of a microbatch as they travel through all stages, unchanged.
 
 Made by data/microbatches, read by stage/ and by trainers. A target is a token whose prediction counts; losses are sums
-over targets, and what a microbatch weighs is how many it has. For plain text every token but a sample's first is one.
+over targets, and a microbatch weighs as much as it has targets. In plain text every token but a sample's first is one.
 
     tokens      [B, T + 1]  each column predicts the next one
-    targets     [B, T + 1]  1 for a token that is a target, else 0: in runs on conversations or completions
-    documents   [B, T + 1]  a row's documents, counted from 0 and following each other: where samples are packed
+    targets     [B, T + 1]  1 for a token that is a target, else 0; only in runs on conversations or completions
+    documents   [B, T + 1]  the document of each token, counted from 0 in each row; only where samples are packed
 
 All are int32. Nothing is predicted across the border of two documents.
 
@@ -27,7 +27,7 @@ Samples = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Amount:
-    """How much was learnt from: samples, by which rounds are counted, and their targets, by which means are taken."""
+    """How much data there is: in samples, which rounds count, and in targets, over which means are taken."""
 
     samples: int = 0
     targets: int = 0
@@ -43,23 +43,23 @@ NOTHING = Amount()
 
 
 def names(data: DataConfig) -> list[str]:
-    """What travels in a run."""
+    """The names of the tensors that travel in a run."""
     return [TOKENS, *([TARGETS] if data.has_targets else []), *([DOCUMENTS] if data.is_packed else [])]
 
 
 def plain(tokens_BT1: torch.Tensor, data: DataConfig) -> dict[str, torch.Tensor]:
-    """Tokens of which each is a target, and each row one document, as a run has them travel."""
+    """The tensors of a run for plain tokens: each token is a target, and each row one document."""
     extra = {TARGETS: torch.ones_like(tokens_BT1), DOCUMENTS: torch.zeros_like(tokens_BT1)}
     return {name: tokens_BT1 if name == TOKENS else extra[name] for name in names(data)}
 
 
 def of(tensors: Samples) -> dict[str, torch.Tensor]:
-    """What a stage hands on as it got it."""
+    """Those of the tensors that a stage hands on unchanged."""
     return {name: tensors[name] for name in (TOKENS, TARGETS, DOCUMENTS) if name in tensors}
 
 
 def has_target(samples: Samples) -> torch.Tensor | None:
-    """Whether a column's next token is a target of its: bool [B, T]; None if all are."""
+    """Whether each column has to predict its next token: bool [B, T]; None if all columns do."""
     if TARGETS not in samples:
         return None
     has_target_BT = samples[TARGETS][:, 1:] == 1
@@ -70,22 +70,22 @@ def has_target(samples: Samples) -> torch.Tensor | None:
 
 
 def targets(samples: Samples, no_target: int) -> torch.Tensor:
-    """What each column is to predict: int64 [B, T], on whatever device the samples are.
+    """The token that each column has to predict: int64 [B, T], on the device of the samples.
 
     Args:
-        no_target: stands where there is nothing to predict.
+        no_target: the number for columns that have nothing to predict.
     """
     targets_BT, has_target_BT = samples[TOKENS][:, 1:].long(), has_target(samples)
     return targets_BT if has_target_BT is None else targets_BT.masked_fill(~has_target_BT, no_target)
 
 
 def documents(samples: Samples) -> torch.Tensor | None:
-    """The document of each column that predicts: int32 [B, T]; None where each row is one document."""
+    """The document of each column that predicts: int32 [B, T]; None if each row is one document."""
     return samples[DOCUMENTS][:, :-1] if DOCUMENTS in samples else None
 
 
 def amount(samples: Samples) -> Amount:
-    """How much there is to learn from."""
+    """How many samples and targets there are."""
     num_rows, num_columns = samples[TOKENS].shape
     has_target_BT = has_target(samples)
     num_targets = num_rows * (num_columns - 1) if has_target_BT is None else int(has_target_BT.sum())
@@ -93,7 +93,7 @@ def amount(samples: Samples) -> Amount:
 
 
 def require_sound(samples: Samples, vocab_size: int) -> None:
-    """Raise MalformedMessage for a token beyond the vocabulary, and for targets and documents that cannot be."""
+    """Raise MalformedMessage for a token beyond the vocabulary, or for impossible targets or documents."""
     tokens_BT1 = samples[TOKENS]
     if int(tokens_BT1.min()) < 0 or int(tokens_BT1.max()) >= vocab_size:
         raise MalformedMessage(f"a token is outside the vocabulary of {vocab_size}")
