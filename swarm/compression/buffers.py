@@ -15,19 +15,22 @@ from swarm.errors import MalformedMessage
 Buffer = bytes | bytearray | memoryview
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements that a codec treats at a time, so that its temporaries stay in the processor's cache. With a quarter as many
-it took half as long again."""
+"""How many elements a codec handles at a time, so that its temporaries stay in the processor's cache. With a quarter of
+them a codec took half as long again."""
 SMALLEST_SCALE = 2.0**-120
 """Elements with a smaller scale become zero, because its reciprocal might overflow."""
 LARGEST_SCALE = 2.0**100
-"""Nothing that is decoded with this scale overflows. The encoders clamp larger ones."""
+"""The largest scale with which no decoded number overflows. Encoders clamp larger ones."""
 
 
 def as_tensor(buffer: Buffer, num_bytes: int, what: str) -> torch.Tensor:
     """The bytes as uint8, shape (num_bytes,), without a copy if the buffer is writable.
 
+    Args:
+        what: names the contents in an error.
+
     Raises:
-        MalformedMessage: `what` is not `num_bytes` long.
+        MalformedMessage: the buffer is not `num_bytes` long.
     """
     view = memoryview(buffer)
     if view.nbytes != num_bytes:
@@ -39,7 +42,7 @@ def as_tensor(buffer: Buffer, num_bytes: int, what: str) -> torch.Tensor:
 
 
 def check_finite(vector_N: torch.Tensor, what: str) -> torch.Tensor:
-    """Return the vector. Raises MalformedMessage if `what` holds NaN or infinity."""
+    """Return the vector. Raises MalformedMessage, which names `what`, if it holds NaN or infinity."""
     # aminmax passes NaN on, and is many times faster than isfinite on every element.
     if vector_N.numel() and not all(math.isfinite(extreme) for extreme in torch.aminmax(vector_N)):
         raise MalformedMessage(f"{what} holds NaN or infinity")
@@ -52,7 +55,7 @@ def clamp_scales(scales_R: torch.Tensor) -> torch.Tensor:
 
 
 def reciprocals(scales_R: torch.Tensor) -> torch.Tensor:
-    """What to multiply by instead of dividing by a scale. Zero for zero."""
+    """The factors to multiply by instead of dividing by the scales. That of a zero scale is zero."""
     return torch.where(scales_R == 0, 0.0, 1 / scales_R)
 
 
@@ -72,7 +75,7 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 
 def in_chunks(vector_N: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The vector as rows of `width` elements, some rows at a time: which rows, and their elements, shape (R, E).
+    """Cut a vector into rows of `width` elements, and yield some rows at a time: which rows, and their elements (R, E).
 
     The last row is filled up with zeros.
     """
@@ -86,7 +89,7 @@ def in_chunks(vector_N: torch.Tensor, width: int) -> Iterator[tuple[slice, torch
 
 
 class Received:
-    """Bytes that come in pieces, and whose number is known beforehand."""
+    """Collects bytes that come in pieces, and whose number is known beforehand."""
 
     def __init__(self, num_bytes: int) -> None:
         # A bytearray would be filled with zeros first.

@@ -1,7 +1,7 @@
 """Codecs: how a vector of float32 becomes bytes for averaging, and back.
 
 The interface, and the choice that a run's configuration makes. Used by averaging/, and by stage/boundary for int8. A
-codec is stateless and treats one part of a vector at a time. Decoders trust no sender: they refuse wrong lengths and
+codec is stateless and handles one part of a vector at a time. Decoders trust no sender: they refuse wrong lengths and
 non-finite numbers, and take memory in proportion to the vector that they are told to expect. docs/protocol.md has every
 layout byte by byte.
 
@@ -20,7 +20,7 @@ from swarm.compression.sparsify import TopK
 from swarm.config import AveragingConfig
 
 RESULT_GROWTH = 4
-"""A sum of several contributions keeps so many times the coefficients of one."""
+"""Of a sum of contributions, a sparse codec keeps this many times the elements that it keeps of one contribution."""
 
 
 class Codec(Protocol):
@@ -28,22 +28,22 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """What the configuration calls it."""
+        """The codec's name in the configuration."""
         ...
 
     @property
     def tile(self) -> int:
-        """A vector is best cut into parts at multiples of so many elements."""
+        """The number of elements at whose multiples a vector is best cut into parts."""
         ...
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether it drops so much that what it drops has to be added to the next vector."""
+        """Whether the codec drops so much that error feedback has to add it to the next vector."""
         ...
 
     @property
     def is_sparse(self) -> bool:
-        """Whether it keeps only some of the elements, so that a sum of several takes more bytes than each."""
+        """Whether the codec keeps only some of the elements, so that a sum of vectors takes more bytes than each."""
         ...
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
@@ -83,12 +83,12 @@ def simple_codec(name: str) -> Codec:
 
 
 def contribution_codec(config: AveragingConfig) -> Codec:
-    """What a member's contribution is encoded with."""
+    """The codec with which a member's contribution is encoded."""
     return _codec(config, config.top_k)
 
 
 def result_codec(config: AveragingConfig) -> Codec:
-    """What the owner of a part encodes the sum with. A sparse codec keeps more of a sum, which is less sparse."""
+    """The codec with which the owner of a part encodes the sum. A sum is less sparse, so a sparse codec keeps more."""
     return _codec(config, min(RESULT_GROWTH * config.top_k, TILE))
 
 

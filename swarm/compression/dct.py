@@ -3,8 +3,8 @@
 sparsify.py uses the transform as well. It is the orthonormal DCT-II of a tile seen as 64 x 64, along both axes, as two
 matrix products. Different processors add up a product's terms in different orders and round differently. That does not
 matter in encoding, because each vector has one sender. But members must decode the same bytes to the same bits. So the
-inverse multiplies whole numbers that are so small that float64 holds every sum of their products exactly. Then nothing
-is rounded, and the order makes no difference.
+inverse multiplies whole numbers, small enough for float64 to hold every sum of their products exactly. Then nothing is
+rounded, and the order makes no difference.
 
 Shapes: T tiles, or B as blocks; E = 4096 elements of a tile, F = 2048 frequencies kept.
 """
@@ -21,8 +21,8 @@ from swarm.compression.quantize import Blockwise
 FACTOR_BITS = 25
 """The inverse's cosines (`_whole_factors`) are whole multiples of 2**-25, and less than 0.18."""
 TERM_BITS = 23
-"""What they are multiplied by is a whole multiple of 2**-23 times a power of two, and less than twice that power. So 64
-products add up to less than 64 * 0.18 * 2**(25 + 24), which is below 2**53."""
+"""The numbers that the cosines are multiplied by are whole multiples of 2**-23 times a power of two, and less than
+twice that power. So 64 products add up to less than 64 * 0.18 * 2**(25 + 24), which is below 2**53."""
 
 
 def dct(tiles_TE: torch.Tensor) -> torch.Tensor:
@@ -37,14 +37,14 @@ def inverse_dct(coefficients_TE: torch.Tensor) -> torch.Tensor:
     terms, unit_T11 = _whole_terms(coefficients_TE.double().view(-1, SIDE, SIDE))
     terms, next_unit_T11 = _whole_terms(terms @ factors)
     unit_T11 *= next_unit_T11 * 2.0 ** (-2 * FACTOR_BITS)
-    # The sign of a sum of nothing but zeros does depend on the order. Adding 0 makes it positive.
+    # The sign of a sum of zeros depends on their order. Adding 0 makes it positive.
     return (factors.T @ terms).mul_(unit_T11).add_(0.0).float().view(-1, TILE)
 
 
 def _whole_terms(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each tile's numbers as whole multiples of a power of two, and the powers (T, 1, 1). Writes to the tiles."""
+    """Each tile's numbers as whole multiples of a power of two, and these powers (T, 1, 1). Overwrites the tiles."""
     largest_T11 = tiles.abs().amax((1, 2), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
-    # Without its mantissa's bits a positive float64 is a power of two.
+    # A positive float64 whose mantissa bits are cleared is a power of two.
     power_T11 = (largest_T11.view(torch.int64) >> 52 << 52).view(torch.float64)
     return tiles.mul_(2.0**TERM_BITS / power_T11).round_(), power_T11 * 2.0**-TERM_BITS
 
@@ -52,8 +52,8 @@ def _whole_terms(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class DctLowpass(Blockwise):
     """Keeps the half of each tile's coefficients with the lowest frequencies.
 
-    They are float16 numbers, relative to the largest one, whose magnitude is a float32 scale. They are in rising order
-    of the sum of both frequencies, and then of the first. The filter is that of torchrun-ddp.
+    The coefficients are float16 numbers relative to the largest magnitude, which is a float32 scale. They are ordered
+    by the sum of both frequencies, and then by the first one. The filter is that of torchrun-ddp.
     """
 
     name = "dct-lowpass"
@@ -93,12 +93,12 @@ def _matrix() -> torch.Tensor:
 
 @functools.cache
 def _whole_factors() -> torch.Tensor:
-    """The DCT-II as whole numbers. None is near a half before rounding, so a cosine's last bit makes no difference."""
+    """The DCT-II as whole numbers. No number is near a half before rounding, so a cosine's last bit does not matter."""
     return (_exact_matrix() * 2.0**FACTOR_BITS).round()
 
 
 @functools.cache
 def _low_frequencies() -> torch.Tensor:
-    """Places of the lower half of the frequencies in a tile."""
+    """The places in a tile of the lower half of its frequencies."""
     places = sorted(range(TILE), key=lambda place: (place // SIDE + place % SIDE, place // SIDE))
     return torch.tensor(places[: TILE // 2])

@@ -21,11 +21,11 @@ class IndexCoder(Protocol):
     fields: tuple[Field, ...]
 
     def encode(self, indices_RG: Numbers) -> list[Numbers]:
-        """Rising numbers below 4096 as the columns of `fields`."""
+        """Write rising numbers below 4096 as the columns of `fields`."""
         ...
 
     def decode(self, columns: Sequence[Numbers]) -> Numbers:
-        """The inverse of `encode`. Raises MalformedMessage for what no encoder writes."""
+        """The inverse of `encode`. Raises MalformedMessage for columns that no encoder writes."""
         ...
 
 
@@ -65,11 +65,11 @@ class EliasFano:
         return [indices_RG & ((1 << self._low_bits) - 1), unary]
 
     def decode(self, columns: Sequence[Numbers]) -> Numbers:
-        """Put both together, if every row has as many ones as there are numbers, and the numbers rise."""
+        """Put both parts together. Raises MalformedMessage if a row has too many or few ones, or the numbers fall."""
         low_RG, unary = columns
         if (np.count_nonzero(unary, axis=1) != len(self._ranks_G)).any():
             raise MalformedMessage(f"an Elias-Fano row does not have {len(self._ranks_G)} ones")
-        # A row with the right number of ones has as many zeros as the rest may be large, so it cannot exceed its range.
+        # A row with the right number of ones has u / 2^l - 1 zeros, so no rest can exceed its range.
         places_RG = np.nonzero(unary)[1].reshape(low_RG.shape).astype(np.uint16)
         return _check_rising((places_RG - self._ranks_G << self._low_bits) | low_RG)
 

@@ -1,4 +1,4 @@
-"""Numbers of a few bits each, without gaps: rows of fields as one stream of bits.
+"""Packs numbers of a few bits each without gaps: rows of fields become one stream of bits.
 
 Used by indices.py, values.py and sparsify.py. The stream is little-endian: the first number begins in the lowest bit of
 the first byte. Two numbers of twelve bits take three bytes, and a number of eight bits takes one.
@@ -19,24 +19,24 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Field:
-    """Every row has `count` numbers of `width` bits, which are at most 16."""
+    """A field of a row: `count` numbers of `width` bits each. The width is at most 16."""
 
     count: int
     width: int
 
 
 def row_bits(fields: Sequence[Field]) -> int:
-    """Bits of a row."""
+    """The number of bits in a row."""
     return sum(field.count * field.width for field in fields)
 
 
 def num_bytes(fields: Sequence[Field], num_rows: int) -> int:
-    """Bytes of so many rows. Only the very last byte may have bits to spare."""
+    """The number of bytes of `num_rows` rows. Only the last byte may have bits to spare."""
     return -(-num_rows * row_bits(fields) // 8)
 
 
 def pack(columns: Sequence[Numbers], fields: Sequence[Field]) -> Bytes:
-    """The rows as bytes, shape (num_bytes,). Field i's numbers are `columns[i]`, none longer than its width."""
+    """Pack rows into bytes, shape (num_bytes,). Field i's numbers are `columns[i]`, and fit into its width."""
     bits = [_to_bits(column, field.width) for column, field in zip(columns, fields, strict=True)]
     return np.packbits(np.concatenate(bits, axis=1), bitorder="little")
 
@@ -54,7 +54,7 @@ def unpack(packed: Bytes, fields: Sequence[Field], num_rows: int) -> list[Number
 
 
 def _to_bits(numbers: Numbers, width: int) -> Bytes:
-    """Shape (R, C * width)."""
+    """The bits of numbers of shape (R, C), in the shape (R, C * width)."""
     if width == 1:
         return numbers.astype(np.uint8)
     as_bytes = np.ascontiguousarray(numbers, dtype="<u2").view(np.uint8).reshape(*numbers.shape, 2)

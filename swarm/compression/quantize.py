@@ -1,7 +1,7 @@
-"""Dense codecs: casts to a smaller floating-point type, and blockwise integers.
+"""Dense codecs, which keep every element: casts to a smaller floating-point type, and blockwise integers.
 
-codec.py picks one, and dct.py has another one with the layout of `Blockwise`. Those here keep every element. Decoding
-takes one product for each element, which rounds alike on every processor.
+codec.py picks one, and dct.py has another codec with the layout of `Blockwise`. Decoding takes one product for each
+element, which is rounded in the same way on every processor.
 
 Shapes: N elements of the part, B blocks, E elements of a block.
 """
@@ -25,7 +25,7 @@ from swarm.errors import MalformedMessage
 
 
 class Cast:
-    """Elements of a floating-point type, little-endian, one after the other."""
+    """Writes the elements in a floating-point type, little-endian, one after the other."""
 
     tile = 1
     needs_feedback = False
@@ -36,11 +36,11 @@ class Cast:
         self._dtype = dtype
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
-        """Cast. Numbers beyond the type's range become its largest. With float32 the bytes are the vector's own."""
+        """Cast. Numbers beyond the type's range become its largest. For float32 the bytes are the vector's memory."""
         encoded_N = vector_N.detach().contiguous()
         if self._dtype is not torch.float32:
             encoded_N = torch.empty(vector_N.numel(), dtype=self._dtype)
-            # Larger numbers would become infinite, and every receiver would refuse them.
+            # Without the clamp larger numbers would become infinite, and every receiver would refuse them.
             limit = torch.finfo(self._dtype).max
             for piece in slices(vector_N.numel(), CHUNK_ELEMENTS):
                 encoded_N[piece] = vector_N.detach()[piece].clamp(-limit, limit)
@@ -57,7 +57,7 @@ class Cast:
 
 
 class Blockwise(ABC):
-    """Codes with one scale for each block: the scales of all blocks, and then the codes of all blocks.
+    """Writes codes that are relative to a scale for each block: first the scales of all blocks, then all codes.
 
     A block's largest magnitude gets the largest code. The last block is filled up with zeros.
     """
@@ -73,7 +73,7 @@ class Blockwise(ABC):
     """Bytes that the codes of a block take."""
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
-        """Quantise relative to the scale as it travels."""
+        """Quantise relative to each block's scale, after that has been rounded to the type in which it travels."""
         encoded = torch.empty(self.num_bytes(vector_N.numel()), dtype=torch.uint8)
         all_scales_B, all_codes = self._split(encoded, vector_N.numel())
         temporary = torch.empty(CHUNK_ELEMENTS)
@@ -112,7 +112,7 @@ class Blockwise(ABC):
         return scales_B, encoded[scales_bytes:].view(num_blocks, self._code_bytes)
 
     def _choose(self, blocks_BE: torch.Tensor) -> torch.Tensor:
-        """What is kept of the blocks."""
+        """The elements of the blocks that are kept."""
         return blocks_BE
 
     @abstractmethod
@@ -125,10 +125,10 @@ class Blockwise(ABC):
 
 
 class _Integers(Blockwise):
-    """The nearest whole numbers, where a tie goes to the even one.
+    """Codes that are the nearest whole numbers, where a tie goes to the even one.
 
     The scales are bfloat16, which has the range of float32. Its coarse steps cost next to nothing, because the codes
-    are relative to the scale as it travels.
+    are relative to the rounded scale.
     """
 
     _scale_dtype = torch.bfloat16
@@ -167,7 +167,7 @@ class Int8(_Integers):
 
 
 class Int4(_Integers):
-    """Codes from -7 to 7, plus 8, two in a byte.
+    """Codes from -7 to 7, to each of which 8 is added; a byte holds two.
 
     A byte's low bits belong to the block's first half, and its high bits to the second, so that packing moves whole
     rows.

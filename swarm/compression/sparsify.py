@@ -1,6 +1,6 @@
-"""Sparse codecs: of each tile of 4096 elements the k largest, or of its cosine transform.
+"""Sparse codecs: they keep the k largest elements of each tile of 4096, or of the tile's cosine transform.
 
-codec.py picks one. This file chooses what is kept and puts it back; indices.py and values.py write it.
+codec.py picks one. This file chooses the elements and puts them back; indices.py and values.py write them.
 
 Shapes: N elements of the part, T tiles, E = 4096 elements of a tile, K kept of each, R some of the tiles,
 C columns that a tile is written in, X elements of a tile that may be kept.
@@ -24,11 +24,11 @@ from swarm.errors import MalformedMessage
 Places = npt.NDArray[np.int16]
 TILE_BITS = (TILE - 1).bit_length()
 TILES_AT_ONCE = 256
-"""Tiles that are handled together. It is a multiple of 8, so that each batch of them ends with a whole byte."""
+"""How many tiles are handled together. It is a multiple of 8, so that each batch of tiles ends with a whole byte."""
 
 
 class TopK:
-    """The k largest of each tile, by magnitude.
+    """Keeps the k elements of each tile with the largest magnitudes.
 
     A header comes first, and then the tiles as rows of bits without a gap: the indices of each group, and then the
     values. The kept elements of a tile are cut into groups by the rank of their magnitude. Within a group they are
@@ -43,7 +43,7 @@ class TopK:
         """`top_k`, `values` and `indices` are fields of AveragingConfig.
 
         Args:
-            transform: choose among the coefficients of each tile's cosine transform.
+            transform: whether to choose among the coefficients of each tile's cosine transform.
         """
         self.name = "dct-topk" if transform else "topk"
         self._transform = transform
@@ -55,7 +55,7 @@ class TopK:
         self._fields = [*(field for coder in self._indices for field in coder.fields), *self._values.fields]
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
-        """Choose and pack."""
+        """Choose the elements, and pack them."""
         indices_TK, values_TK = self._choose(vector_N)
         is_real_TK = torch.ones_like(indices_TK, dtype=torch.bool)
         is_real_TK[-1:] = indices_TK[-1:] < self._num_real_in_last(vector_N.numel())
@@ -100,7 +100,7 @@ class TopK:
         return self._values.header_bytes + packing.num_bytes(self._fields, -(-num_elements // TILE))
 
     def _num_real_in_last(self, num_elements: int) -> int:
-        """Places of the last tile that are no padding. No coefficient of a transform is padding."""
+        """How many places of the last tile are no padding. No coefficient of a transform is padding."""
         return TILE if self._transform else num_elements - (num_elements - 1) // TILE * TILE
 
     def _choose(self, vector_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,26 +132,26 @@ class TopK:
 
 
 def _largest(tiles_RE: torch.Tensor, groups: Sequence[int]) -> Places:
-    """Where the largest magnitudes of each tile lie, shape (R, K): the largest group first, each group sorted.
+    """The places of the largest magnitudes in each tile, shape (R, K): the largest group first, each group sorted.
 
-    Among equal magnitudes the first count as larger. So the choice follows from the numbers alone, and padding is
-    chosen after every real zero. NaN is the largest of all.
+    Among equal magnitudes the one at the lower place counts as larger. So the choice follows from the numbers alone,
+    and padding is chosen after every real zero. NaN counts as the largest of all.
 
     Sorting whole tiles would take most of a codec's time. So a bound that at least K elements reach is found first: a
-    tile is written as a few rows, and the bound is the K-th largest of the columns' maxima. As a rule few more than K
-    elements reach it, and only these are sorted.
+    tile is laid out in a few rows, and the bound is the K-th largest of the columns' maxima. As a rule few more than K
+    elements reach the bound, and only these are sorted.
     """
     num_kept, num_tiles = sum(groups), len(tiles_RE)
-    # Four columns for each element that has to be found, or as many as there are.
+    # There are about four columns for each element that has to be found, or as many columns as elements.
     num_rows = 1 << max(0, (TILE // (4 * num_kept)).bit_length() - 1)
     magnitudes_RE = tiles_RE.abs()
     maxima_RC = magnitudes_RE.view(num_tiles, num_rows, -1).amax(1).numpy()
     bound = maxima_RC.shape[1] - num_kept
     bounds_R1 = np.partition(maxima_RC, bound, axis=1)[:, bound, None]
-    # NaN is not less than anything.
+    # "Not less" instead of "greater or equal" keeps NaN, which is not less than anything.
     reaches_RE = ~np.less(magnitudes_RE.numpy(), bounds_R1)
     places = _true_places(reaches_RE)
-    # A magnitude's bits, taken as a number, are in the order of magnitudes. The place makes all ranks different.
+    # The bits of magnitudes, read as integers, are ordered as the magnitudes are. The place makes all ranks different.
     ranks = magnitudes_RE.view(torch.int32).numpy().reshape(-1)[places].astype(np.int64)
     ranks = ranks << TILE_BITS | (~places & TILE - 1)
     counts_R = np.diff(np.searchsorted(places, TILE * np.arange(num_tiles + 1)))
@@ -163,8 +163,7 @@ def _largest(tiles_RE: torch.Tensor, groups: Sequence[int]) -> Places:
 
 
 def _true_places(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The indices of true elements, as np.flatnonzero has them, in a third of the time if few are true. The number of
-    elements is a multiple of 8."""
+    """The result of np.flatnonzero, in a third of its time if few elements are true. The size is a multiple of 8."""
     words = np.flatnonzero(mask.reshape(-1).view(np.uint64) != 0)
     in_words = np.flatnonzero(mask.reshape(-1, 8)[words])
     places: npt.NDArray[np.int64] = 8 * words[in_words >> 3] + (in_words & 7)

@@ -1,7 +1,7 @@
-"""What the kept elements of a tile are: two ways to write their values.
+"""The values of a tile's kept elements: two ways to write them.
 
-Used by sparsify.py. Both look magnitudes up in a table of 256 numbers. What the table follows from is sent before the
-tiles.
+Used by sparsify.py. Both look numbers up in a table of 256; the header before the tiles holds the table, or the one
+number that it follows from.
 
 Shapes: T tiles, K kept elements of a tile, R some of the tiles.
 """
@@ -23,7 +23,7 @@ from swarm.errors import MalformedMessage
 Floats = npt.NDArray[np.float32]
 LEVELS_PER_OCTAVE = 16
 _ROOT = math.sqrt(math.sqrt(math.sqrt(math.sqrt(0.5))))
-# Roots and products round alike on every processor. Powers need not.
+# Roots and products are rounded in the same way on every processor, but powers may not be.
 _POWERS = [*itertools.accumulate(itertools.repeat(_ROOT, 254), operator.mul, initial=1.0), 0.0]
 LEVELS = np.array(_POWERS, dtype=np.float32)
 """Magnitudes relative to the largest one: 2 ** (-code / 16), and zero for the last code."""
@@ -38,7 +38,7 @@ class ValueCoder(Protocol):
     fields: tuple[Field, ...]
 
     def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
-        """The header and the columns of `fields`. Values that are not real are padding, and do not matter."""
+        """The header, and the columns of `fields`. Values that are not real are padding, whose codes do not matter."""
         ...
 
     def read_header(self, header: Bytes) -> Floats:
@@ -64,8 +64,8 @@ class Signs:
         self.fields: tuple[Field, ...] = (Field(len(groups), 8), Field(sum(groups), 1))
 
     def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
-        """The largest magnitude; codes and signs. Of all single magnitudes the mean has the least squared error."""
-        # In float64 no sum overflows.
+        """The largest magnitude as header; codes and signs. One magnitude for a group errs least if it is the mean."""
+        # No sum overflows in float64.
         sums = torch.split(values_TK.abs().double() * is_real_TK, self.groups, 1)
         counts = torch.split(is_real_TK, self.groups, 1)
         means = [s.sum(1) / c.sum(1).clamp(min=1) for s, c in zip(sums, counts, strict=True)]
@@ -88,18 +88,18 @@ class Signs:
         return table
 
     def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
-        """Each element gets the magnitude of its group, with its own sign."""
+        """Give each element the magnitude of its group, with its own sign."""
         codes_RG, is_negative_RK = columns
         magnitudes_RK = np.repeat(table[codes_RG], self.groups, axis=1)
         return np.where(is_negative_RK, -magnitudes_RK, magnitudes_RK)
 
 
 class Table:
-    """A byte for each element, into a table of 256 values that fits the part's own values.
+    """A byte for each element, which is an index into a table of 256 values that is made for the part.
 
-    256 bins of equal width span three standard deviations to both sides of the mean, and a bin's entry is the mean of
-    the values in it. This is the quantiser of the templar trainer (CCLoco, SparseLoCo), and of hivemind's uniform 8
-    bits.
+    256 bins of equal width span three standard deviations to both sides of the mean, and a bin's entry in the table is
+    the mean of the values in it. This is the quantiser of the templar trainer (CCLoco, SparseLoCo), and of hivemind's
+    uniform 8 bits.
     """
 
     header_bytes = 4 * 256
@@ -123,15 +123,15 @@ class Table:
         return table
 
     def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
-        """Look the codes up."""
+        """Look the codes up in the table."""
         return table[columns[0]]
 
 
 def quantize_statistically(values: Floats, num_bins: int) -> tuple[Numbers, Floats]:
-    """Codes of the values, and the mean of the values of each code; shapes as `values`, and (num_bins,).
+    """The codes of the values, shaped as `values`, and the mean of the values of each code, shape (num_bins,).
 
     This is the statistical quantiser of the templar trainer. A bin is 6 standard deviations / num_bins wide, the middle
-    one is at the mean, and the outer ones are open. Its table is relative to the mean; here the mean is included.
+    one is at the mean, and the outer ones are open. In templar the table is relative to the mean; here it is not.
     """
     shift = values.mean(dtype=np.float64) if values.size else 0.0
     centred = values.astype(np.float64) - shift
