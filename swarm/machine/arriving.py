@@ -1,48 +1,49 @@
-"""Bytes that come from others, as people are told of them: how many of how many, how fast, and from whom.
+"""How far a download is, in words for people: how many bytes of how many, how fast, and from which sources.
 
-Counted by downloads, and shown by waits. Fetches nothing.
+Downloads count here, and waits show it. Fetches nothing.
 """
 
 import math
 
 
 class Arriving:
-    """One download."""
+    """The progress of one download."""
 
     def __init__(self, what: str, num_bytes: int) -> None:
         """
         Args:
-            num_bytes: the bytes of all that is to come.
+            what: names the download, for people.
+            num_bytes: how many bytes the whole download has.
         """
         self._what = what
         self._num_bytes = num_bytes
         self.num_arrived = 0
-        """Bytes that are here."""
+        """How many bytes have come."""
         self._spans = list[tuple[float, float]]()
-        """When a source was sending."""
+        """The spans of time in which a source was sending."""
         self._num_timed = 0
-        """Bytes that came then."""
+        """How many bytes came in these spans."""
         self._sources: dict[str, str] = {}
-        """By name, why nothing comes from there now; empty for one that sends."""
+        """By source: why nothing comes from it now; empty if it sends."""
 
     def add(self, num_bytes: int, source: str) -> None:
-        """A piece is here."""
+        """Note that a piece has come from a source."""
         self.num_arrived += num_bytes
         self._sources[source] = ""
 
     def timed(self, num_bytes: int, began_at: float, ended_at: float) -> None:
-        """A source sent so many bytes in a row; the times are seconds of any clock."""
+        """Note that a source sent `num_bytes` without a pause; the times are seconds of any clock."""
         self._num_timed += num_bytes
         self._spans.append((began_at, ended_at))
 
     @property
     def bytes_per_second(self) -> float:
-        """While at least one source was sending: infinite where that took no time that could be seen."""
+        """The rate while at least one source was sending; infinite if that took no measurable time."""
         return self._num_timed / self.sending_seconds if self.sending_seconds > 0.0 else math.inf
 
     @property
     def sending_seconds(self) -> float:
-        """In which at least one source was sending: its pauses, and the turns of others, are left out."""
+        """The seconds in which at least one source was sending; pauses, and waits for a turn, are left out."""
         total, until = 0.0, -math.inf
         for begin, end in sorted(self._spans):
             total += max(0.0, end - max(begin, until))
@@ -50,17 +51,17 @@ class Arriving:
         return total
 
     def held_up(self, source: str, reason: str) -> None:
-        """Something will come from there, but not yet."""
+        """Note that a source will send, but not yet, and why."""
         self._sources[source] = reason
 
     def lost(self, source: str) -> None:
-        """Nothing comes from there any more."""
+        """Note that nothing comes from a source any more."""
         self._sources.pop(source, None)
 
     def in_words(self, seconds: float) -> str:
-        """How far it is, `seconds` after it began."""
+        """How far the download is `seconds` after it began, in words."""
         rate = self.num_arrived / max(seconds, 1e-3)
-        # Segments that did not match are fetched again.
+        # Segments that did not match are fetched again, so more bytes may come than the download has.
         arrived = min(self.num_arrived, self._num_bytes)
         sources = ", ".join(f"{name} ({why})" if why else name for name, why in self._sources.items())
         source = f" from {sources}" if sources else ""

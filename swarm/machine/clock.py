@@ -3,9 +3,9 @@
 Everything that waits or measures takes a `Clock`. Wall-clock time appears only in what people read, and where machines
 have to agree on it (the expiry of DHT records).
 
-The machine's own clock goes on while the machine sleeps, and so does the time of the programs' event loops. A laptop
-that slept is then like a process that was stopped: leases, bans and deadlines have run out, and the peer finds itself
-behind. Only what was waiting when the machine fell asleep waits for the rest of its time after it wakes.
+The machine's own clock goes on while the machine sleeps, and so does the time of the programs' event loops. So a laptop
+that slept is like a process that was stopped: leases, bans and deadlines have run out, and the peer finds itself
+behind. Only a wait that was under way when the machine fell asleep goes on for the rest of its time.
 """
 
 import asyncio
@@ -20,20 +20,21 @@ import uvloop
 Result = TypeVar("Result")
 
 JUMP_SECONDS = 2.0
-"""A wall clock that moves by so much against the monotonic one has been set."""
+"""A wall clock that moves by more than this against the monotonic one has been set."""
 DOUBT_SECONDS = 30.0
-"""A clock that has been set is not believed for so long, because many are set back soon."""
+"""A clock that has been set is not believed for this long, because many are soon set back."""
 
 
 def clock_through_sleep(platform: str, clocks: Mapping[str, Any]) -> Callable[[], float]:
     """The monotonic clock of a platform (`sys.platform`) that goes on while the machine sleeps.
 
-    Python's own, time.monotonic, stands still meanwhile on Linux (CLOCK_MONOTONIC, see clock_gettime(2)) and on macOS
-    (mach_absolute_time), and goes on under Windows. Linux has CLOCK_BOOTTIME for this. What macOS's clock_gettime(3)
-    calls CLOCK_MONOTONIC_RAW is mach_continuous_time; under Linux the clock of that name stands still as well.
+    While the machine sleeps, Python's time.monotonic stands still on Linux (CLOCK_MONOTONIC, see clock_gettime(2)) and
+    on macOS (mach_absolute_time), and goes on under Windows. Linux has CLOCK_BOOTTIME for this, and macOS
+    mach_continuous_time, which its clock_gettime(3) calls CLOCK_MONOTONIC_RAW. (The Linux clock of that name stands
+    still.)
 
     Args:
-        clocks: the names that Python's `time` has here.
+        clocks: the names in Python's module `time` on this platform.
     """
     name = {"linux": "CLOCK_BOOTTIME", "darwin": "CLOCK_MONOTONIC_RAW"}.get(platform)
     if name is None or name not in clocks:
@@ -47,10 +48,10 @@ monotonic = clock_through_sleep(sys.platform, vars(time))
 
 
 class Loop(uvloop.Loop):
-    """The event loop of all programs: uvloop's, which takes less of the processor for a message than Python's own.
+    """The event loop of all programs: uvloop's, which takes less processor time for a message than Python's own.
 
-    Its time is that of SystemClock. libuv's timers, which are set for so many seconds from now, stand still while the
-    machine sleeps.
+    Its time is that of SystemClock. But libuv's timers, which are set for a number of seconds from now, stand still
+    while the machine sleeps.
     """
 
     def time(self) -> float:
@@ -58,7 +59,7 @@ class Loop(uvloop.Loop):
 
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
-    """As asyncio.run, in a Loop."""
+    """Run a coroutine like asyncio.run, but in a Loop."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(main)
 
@@ -71,7 +72,7 @@ class Clock(Protocol):
         ...
 
     def time(self) -> float:
-        """Seconds since the epoch, as the machine believes."""
+        """Seconds since the epoch, by the machine's wall clock."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -93,7 +94,7 @@ class SystemClock:
 
 
 class SteadyTime:
-    """Wall-clock time that follows a jump of the machine's clock only after DOUBT_SECONDS. `now` looks at the clock."""
+    """Wall-clock time that follows a jump of the machine's clock only after DOUBT_SECONDS. Only `now` notices jumps."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -113,7 +114,7 @@ class SteadyTime:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the clock had been set within DOUBT_SECONDS at the last look. Then nothing has surely expired."""
+        """Whether `now` has seen the clock jump within the last DOUBT_SECONDS, so that nothing counts as expired."""
         return self._clock.monotonic() - self._jumped_at < DOUBT_SECONDS
 
 

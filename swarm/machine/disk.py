@@ -1,4 +1,4 @@
-"""Files that survive a power cut: they have to be on the disk, and not only on their way there, to be relied on.
+"""Writes files so that they survive a power cut: they are on the disk, and not only in the system's buffers.
 
 Used by checkpoint/file, credentials, dht/kademlia and interchange.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Make sure that a file's contents, or a folder's names, survive a power cut. Blocks. Raises OSError."""
+    """Put a file's contents, or a folder's list of names, on the disk itself. Blocks. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -20,10 +20,10 @@ def sync(path: Path) -> None:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename a complete file within its folder, and replace what has that name. Blocks. Raises OSError.
+    """Rename a complete file within its folder, and replace any file of that name. Blocks. Raises OSError.
 
-    A power cut leaves either what was there before or all of the file. If the file were not synced before it is
-    renamed, it might be found empty.
+    After a power cut either the former file or all of the new one is there. If the new file were not synced before it
+    is renamed, it might be empty.
     """
     sync(temporary)
     temporary.rename(path)
@@ -31,7 +31,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, whole or not at all. Makes its folder. Blocks. Raises OSError."""
+    """Write a file that only its owner can read, whole or not at all, and make its folder. Blocks. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -40,18 +40,18 @@ def write_private(path: Path, text: str) -> None:
 
 
 def require_new(path: Path) -> None:
-    """Raise ValueError if something is there already, other than an empty folder."""
+    """Raise ValueError if anything but an empty folder has this path."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is there already: name a folder that is not, or is empty")
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder that gets its name once the block has filled it; if the block fails, nothing is left. Blocks.
+    """Give the block a new folder to fill, which gets its name afterwards. If the block fails, nothing is left. Blocks.
 
     Raises:
-        ValueError: something is there already, other than an empty folder.
-        OSError: it cannot be made.
+        ValueError: anything but an empty folder has this path.
+        OSError: the folder cannot be made.
     """
     require_new(path)
     temporary = path.with_name(f".{path.name}.partial")

@@ -1,13 +1,13 @@
-"""Libraries that are installed on request alone, as extras of this package: what to do where one is missing."""
+"""The error for libraries that are missing because they are only installed on request, as extras of this package."""
 
 
 def missing(what: str, needs: str, extra: str) -> ValueError:
-    """The error of what cannot be done without an extra.
+    """The error for a request that cannot be met without an extra.
 
     Args:
-        what: was asked for.
-        needs: the libraries that are not here.
-        extra: its name in pyproject.toml.
+        what: the thing that was asked for.
+        needs: the libraries that are missing.
+        extra: the extra's name in pyproject.toml.
     """
     command = f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"
     return ValueError(f"{what} needs {needs}; in swarm's folder: {command}")

@@ -1,4 +1,4 @@
-"""JSON that anybody may have written: files that lie beside models and tokenizers, and rows of texts."""
+"""Reads JSON that anybody may have written: files that come with models and tokenizers, and rows of datasets."""
 
 import json
 import sys
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def parse(text: str | bytes) -> Any:
-    """What a JSON text says.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: one line that says why it is none, without saying where it came from.
+        ValueError: one line says why the text is no JSON, but not where it came from.
     """
     try:
         return json.loads(text)
@@ -21,18 +21,18 @@ def parse(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("it is not valid JSON: it is nested too deeply") from None
     except ValueError:
-        # Python reads no longer numbers, since that takes time with the square of their length.
+        # Python refuses longer numbers, since the time to read one grows with the square of its length.
         raise ValueError(f"it has a number of more than {sys.get_int_max_str_digits():,} digits") from None
 
 
 def read_object(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    """What the object in a file holds.
+    """Read the JSON object in a file.
 
     Args:
-        is_optional: nothing stands for a file that is not there.
+        is_optional: whether a missing file counts as an empty object.
 
     Raises:
-        ValueError: one line, if it cannot be read, or holds anything else.
+        ValueError: the file cannot be read, or holds no JSON object; the message is one line.
     """
     if is_optional and not path.is_file():
         return {}

@@ -1,7 +1,7 @@
-"""A file that whole lines are appended to. The event log and the metrics are such files.
+"""A file to which whole lines are appended. The event log and the metrics are such files.
 
 Each line is a single write, so several processes may append to one file at once, and a process that is killed loses
-nothing that it wrote. A full disk costs lines, and stops nobody.
+nothing that it wrote. If the disk is full, lines are lost, but the process goes on.
 """
 
 import logging
@@ -18,22 +18,22 @@ class LineFile:
         """Open the file, or make it.
 
         Args:
-            what: the lines are, for the log.
+            what: names the lines in this process's log.
 
         Raises:
-            OSError: it can neither be opened nor made.
+            OSError: the file can neither be opened nor made.
         """
         self._path = path
         self._what = what
-        # What a killed writer left unfinished stays a line of its own.
+        # If a killed writer left an unfinished line, the next line begins on a line of its own.
         self._is_torn = path.exists() and not _ends_with_newline(path)
         self._is_losing = False
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def append(self, line: str) -> bool:
-        """Write a line, given without its end, and tell whether all of it was written.
+        """Write a line, given without its line break, and return whether all of it was written.
 
-        Of several lines in a row that are lost, only the first is told to the log.
+        If several lines in a row are lost, only the first is reported in the log.
         """
         data = (("\n" if self._is_torn else "") + line + "\n").encode()
         try:
@@ -48,7 +48,7 @@ class LineFile:
         return not self._is_losing
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Close the file."""
         os.close(self._file)
 
 

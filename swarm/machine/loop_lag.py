@@ -1,4 +1,4 @@
-"""How late the event loop comes to what is due. While something holds the loop, a peer answers nothing and looks dead.
+"""Measures how late the event loop is. While a task holds the loop, a peer answers nothing and looks dead.
 
 peers/stage_peer runs it beside everything else, and reports its figure to others.
 """
@@ -6,9 +6,9 @@ peers/stage_peer runs it beside everything else, and reports its figure to other
 from swarm.machine.clock import Clock
 
 KEPT_SECONDS = 60.0
-"""A lag is remembered for at least so long, and at most twice as long."""
+"""A lag is remembered for at least this long, and at most twice as long."""
 _GAP_SECONDS = 0.02
-"""Time between two measurements. A lag may be longer than what is measured by so much."""
+"""Time between two measurements. A lag may be longer than its measurement by up to this time."""
 
 
 class LoopLag:
@@ -21,7 +21,7 @@ class LoopLag:
 
     @property
     def seconds(self) -> float:
-        """The longest lag of the last while."""
+        """The longest lag within the last KEPT_SECONDS, or up to twice that."""
         return max(self._largest, self._largest_before)
 
     async def run(self) -> None:

@@ -1,10 +1,9 @@
-"""Memory of large tensors, which each round needs again at the same sizes.
+"""Keeps the memory of large tensors, which each round needs again at the same sizes.
 
-Used by stage/weights and averaging. Memory that is given back to the C library may be returned to the system, whatever
-the library is told: protobuf makes it return everything that is free after each 10,000 freed pieces of messages
-(`upb_trim_allocfunc` in its python/protobuf.c). Then every page has to be cleared anew, which took 14 µs a page on a
-virtual machine. Besides, small objects settle in the holes that one round leaves, and the next round's vectors do not
-fit there.
+Used by stage/weights and averaging. The C library may return freed memory to the system, however it is configured:
+protobuf makes it return all free memory after each 10,000 freed pieces of messages (`upb_trim_allocfunc` in its
+python/protobuf.c). Then the system has to clear every page anew, which took 14 µs a page on a virtual machine. Besides,
+small objects are put into the gaps that one round's vectors leave, and the next round's vectors do not fit there.
 """
 
 import os
@@ -15,23 +14,23 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 64
-"""A vector begins at a multiple of so many bytes, the beginning of a cache line, as torch's own do."""
+"""A vector begins at a multiple of this many bytes, a cache line, as torch's own tensors do."""
 
 
 class Recycler:
-    """Float32 vectors on the CPU, which use the memory of earlier ones that are not used any more.
+    """Makes float32 vectors on the CPU in the memory of earlier vectors that are not used any more.
 
-    Safe from any thread. The memory is kept as long as this object. None is kept if the user has set MALLOC_*
-    (mallopt(3)), which decides what becomes of freed memory.
+    Safe from any thread. The memory is kept as long as this object. None is kept if the user has set a MALLOC_*
+    variable (mallopt(3)), to decide themselves what becomes of freed memory.
     """
 
     def __init__(self) -> None:
-        # As in process.keep_freed_memory.
+        # process.keep_freed_memory respects these variables in the same way.
         self._keeps = not any(name.startswith("MALLOC_") for name in os.environ)
         self._unused: dict[int, list[np.ndarray]] = {}
 
     def vector(self, num_elements: int) -> torch.Tensor:
-        """Uninitialized, shape (num_elements,). Its memory comes back when the last tensor that uses it is gone."""
+        """An uninitialized vector (num_elements,). Its memory comes back when the last tensor that uses it is gone."""
         if not self._keeps:
             return torch.empty(num_elements)
         unused = self._unused.setdefault(num_elements, [])
@@ -39,7 +38,7 @@ class Recycler:
             memory = unused.pop()
         except IndexError:
             memory = _aligned(num_elements)
-        # torch keeps this very object as long as a tensor uses its memory.
+        # torch keeps the array `lent` alive as long as a tensor uses its memory.
         lent = memory.view()
         weakref.finalize(lent, unused.append, memory).atexit = False
         return torch.from_numpy(lent)
@@ -49,7 +48,7 @@ class Recycler:
         return {name: self._like(tensor) for name, tensor in tensors.items()}
 
     def copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of tensors, in memory as `like` gives it."""
+        """Copies of tensors, in the memory that `like` gives."""
         copies = self.like(tensors)
         with torch.no_grad():
             for name, copy in copies.items():

@@ -1,8 +1,8 @@
-"""Whether an exception says that memory ran out, and what it says of that.
+"""Whether an exception says that memory ran out, and for what.
 
-The programs turn it into one line, and a stage then takes fewer microbatches. Python, torch and the system each have
-their own way to say it, and most of them only say it in words. This file does not import torch, because memory may run
-out during that import.
+The programs turn such an exception into one line, and a stage then takes fewer microbatches. Python, torch and the
+system each have their own exception for it, and in most cases only its message shows the cause. This file does not
+import torch, because memory may run out during that import.
 """
 
 import errno
@@ -19,7 +19,7 @@ _WORDS = (
     "can't start new thread",
     "failed to map segment",
 )
-"""Parts of the messages, in small letters."""
+"""Parts of such messages, in lower case."""
 _SIZE = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]i?B)?", re.IGNORECASE)
 _LIBRARY = re.compile(r"([^/\s]+): failed to map segment")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def what_was_asked(error: BaseException) -> str:
-    """What there was no memory for, such as `4.0 GiB`. If the exception does not say it: `what was needed`."""
+    """What there was no memory for, such as `4.0 GiB`; `what was needed` if the exception does not say it."""
     text = str(error)
     if "new thread" in text:
         return "another thread"
@@ -52,7 +52,7 @@ def what_was_asked(error: BaseException) -> str:
 
 
 def in_words(num_bytes: int) -> str:
-    """A number of bytes, such as `4.0 GiB`."""
+    """A number of bytes in words, such as `4.0 GiB`."""
     size = float(num_bytes)
     for unit in _UNITS:
         if size < 1024 or unit == _UNITS[-1]:

@@ -12,13 +12,13 @@ import psutil
 def own_host(family: int, towards: tuple[str, int]) -> str:
     """This machine's address on the way to another one's host and port. Raises OSError if there is no way."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(towards)  # Of UDP this only looks up the way.
+        probe.connect(towards)  # With UDP this sends nothing, and only looks up the route.
         host: str = probe.getsockname()[0]
         return host
 
 
 def own_versions() -> set[int]:
-    """The versions of IP, 4 and 6, of which this machine has an address that leads beyond it and its own wire."""
+    """The versions of IP, 4 or 6, of which this machine has an address that is neither loopback nor link-local."""
     found = set[int]()
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:

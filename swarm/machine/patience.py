@@ -1,4 +1,4 @@
-"""Trying again for a while: what a program does that joins others which may start at the same moment.
+"""Tries a call again for a while, for programs that join others which may be starting at the same moment.
 
 Used where the DHT is entered (dht/kademlia), and where a run and its peers are looked for (peers/shared). It soon says
 what it waits for, so that nobody waits in silence.
@@ -15,11 +15,11 @@ from swarm.machine.waits import Waits
 from swarm.machine.words import counted
 
 JOIN_SECONDS = 25.0
-"""How long it is tried."""
+"""How long the call is tried again."""
 RETRY_SECONDS = 0.5
 """Time between two attempts."""
 FIRST_SECONDS = 2.0
-"""After so long a line says what is waited for, and for how long at most."""
+"""After this time a line of the log says what is waited for, and for how long at most."""
 
 Result = TypeVar("Result")
 
@@ -28,15 +28,15 @@ async def patiently(
     call: Callable[[], Awaitable[Result]], clock: Clock, wanted: str, *,
     final: type[PeerUnavailable] | tuple[()] = (),
 ) -> Result:  # fmt: skip
-    """What the call gives, which is made again and again until it gives something. Cancellation ends it.
+    """Make a call again and again until it does not raise PeerUnavailable, and return its result.
 
     Args:
-        wanted: what is waited for, for people.
-        final: kinds of PeerUnavailable that no other attempt would change.
+        wanted: what is waited for, in words for people.
+        final: kinds of PeerUnavailable after which no attempt can succeed.
 
     Raises:
-        PeerUnavailable: the last attempt did, after JOIN_SECONDS, or a final one.
-        Exception: what else the call raises.
+        PeerUnavailable: the last attempt's error, after JOIN_SECONDS, or a final one.
+        Exception: whatever else the call raises.
     """
     began_at = clock.monotonic()
     faults: list[PeerUnavailable] = []

@@ -1,4 +1,4 @@
-"""Lets a line be said once in a while and not at every event: a fault of one peer is one of each microbatch.
+"""Limits how often a line is logged: a fault of one peer would otherwise be logged for each microbatch.
 
 Used where logs would repeat themselves. Writes nothing itself.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from swarm.machine.clock import Clock
 
 MOST_KEPT = 256
-"""Kinds of event that are remembered; of more, the oldest are taken for new."""
+"""How many kinds of event are remembered. If there are more, the oldest are forgotten and count as new."""
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class _Kind:
 
 
 class Repeats:
-    """What was said lately."""
+    """Remembers when each kind of event was last logged."""
 
     def __init__(self, clock: Clock, every_seconds: float = 60.0) -> None:
         self._clock = clock
@@ -27,7 +27,7 @@ class Repeats:
         self._kinds: dict[Hashable, _Kind] = {}
 
     def count(self, kind: Hashable) -> int:
-        """Note an event; how many of its kind there were since the last line, if there is to be one now, else 0."""
+        """Note an event. If it is to be logged, return how many of its kind came since the last line, else 0."""
         now = self._clock.monotonic()
         known = self._kinds.get(kind)
         if known is not None and now - known.said_at < self._every_seconds:

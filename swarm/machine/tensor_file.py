@@ -1,6 +1,6 @@
-"""Safetensors files: written whole, and opened to be read tensor by tensor, mapped into memory and not copied.
+"""Safetensors files: they are written whole, and read tensor by tensor, mapped into memory and not copied.
 
-Used by checkpoint/file and interchange, which say which error stands for a file that cannot be read.
+Used by checkpoint/file and interchange, which say which error to raise for a file that cannot be read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from swarm.errors import in_one_line
 
 @contextmanager
 def opened(path: Path, fault: type[Exception]) -> Iterator[Any]:
-    """The open file inside the block. Raises `fault`, with one line, if it is missing, cut short or no such file."""
+    """Open a file for the block. Raises `fault`, with one line, if it is missing, cut short or of another kind."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

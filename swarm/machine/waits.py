@@ -1,7 +1,7 @@
-"""What a process waits for, kept in one place for its log and for those who ask what it does.
+"""What a process waits for, collected for its log and for status requests.
 
-Parts that wait say so for as long as they do. What lasts longer than a few seconds becomes a line, with how long it has
-lasted and how far it is, and then lines at growing intervals. Knows nothing of what is waited for.
+Code that waits says so for as long as it waits. A wait of more than a few seconds is logged, with how long it has
+lasted and how far it is, and then again at growing intervals. Knows nothing of what is waited for.
 """
 
 import logging
@@ -15,14 +15,14 @@ from swarm.machine.clock import Clock
 logger = logging.getLogger(__name__)
 
 FIRST_SECONDS = 4.0
-"""After so long a wait is a line of the log, unless something else is asked for."""
+"""How long a wait lasts before it is logged, unless another time is given."""
 LONGEST_GAP_SECONDS = 60.0
-"""The longest time between two lines of one wait: the time grows with the wait."""
+"""The longest time between two lines about one wait. The time grows with the wait up to this."""
 LOOK_SECONDS = 0.5
 
 What = Callable[[float], str]
-"""What is waited for, in words that follow on "waiting for". It is given the seconds so far; an empty text says that
-nothing is waited for now."""
+"""Gives what is waited for, in words that follow on "waiting for", when told for how many seconds the wait has lasted.
+An empty text says that nothing is waited for now."""
 
 
 @dataclass(eq=False)
@@ -38,18 +38,18 @@ class Waits:
     def __init__(self, *, first_seconds: float = FIRST_SECONDS, level: int = logging.INFO) -> None:
         """
         Args:
-            first_seconds: how long a wait lasts before it is a line of the log.
-            level: of these lines.
+            first_seconds: how long a wait lasts before it is logged.
+            level: the level at which waits are logged.
         """
         self._first_seconds = first_seconds
         self._level = level
         self._waits: list[_Wait] = []
-        """The newest last: a wait within another is what that one comes down to."""
+        """The newest wait comes last: if one is within another, the inner one says more."""
         self._present: list[str] = []
 
     @contextmanager
     def on(self, what: str | What) -> Iterator[None]:
-        """The process waits for this inside the block, or may do so now and then where `what` is asked each time."""
+        """Count the block as a wait for `what`. If that is a function, it is asked at each look."""
         wait = _Wait((lambda _: what) if isinstance(what, str) else what)
         self._waits.append(wait)
         try:
@@ -59,11 +59,11 @@ class Waits:
 
     @property
     def present(self) -> str:
-        """What was waited for at the last look, for a second at least, and for how long; empty for nothing."""
+        """The newest wait of a second or more at the last look, and how long it has lasted; empty if there is none."""
         return self._present[-1] if self._present else ""
 
     def look(self, now: float) -> None:
-        """Note how long each wait has lasted, and log those that are due."""
+        """Note how long each wait has lasted, and log the waits that are due."""
         self._present = []
         for wait in list(self._waits):
             since = now if wait.since is None else wait.since

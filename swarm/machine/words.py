@@ -1,14 +1,14 @@
-"""Numbers of things, as people say them. Used wherever a line for people counts something."""
+"""Numbers of things in words. Used wherever a line for people counts something."""
 
 _ENDINGS = (("y", "ies"), ("ch", "ches"))
-"""The endings of nouns that do not simply take an s. Those with y have a consonant before it."""
+"""The endings of nouns that do not simply take an s. (A y must follow a consonant.)"""
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 peer`, `2 peers`, `1,200 microbatches`, `0 entries`.
+    """A number with its noun, such as `1 peer`, `2 peers`, `1,200 microbatches`, `0 entries`.
 
     Args:
-        noun: the noun for one of them.
+        noun: the noun in the singular.
     """
     if number == 1:
         return f"1 {noun}"
