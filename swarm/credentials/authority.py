@@ -1,7 +1,8 @@
-"""The owner of a locked run as its members know it: a root certificate, which tells which peers are members.
+"""The owner of a locked run as its members know it: a root certificate, with which they check who is a member.
 
-Used by identity, by dht/ for records and by rpc/ for connections and calls. A member is a peer for whose key a token of
-the owner's vouches. Decides by certificates alone: has no list of members, and asks no other machine.
+Used by identity, by dht/ for records and by rpc/ for connections and calls. A member is a peer or trainer whose
+certificate was issued with one of the owner's tokens. Certificates alone decide: there is no list of members, and no
+other machine is asked.
 """
 
 import datetime
@@ -26,7 +27,7 @@ class Member:
     begins_at: float
     """Seconds since the epoch."""
     expires_at: float
-    """When its token expires, in seconds since the epoch."""
+    """When the member's token expires, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Authority:
     """The owner of a locked run, as its members know it.
 
     Attributes:
-        certificate_pem: the owner's; the root of every chain.
+        certificate_pem: the owner's certificate, the root of every chain.
     """
 
     certificate_pem: str
@@ -51,10 +52,10 @@ class Authority:
             now: seconds since the epoch.
 
         Raises:
-            NotAllowed: no such chain, another owner's, or one that does not hold now.
+            NotAllowed: the text is no such chain, or another owner's, or one that is not valid now.
         """
         member = _verified(self.certificate_pem, chain_pem)
-        # This form of the comparison refuses NaN as well.
+        # Written with "not", the comparison refuses NaN as well.
         if not member.begins_at <= now <= member.expires_at:
             raise NotAllowed(f"the token of {member.peer_id[:8]} has expired, or a clock is wrong")
         return member
@@ -65,7 +66,7 @@ def _fingerprint(certificate_pem: str) -> str:
     return certificates.fingerprint(certificates.load(certificate_pem))
 
 
-# Cached because every call and every reading of the DHT asks again; only the time of asking differs.
+# Cached because every call and every reading of the DHT asks again, and nothing but the time differs.
 @lru_cache(maxsize=4096)
 def _verified(owner_pem: str, chain_pem: str) -> Member:
     try:

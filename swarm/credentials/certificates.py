@@ -1,4 +1,4 @@
-"""X.509: keys, the four kinds of certificates that there are, and what is read from them.
+"""X.509: makes keys and the four kinds of certificates, and reads from them.
 
 Used by identity, token and authority. A peer of an open run has a certificate that it signed itself. In a locked run
 the owner's key issues tokens and a token issues a certificate to every peer that holds it, so a peer shows a chain of
@@ -20,7 +20,7 @@ from swarm.errors import IntegrityError
 from swarm.types import PeerId
 
 PEER_NAME = "swarm-peer"
-"""Subject of every peer's certificate. TLS has to check a name; the pinned certificate tells which peer it is."""
+"""The subject of every peer's certificate. TLS has to check some name; the pinned certificate identifies the peer."""
 OWNER_NAME = "swarm-owner"
 
 FAULTS = (
@@ -32,21 +32,21 @@ FAULTS = (
     x509.ExtensionNotFound,
     x509.UnsupportedGeneralNameType,
 )
-"""What the library raises for certificates that it would not have made."""
+"""The exceptions that the library cryptography raises for keys and certificates that it cannot read."""
 
 _LONG = datetime.timedelta(days=3650)
 _EARLIER = datetime.timedelta(days=1)
-"""Certificates hold from this long ago, so that a machine whose clock runs slow does not refuse a new one."""
+"""A certificate is valid from this long before it is made, so that a machine whose clock is slow takes it as well."""
 _END = "-----END CERTIFICATE-----\n"
 
 
 class Role(StrEnum):
-    """What a peer with a certain token may do."""
+    """What the holder of a token may do."""
 
     PEER = "peer"
-    """Serve stages, and all that a trainer may."""
+    """May serve stages, and do all that a trainer may."""
     TRAINER = "trainer"
-    """Feed text, and watch."""
+    """May feed text, and watch."""
 
 
 _USAGES = {
@@ -76,7 +76,7 @@ def load_key(pem: str) -> ec.EllipticCurvePrivateKey:
 
 
 def load_pair(pem: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """A private key, and the certificate for it that follows. Raises IntegrityError for anything else."""
+    """Read a private key and, after it, the key's certificate. Raises IntegrityError for anything else."""
     try:
         key = load_key(pem)
         certificate = load(pem[pem.index("-----BEGIN CERTIFICATE-----") :])
@@ -91,13 +91,13 @@ def load_pair(pem: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
 
 
 def self_signed(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
-    """A certificate for a peer of an open run."""
+    """Make a certificate for a peer of an open run, signed with the peer's own key."""
     builder = _builder(PEER_NAME, key.public_key(), PEER_NAME, now - _EARLIER, now + _LONG)
     return builder.add_extension(_PEER_NAMES, critical=False).sign(key, hashes.SHA256())
 
 
 def owner(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
-    """A certificate for the owner of a run, which can issue tokens."""
+    """Make a certificate for the owner of a run, which can issue tokens."""
     builder = _builder(OWNER_NAME, key.public_key(), OWNER_NAME, now - _EARLIER, now + _LONG)
     return _authority(builder, key, key, path_length=1).sign(key, hashes.SHA256())
 
@@ -111,7 +111,7 @@ def token(
     now: datetime.datetime,
     expires: datetime.datetime,
 ) -> x509.Certificate:
-    """A certificate for a token, which can issue certificates to peers, but none that issue further ones."""
+    """Make a certificate for a token, which can issue certificates to peers, but none that issue further ones."""
     builder = _builder(name, key.public_key(), OWNER_NAME, now - _EARLIER, expires)
     builder = builder.add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
     return _authority(builder, key, owner_key, path_length=0).sign(owner_key, hashes.SHA256())
@@ -120,7 +120,7 @@ def token(
 def member(
     key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, issuer_key: ec.EllipticCurvePrivateKey
 ) -> x509.Certificate:
-    """A certificate for a peer or trainer that has the token `issuer`; it holds as long as the token does."""
+    """Make a certificate for a peer or trainer that has the token `issuer`; it is valid as long as the token is."""
     builder = _builder(
         PEER_NAME, key.public_key(), common_name(issuer), issuer.not_valid_before_utc, issuer.not_valid_after_utc
     )
@@ -178,7 +178,7 @@ def to_pem(certificate: x509.Certificate) -> str:
 
 
 def load(pem: str) -> x509.Certificate:
-    """The first certificate of a chain. Raises IntegrityError if it is none."""
+    """Read the first certificate of a chain. Raises IntegrityError if the text begins with none."""
     try:
         return x509.load_pem_x509_certificate(pem.encode())
     except FAULTS:
@@ -186,7 +186,7 @@ def load(pem: str) -> x509.Certificate:
 
 
 def load_all(pem: str) -> list[x509.Certificate]:
-    """Every certificate of a chain, the peer's own first. Raises IntegrityError if there is none, or a broken one."""
+    """Read all certificates of a chain, the peer's own first. Raises IntegrityError for none, or a broken one."""
     try:
         return x509.load_pem_x509_certificates(pem.encode())
     except FAULTS:
@@ -211,9 +211,9 @@ def public_key(certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
 
 @lru_cache(maxsize=512)
 def peer_id_of(certificate_pem: str) -> PeerId:
-    """The id of the peer with this certificate, the first of a chain. Raises IntegrityError if it is none.
+    """The id of the peer with this certificate, or first of a chain. Raises IntegrityError if the text is none.
 
-    Every call that is served needs it, so what was read is remembered.
+    Every call that a peer serves needs the id, so it is cached.
     """
     return PeerId(fingerprint(load(certificate_pem))[:40])
 
@@ -222,7 +222,7 @@ def peer_id_of(certificate_pem: str) -> PeerId:
 def bearer_of(chain_pem: str) -> str | None:
     """The fingerprint of the token that issued the first certificate of a chain; None if no token did.
 
-    Does not tell whether the token is one of the run's.
+    Whether the token is one of the run's is not checked.
     """
     try:
         _, *issuers = load_all(chain_pem)
@@ -246,7 +246,7 @@ def common_name(certificate: x509.Certificate) -> str:
 
 
 def role_of(token_certificate: x509.Certificate) -> Role:
-    """What a token's certificate says a peer with it may do. Raises IntegrityError if it does not say."""
+    """The role that a token's certificate gives its holder. Raises IntegrityError if it names none."""
     try:
         usages = list(token_certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
     except FAULTS:

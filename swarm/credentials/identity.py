@@ -1,4 +1,4 @@
-"""A peer's key: it names the peer, signs what the peer announces, and proves the peer's TLS certificate.
+"""A peer's key: it gives the peer its id, signs what the peer announces, and belongs to its TLS certificate.
 
 Used by dht/ (signing and checking records) and rpc/ (TLS). Each peer has one ECDSA P-256 key; the peer's id is the
 digest of its public key, so no peer can announce under another's id. Never sends the private key anywhere.
@@ -28,8 +28,8 @@ class Identity:
 
     Attributes:
         peer_id: 40 hexadecimal digits, from the public key.
-        certificate_pem: what others pin: self-signed, or, in a locked run, issued by a token, whose own certificate
-            follows.
+        certificate_pem: the certificate that others pin: self-signed, or in a locked run issued by a token, whose
+            certificate follows it.
         key_pem: the private key, for this peer's own server only.
         authority: the owner of the locked run that this peer is a member of; None in an open one.
     """
@@ -54,7 +54,7 @@ def load_or_create(path: Path) -> Identity:
     """Read the identity file, or make one that only its owner can read.
 
     Raises:
-        IntegrityError: the file is no identity; one line says what to do.
+        IntegrityError: the file holds no identity; one line says what to do.
         OSError: the file cannot be read or written.
     """
     if path.exists():

@@ -1,8 +1,8 @@
 """Join tokens of a locked run, and the owner's key that issues them.
 
-Used by swarm-keys, which makes both, and by every program that joins. A token is a certificate that the owner issued,
-with its key and with the owner's certificate, in one string. With the string any number of processes can join, each
-with a key of its own. A token never leaves the machine by itself.
+Used by swarm-keys, which makes both, and by every program that joins. A token is one string, which contains a
+certificate that the owner issued, the key to it, and the owner's certificate. With the string any number of processes
+can join, each with a key of its own. The programs never send a token anywhere.
 """
 
 import base64
@@ -24,7 +24,7 @@ from swarm.errors import IntegrityError, NotAllowed
 from swarm.machine.disk import write_private
 
 PREFIX = "swarm1-"
-"""Every token begins with it, so that it is recognized as one."""
+"""The beginning of every token, by which people and programs recognize one."""
 _KEY_BYTES = 32
 _LENGTH_BYTES = 2
 
@@ -39,17 +39,17 @@ class Token:
 
     @property
     def role(self) -> Role:
-        """What a peer with it may do."""
+        """What a process with this token may do."""
         return certificates.role_of(self.certificate)
 
     @property
     def name(self) -> str:
-        """What the owner called it."""
+        """The name that the owner gave the token."""
         return certificates.common_name(self.certificate)
 
     @property
     def expires_at(self) -> float:
-        """When it expires, in seconds since the epoch."""
+        """When the token expires, in seconds since the epoch."""
         return self.certificate.not_valid_after_utc.timestamp()
 
     @property
@@ -58,7 +58,7 @@ class Token:
         return Authority(certificates.to_pem(self.owner))
 
     def admit(self, identity: Identity) -> Identity:
-        """The identity with a certificate that this token issues; key and id stay."""
+        """Return the identity with a certificate that this token issues; key and id stay the same."""
         own = certificates.member(certificates.load_key(identity.key_pem), self.certificate, self.key)
         chain_pem = certificates.to_pem(own) + certificates.to_pem(self.certificate)
         return replace(identity, certificate_pem=chain_pem, authority=self.authority)
@@ -76,7 +76,7 @@ class Token:
         """The inverse of `str`.
 
         Raises:
-            ValueError: one line, which does not repeat the text.
+            ValueError: the text is no token. The message is one line that does not repeat the text.
         """
         try:
             return cls._parse(text.strip())
@@ -100,7 +100,7 @@ class Token:
             raise ValueError("another key's certificate")
         certificate.verify_directly_issued_by(owner)
         token = cls(certificate=certificate, key=key, owner=owner)
-        # A fault is found here and now, and not by the peers that this process joins.
+        # The token is tried now, so that a fault shows here, and not at the peers that this process wants to join.
         admitted = token.admit(generate())
         token.authority.member(admitted.certificate_pem, token.expires_at)
         return token
@@ -115,14 +115,14 @@ class OwnerKey:
 
     @property
     def authority(self) -> Authority:
-        """The owner as the members know it."""
+        """The owner as members know it."""
         return Authority(certificates.to_pem(self.certificate))
 
     def issue(self, role: Role, *, name: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Token:
         """Make a token.
 
         Raises:
-            ValueError: it would hold longer than the owner's own certificate, or the name cannot be.
+            ValueError: the token would be valid for longer than the owner's certificate, or the name is not allowed.
         """
         if not 0 < len(name) <= 64 or name == certificates.OWNER_NAME:
             raise ValueError(f"a token's name has 1 to 64 characters and is not {certificates.OWNER_NAME!r}")
@@ -134,14 +134,14 @@ class OwnerKey:
         return Token(certificate=certificate, key=key, owner=self.certificate)
 
     def save(self, path: Path) -> None:
-        """Write it to a new file that only this user can read. Raises FileExistsError, OSError."""
+        """Write the key to a new file that only this user can read. Raises FileExistsError, OSError."""
         if path.exists():
             raise FileExistsError(f"{path} is there already: an owner's key is not replaced; take another name")
         write_private(path, certificates.key_pem(self.key) + certificates.to_pem(self.certificate))
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read it. Raises ValueError if the file is none, OSError if it cannot be read."""
+        """Read an owner's key. Raises ValueError if the file holds none, OSError if it cannot be read."""
         try:
             key, certificate = certificates.load_pair(path.read_text())
         except (UnicodeDecodeError, IntegrityError):
