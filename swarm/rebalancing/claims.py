@@ -1,9 +1,9 @@
-"""The layout that follows from the DHT's records: where each peer counts, when some have claimed to be on their way.
+"""The layout that follows from the DHT's records: which peers count at which stage, given the claims.
 
-Asked by the stage peer's program. A claim says where its peer is about to serve; others count it as if it were there,
-so that two do not take one gap. A peer that claims looks again a little later, when it sees all claims that were made
-at the same time: it counts those that come before its own and leaves out those that come after. All peers order claims
-in the same way, so one of two that want the same gap finds it taken. Pure.
+Asked by the stage peer's program. A claim says where its peer is about to serve; other peers count it as if it were
+there already, so that two do not fill one gap. A peer that claims looks again a little later, when it sees all claims
+that were made at the same time: it counts those that come before its own, and leaves out those that come after. All
+peers order claims in the same way, so of two that want the same gap one finds it taken. Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 
 def comes_before(one: ClaimRecord, other: ClaimRecord) -> bool:
-    """Whether `one` counts for the peer of `other`: first what is under way, then the older, then by id."""
+    """Whether `one` counts for the peer of `other`: confirmed claims come first, then older ones, then lower ids."""
     return _order(one) < _order(other)
 
 
@@ -24,13 +24,13 @@ def layout_of(
     *,
     own: ClaimRecord | None = None,
 ) -> Layout:
-    """The layout of all peers where they count.
+    """The layout of all peers, each at the stage where it counts.
 
     Args:
-        records: by stage, of peers in whatever state.
+        records: the peers' records by stage, whatever their state.
         costs: relative cost of a sample, by stage.
-        own: this peer's claim, if it has made one: then it counts where it is, and so do the peers whose claims come
-            later.
+        own: this peer's claim, if it has made one. Then this peer, and those whose claims come later, count where they
+            are now.
     """
     latest: dict[str, PeerRecord] = {}
     for record in (record for row in records.values() for record in row):
@@ -45,23 +45,24 @@ def layout_of(
         and (own is None or (claim.peer_id != own.peer_id and comes_before(claim, own)))
     }
     workers = [_worker(record, counted.pop(peer_id, None), costs) for peer_id, record in latest.items()]
-    # Of a newcomer there is no record yet.
+    # Newcomers have claims, but no records yet.
     newcomers = [Worker(peer_id=PeerId(claim.peer_id), stage=claim.stage, serving=False) for claim in counted.values()]
     return Layout([*(worker for worker in workers if worker is not None), *newcomers], costs)
 
 
 def newcomers_before(claims: Iterable[ClaimRecord], own: ClaimRecord, layout: Layout) -> list[ClaimRecord]:
-    """Newcomers that choose a stage at the same time as this one, and before it.
+    """The claims of newcomers that are choosing a stage now, and come before this peer.
 
     Args:
-        layout: the peers that count already; of those that arrived just now the claim may be an old reading.
+        layout: the peers that count already. Their claims are left out: a peer that has just arrived may still be
+            listed with one.
     """
     choosing = (claim for claim in claims if _is_choosing(claim) and claim.peer_id not in layout.workers)
     return [claim for claim in choosing if comes_before(claim, own)]
 
 
 def without_choosing(claims: Iterable[ClaimRecord]) -> list[ClaimRecord]:
-    """All claims but those of newcomers that are still choosing."""
+    """All claims except those of newcomers that are still choosing a stage."""
     return [claim for claim in claims if not _is_choosing(claim)]
 
 

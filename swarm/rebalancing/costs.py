@@ -1,7 +1,7 @@
-"""How much work a sample is at each stage, relative to the other stages: from the run's configuration alone.
+"""How much work a sample is at each stage, relative to the other stages, by the run's configuration alone.
 
-Used by swarm.rebalancing to guess what a peer would manage elsewhere. Not from what the peers of a stage report: that
-says as much about their machines as about the stage, and changes all the time. Never asks a peer anything.
+Used by swarm.rebalancing to guess what throughput a peer would have elsewhere. Reports of a stage's peers are not used:
+they say as much about the peers' machines as about the stage, and change all the time. Never asks a peer anything.
 """
 
 import statistics
@@ -11,9 +11,9 @@ from swarm.model.stages import layer_ranges
 
 
 def stage_costs(config: RunConfig) -> tuple[float, ...]:
-    """Relative cost of a sample at each stage, 1 on average: by multiplications in a forward pass.
+    """Relative cost of a sample at each stage, 1 on average: the number of multiplications in a forward pass.
 
-    Of a model of one's own nothing is known but its layers: they count as equal.
+    Of a custom class only the number of layers is known, so they count as equal.
     """
     work = [_work(config, stage, len(layers)) for stage, layers in enumerate(layer_ranges(config))]
     mean = statistics.fmean(work)
@@ -21,16 +21,16 @@ def stage_costs(config: RunConfig) -> tuple[float, ...]:
 
 
 def _work(config: RunConfig, stage: int, num_layers: int) -> float:
-    """Multiplications for one token; never 0, for even a stage without layers handles every sample."""
+    """Multiplications for one token. Never 0, since even a stage without layers handles every sample."""
     model = config.model
     query_width = model.num_heads * model.width_of_heads
     kv_width = model.kv_heads * model.width_of_heads
     projections = model.d_model * (query_width + 2 * kv_width)
-    # A token attends to half of the sequence on average, once for the weights and once for the mixture.
+    # On average a token attends to half of the sequence, which is multiplied twice: with its query, and as values.
     attention = config.data.sequence_length * query_width
     num_reading = 2 if model.feed_forward == "swiglu" else 1
     reads = projections + attention + num_reading * model.d_model * model.feed_forward_width
-    # For each column of the residual stream that it writes.
+    # These are the multiplications for each column of the residual stream that a layer writes.
     writes = query_width + model.feed_forward_width
     if model.custom_class:
         return max(num_layers, 1) * (reads + model.d_model * writes)

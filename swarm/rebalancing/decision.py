@@ -1,17 +1,17 @@
 """Should this peer stay, or move to another stage? And where should a newcomer go?
 
-Asked by the stage peer's program now and then, and by simulations with every peer. Pure: the same layout gives the
-same answer. Knows neither the DHT nor what moving takes; a peer that is on the way counts as arrived.
+Asked by the stage peer's program now and then, and by simulations for every peer. Pure: the same layout gives the same
+answer. Knows neither the DHT nor how a move is done; a peer that is on its way counts as arrived.
 
-A pipeline is as fast as its weakest stage. Every peer plans for all: again and again the move that brings most to the
-weakest stage, until none brings anything. It moves if the plan, up to where it pays best, contains a move of its own.
-Of several peers with about the same gain each sees itself in the plan. So the first one to look goes, without waiting
-for a particular peer's turn, and the others see its claim.
+A pipeline is as fast as its weakest stage. Every peer plans for all: its plan takes again and again the move that
+strengthens the weakest stage most, until no move does. The peer moves if the plan, up to the point where it pays best,
+contains a move of its own. If several peers would bring about the same gain, each of them sees itself in its plan. So
+the first one to look moves, without waiting for a particular peer's turn, and the others see its claim.
 
-Compared with SWARM's rule (one peer, from the stage with the shortest queues to the one with the longest, every T
-seconds) a move has to bring something, several gaps are filled at once, and a stage is never emptied. Compared with
-Petals' (simulate all peers, and move if that promises a better balance) it has to pay for itself, and peers that decide
-at the same time see each other.
+Compared with SWARM's rule (every T seconds one peer moves from the stage with the shortest queues to the one with the
+longest) a move has to bring something, several gaps are filled at once, and a stage is never emptied. Compared with
+Petals' rule (simulate all peers, and move if that promises a better balance) a move has to pay for itself, and peers
+that decide at the same time see each other.
 """
 
 import math
@@ -29,28 +29,29 @@ class Policy:
     """What a move has to bring. The defaults are for peers whose figures are mostly right to 5 %."""
 
     hysteresis: float = 0.2
-    """How much more the pipeline must manage: so many times the root of the summed squares of the throughputs of the
-    peers at the two stages. That is how far two sums are off, by chance, if each figure is off by this share: a peer's
-    worth is much among few peers and nothing among a thousand."""
+    """The gain that the pipeline's throughput must have, as a multiple of the root of the summed squares of the
+    throughputs of all peers at the two stages. If each peer's figure were off by this share at random, the two stages'
+    sums would be off by that much. One peer stands out from such errors among few peers, but not among a thousand."""
     enough: float = 0.5
-    """But never more than this share of a usual peer of the two stages: among many, no single move could bring what
-    `hysteresis` asks for, and one that turns out wrong costs little."""
+    """The most gain that is asked for, as a share of a usual peer of the two stages. Among many peers no single move
+    could bring the gain that `hysteresis` asks for, and a wrong move costs little."""
     near: float = 0.9
-    """A peer moves itself if it brings this share of what the most suitable one would."""
+    """A peer moves itself if its move brings at least this share of what the most suitable peer's would."""
     move_seconds: float = 30.0
-    """The time from the last microbatch at the old stage to the first one at the new."""
+    """The time from the last microbatch at the old stage to the first one at the new stage."""
     stay_seconds: float = 3600.0
-    """How long a peer stays in the run: for so long a move pays off."""
+    """How long a peer stays in the run, and so how long a move pays off."""
 
 
 DEFAULT = Policy()
 
 _MORE = 1 + 1e-9
-"""Than by rounding. A move that only makes another stage the weakest would be taken back by the next one to look."""
+"""The factor by which a move must raise the weakest stage, beyond rounding. A move that only makes another stage the
+weakest would be undone by the next peer to look."""
 
 
 def next_check_seconds(rng: random.Random, period_seconds: float) -> float:
-    """Time to a peer's next check: `period_seconds` on average, and spread, so that peers do not act at once."""
+    """The time to a peer's next check: `period_seconds` on average, but random, so that peers do not act together."""
     return period_seconds * rng.uniform(0.5, 1.5)
 
 
@@ -68,21 +69,22 @@ def decide(
     Args:
         own_rates: samples per second that this peer has measured itself, at the stages that it has served.
         closed: stages that this peer cannot enter.
-        waited: this peer has seen the gap before, and no more suitable one has filled it, so it may go itself.
+        waited: whether this peer has seen the gap before and no more suitable peer has filled it since, so that it may
+            move itself.
     """
     own = layout.workers.get(own_id)
     if own is None or not (own.movable and own.serving) or layout.num_serving[own.stage] < 2 or len(layout.costs) < 2:
         return None
     rates = _own_rates(layout, own, own_rates or {})
     before = layout.pipeline_throughput
-    # For most checks find all in balance: a quick no.
+    # Most checks find the stages in balance, and end here without a plan.
     most = _best_balance(layout, own, rates) - before
     least = min(_margin(layout, policy, own.stage, stage) for stage in rates if stage != own.stage)
     if layout.throughput[own.stage] - rates[own.stage] < before or most < least:
         return None
     plan = _Plan(layout, own, rates, near=0.0 if waited else policy.near)
     target, best_value, best_gain, lost, num_moves = None, 0.0, 0.0, 0.0, 0
-    # Until nothing is left to gain that could be told from an error.
+    # The plan goes on as long as it could still gain more than the figures may be wrong.
     while most >= best_gain + least and plan.take_step():
         if plan.target in closed:
             break
@@ -90,10 +92,11 @@ def decide(
         num_moves += 1
         gain = min(plan.throughput) - before
         value = gain * (policy.stay_seconds - policy.move_seconds) - lost
-        # A longer plan may look better by an error in another peer's figure, and would make this move look needless.
+        # A longer plan must gain clearly more than a shorter one: an error in another peer's figure may make it look
+        # better, and this peer's move look needless.
         if value > best_value and gain >= best_gain + _margin(layout, policy, own.stage, plan.target):
             best_value, best_gain = value, gain
-            # Likewise, a small step of it is not worth making for a plan that only looks good.
+            # This peer's own move, too, must bring more than an error could.
             if plan.own_target is not None and min(gain, plan.own_share * num_moves) >= _margin(
                 layout, policy, own.stage, plan.own_target
             ):
@@ -102,10 +105,10 @@ def decide(
 
 
 def choose_stage(layout: Layout, *, num_before: int = 0, closed: Collection[int] = ()) -> int | None:
-    """The stage that a newcomer should serve: the weakest; with several equally weak, the one with fewest peers.
+    """The stage that a newcomer should serve: the weakest; of several equally weak ones, the one with fewest peers.
 
     Args:
-        num_before: other newcomers that choose first, by the same rule; all are taken for usual peers.
+        num_before: how many other newcomers choose first by the same rule. All newcomers count as usual peers.
         closed: stages that cannot be entered.
 
     Returns:
@@ -124,12 +127,13 @@ def choose_stage(layout: Layout, *, num_before: int = 0, closed: Collection[int]
 
 
 class _Plan:
-    """Moves of all peers, each of the most suitable one, as `own` sees it.
+    """A plan of moves, each by the most suitable peer, from the view of the peer `own`.
 
     Attributes:
-        throughput: by stage, after the moves so far.
-        target, rate: where the last move went, and what its peer managed where it was.
-        own_target: where the plan has `own` go.
+        throughput: the throughput of each stage after the moves so far.
+        target: the stage to which the last move went.
+        rate: the throughput that the last moved peer had at its former stage.
+        own_target: the stage to which the plan moves `own`; None if it does not.
     """
 
     def __init__(self, layout: Layout, own: Worker, own_rates: Mapping[int, float], near: float) -> None:
@@ -141,12 +145,12 @@ class _Plan:
         self._near = near
         self._costs = layout.costs
         self._num_serving = list(layout.num_serving)
-        # Shared with the layout, but for those that change here.
+        # The inner lists are shared with the layout, and replaced where the plan changes them.
         self._movable = list(layout.movable)
         self._movable[own.stage] = [one for one in layout.movable[own.stage] if one[1] != own.peer_id]
 
     def take_step(self) -> bool:
-        """Make the next move; whether there is one."""
+        """Make the next move. Returns whether there is one."""
         self.target = target = min(range(len(self.throughput)), key=self.throughput.__getitem__)
         lowest = self.throughput[target]
         sources = [s for s in range(len(self.throughput)) if self._num_serving[s] >= 2 and self.throughput[s] > lowest]
@@ -167,7 +171,7 @@ class _Plan:
 
     @property
     def own_share(self) -> float:
-        """By how much the weakest stage would be weaker if `own` stayed and all others moved."""
+        """By how much weaker the weakest stage would be if `own` stayed and the plan's other moves were made."""
         if self.own_target is None:
             return 0.0
         without = list(self.throughput)
@@ -176,7 +180,10 @@ class _Plan:
         return min(self.throughput) - min(without)
 
     def _own_level(self, target: int) -> tuple[float, float] | None:
-        """(level to which the weaker of the two stages rises, what is left at the source) if `own` moves."""
+        """If `own` moves: the throughput of the weaker of the two stages, and what is left at its former stage.
+
+        None if the move would not raise the weakest stage.
+        """
         lowest, left = self.throughput[target], self.throughput[self._own.stage] - self._own_rates[self._own.stage]
         level = min(left, lowest + self._own_rates[target])
         return (level, left) if level > lowest * _MORE else None
@@ -185,10 +192,9 @@ class _Plan:
         return own[0] - lowest >= self._near * (best[0] - lowest) and own[1] >= self._near * best[1]
 
     def _best_of(self, source: int, target: int) -> tuple[float, float, int, int] | None:
-        """What `_own_level` gives for the best other peer at the source; with the source and the peer's position
-        there."""
+        """The result of `_own_level` for the best other peer at a source, with the source and its position there."""
         candidates, lowest = self._movable[source], self.throughput[target]
-        # The slower ones bring less to the target, the faster ones leave less at the source.
+        # Peers slower than `ideal` bring less to the target, and faster ones leave less at the source.
         ideal = (self.throughput[source] - lowest) / (1 / self._costs[source] + 1 / self._costs[target])
         middle = bisect_left(candidates, (ideal, ""))
         found = []
@@ -216,7 +222,7 @@ def _own_rates(layout: Layout, own: Worker, measured: Mapping[int, float]) -> di
 
 
 def _best_balance(layout: Layout, own: Worker, rates: Mapping[int, float]) -> float:
-    """What the weakest stage would manage if all were spread perfectly."""
+    """The throughput that the weakest stage would have if all work were spread perfectly."""
     fastest = max(rate * cost for rate, cost in zip(rates.values(), layout.costs, strict=True))
     return (layout.total_speed - layout.speed(own) + fastest) / sum(layout.costs)
 

@@ -1,8 +1,8 @@
 """What one peer concludes from its looks at the DHT: which stage to join, and whether to move.
 
-Asked by the stage peer's program and by simulations, which bring what was read and carry out what is concluded. Keeps
-what the peer has learnt from look to look: how long others stay, what it managed itself, which stages it could not
-enter, whether it has seen a gap before. Pure: it never waits, reads or claims.
+Asked by the stage peer's program and by simulations, which pass in what they read and act on the conclusions. Keeps
+what the peer has learnt from look to look: how long others stay, which throughput it measured itself, which stages it
+could not enter, whether it has seen a gap before. Pure: it never waits, reads or claims.
 """
 
 import dataclasses
@@ -15,16 +15,19 @@ from swarm.rebalancing.stays import Stays
 from swarm.types import ClaimRecord, PeerId, PeerRecord
 
 SETTLE_SECONDS = 3.0
-"""The time from a claim to the second look: by then all claims of the same moment can be read."""
+"""The time from a claim to the second look. By then all claims of the same moment can be read."""
 AVOID_SECONDS = 60.0
-"""How long a stage is left alone that could not be entered; twice as long each time."""
+"""How long a peer avoids a stage that it could not enter; twice as long each time."""
 MAX_AVOID_SECONDS = 3600.0
 
 Records = Mapping[int, Sequence[PeerRecord]]
 
 
 class Judgement:
-    """What one peer concludes. Every `closed` is the stages that it cannot enter, beside those that it avoids."""
+    """What one peer concludes. Every argument `closed` holds the stages that the peer cannot enter.
+
+    Every `now` is seconds of a clock that never goes back. The peer also avoids stages that it failed to enter.
+    """
 
     def __init__(self, *, own_id: PeerId, costs: Sequence[float], policy: Policy = DEFAULT) -> None:
         self._own_id = own_id
@@ -33,39 +36,37 @@ class Judgement:
         self._stays = Stays()
         self._rates: dict[int, float] = {}
         self._avoided: dict[int, tuple[float, float]] = {}
-        """Until when each stage is avoided, and for how long the next time."""
+        """Until when each stage is avoided, and for how long it will be the next time."""
         self._saw_gap = False
 
     def look(self, present: Set[PeerId], now: float) -> None:
-        """Take note of the peers that are there, those on their way to another stage included.
-
-        Args:
-            now: seconds, of a clock that never goes back; of the other methods as well.
-        """
+        """Take note of the peers that are there, those on their way to another stage included."""
         self._stays.look(present, now)
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
     def first_choice(self, records: Records, claims: Sequence[ClaimRecord], closed: Collection[int]) -> int | None:
-        """The stage that a newcomer should claim; None if there is none that it can enter."""
+        """The stage that this newcomer should claim; None if there is none that it can enter."""
         return choose_stage(layout_of(records, claims, self._costs), closed=closed)
 
     def choice(
         self, records: Records, claims: Sequence[ClaimRecord], own: ClaimRecord, closed: Collection[int]
     ) -> int | None:
-        """The stage that it should serve, after the second look: of several that start together each places those
-        before it by the same rule."""
+        """The stage that this newcomer should serve, after the second look.
+
+        Each of several newcomers that start together places those before it by the same rule.
+        """
         layout = layout_of(records, without_choosing(claims), self._costs, own=own)
         return choose_stage(layout, num_before=len(newcomers_before(claims, own, layout)), closed=closed)
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
     def serves(self) -> None:
-        """The peer has begun at a stage: what it saw from another one does not count."""
+        """Note that the peer has begun to serve a stage: a gap that it saw from another stage does not count."""
         self._saw_gap = False
 
     def measured(self, stage: int, samples_per_second: float) -> None:
-        """What the peer manages where it serves."""
+        """Note the throughput that the peer has measured at the stage that it serves."""
         self._rates[stage] = samples_per_second
 
     def wants(self, layout: Layout, closed: Collection[int], now: float) -> int | None:
@@ -76,7 +77,7 @@ class Judgement:
         return target
 
     def still_wants(self, layout: Layout, target: int, closed: Collection[int], now: float) -> bool:
-        """Whether the move is still called for, after the second look, of a layout with `own` claim."""
+        """Whether the move to `target` is still called for, after the second look (`layout_of` with `own`)."""
         return self._decide(layout, closed, now, waited=self._saw_gap) == target
 
     def _decide(self, layout: Layout, closed: Collection[int], now: float, *, waited: bool) -> int | None:
@@ -87,16 +88,16 @@ class Judgement:
     # -- what came of it ---------------------------------------------------------------------------------------------
 
     def arrived(self, stage: int, *, move_seconds: float | None) -> None:
-        """The peer serves there now; the next move is expected to take as long as this one did."""
+        """Note that the peer serves a stage now. The next move is expected to take as long as this one did."""
         if move_seconds is not None:
             self._policy = dataclasses.replace(self._policy, move_seconds=move_seconds)
         self._avoided.pop(stage, None)
 
     def gave_up(self, stage: int, now: float) -> None:
-        """The peer could not leave for a stage, or not enter it: that is not tried again for a while."""
+        """Avoid a stage for a while, because the peer could not leave for it or not enter it."""
         _, seconds = self._avoided.get(stage, (0.0, AVOID_SECONDS))
         self._avoided[stage] = now + seconds, min(2 * seconds, MAX_AVOID_SECONDS)
 
     def avoided(self, now: float) -> set[int]:
-        """Stages that it has failed to enter lately."""
+        """The stages that the peer avoids now, because it has failed to enter them."""
         return {stage for stage, (until, _) in self._avoided.items() if until > now}

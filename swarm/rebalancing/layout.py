@@ -1,7 +1,7 @@
-"""Which peer works where, and what each stage manages: what a decision is made from.
+"""Which peers work at which stage, and each stage's throughput: the input of a decision.
 
-Made by claims from the DHT's records, and by simulations from their own peers. Pure, and never changed once made, so
-that many decisions may share one.
+claims makes it from the DHT's records, and simulations from their own peers. Pure, and never changed once made, so that
+many decisions may share one.
 """
 
 import statistics
@@ -14,17 +14,17 @@ from swarm.types import PeerId
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """One peer, as it is counted."""
+    """One peer, as a layout counts it."""
 
     peer_id: PeerId
     stage: int
-    """Where it counts: a peer on its way counts where it goes."""
+    """The stage where the peer counts. A peer on its way counts where it goes."""
     speed: float = 0.0
     """Samples per second at a stage of relative cost 1; 0 if unmeasured, which counts as the others' median."""
     serving: bool = True
-    """Whether it serves that stage already, and stays."""
+    """Whether the peer serves that stage already, and stays."""
     movable: bool = False
-    """Whether it moves if that is called for; a peer that is on its way does not."""
+    """Whether the peer moves if that is called for; a peer that is on its way does not."""
 
 
 class Layout:
@@ -33,10 +33,10 @@ class Layout:
     Attributes:
         costs: relative cost of a sample, by stage.
         workers: the peers, by id.
-        throughput: samples per second, by stage: the sum over its peers.
-        squares: sum of the squares of its peers' samples per second, by stage.
-        num_workers: peers, by stage.
-        num_serving: of these, the ones that serve already.
+        throughput: samples per second of each stage: the sum over its peers.
+        squares: by stage: the sum of the squares of its peers' samples per second.
+        num_workers: how many peers count at each stage.
+        num_serving: how many of these serve it already.
         movable: by stage, (speed, peer id) of the peers that may move, the slowest first.
         usual_speed: the median of the measured speeds; 1 if no peer is measured.
         total_speed: the speed of all peers together.
@@ -65,10 +65,10 @@ class Layout:
                 insort(self.movable[worker.stage], (speed, worker.peer_id))
 
     def speed(self, worker: Worker) -> float:
-        """Samples per second at a stage of cost 1, guessed if it must be."""
+        """A peer's samples per second at a stage of cost 1; if unmeasured, the usual speed."""
         return worker.speed if worker.speed > 0 else self.usual_speed
 
     @property
     def pipeline_throughput(self) -> float:
-        """Samples per second that pass all stages: what the weakest stage manages."""
+        """The samples per second that pass all stages, which are the weakest stage's."""
         return min(self.throughput)

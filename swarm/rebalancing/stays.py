@@ -1,6 +1,6 @@
-"""How long peers stay in a run, as one peer has seen it.
+"""How long peers stay in a run, as far as one peer has seen.
 
-Used by the stage peer's program: a move has to pay off within such a time. Pure.
+Used by judgement: a move has to pay off within this time. Pure.
 """
 
 from collections.abc import Set
@@ -8,11 +8,11 @@ from collections.abc import Set
 from swarm.types import PeerId
 
 PRIOR_SECONDS = 3600.0
-"""What a peer believes that has seen nothing yet: as if one peer had been watched for so long, and then left."""
+"""The stay that is assumed at first, as if one peer had been watched for this long and had then left."""
 
 
 class Stays:
-    """Counts the peers that are there from look to look."""
+    """Counts from look to look which peers are there, and for how long."""
 
     def __init__(self) -> None:
         self._present: Set[PeerId] = frozenset()
@@ -33,5 +33,5 @@ class Stays:
 
     @property
     def mean_seconds(self) -> float:
-        """Time that a peer is there, on average."""
+        """The mean time that a peer stays."""
         return self._peer_seconds / self._num_departures
