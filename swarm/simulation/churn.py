@@ -1,11 +1,11 @@
 """Peers that come and go like preemptible machines of one cloud.
 
-Used by the study `rebalancing`. Synthetic, because no such log is public: what is known of the SWARM paper's (400
-preemptible T4 machines, 32 hours) is what a swarm keeps of its throughput in it, without any rule and with the paper's.
-The generator does what spot markets do. Single machines are taken all the time, and given again after a while. Now and
-then demand elsewhere rises, and a good part of all machines goes within minutes; when it is over they come back, also
-within minutes, to a group that has been asking for them all the while. Towards the end fewer and fewer can be had.
-Never knows of stages.
+Used by the study `rebalancing`. The traces are synthetic, because no such log is public. Of the SWARM paper's log (400
+preemptible T4 machines, 32 hours) only the results are known: which share of its throughput a swarm keeps, without any
+rule and with the paper's rule. The generator imitates a spot market. Single machines are taken away all the time, and
+given back after a while. Now and then demand elsewhere rises, and a good part of all machines goes within minutes; when
+the demand is over they come back, also within minutes, since the swarm has been asking for them all the while. Towards
+the end fewer and fewer machines are available. Never knows of stages.
 """
 
 import random
@@ -15,37 +15,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """One machine's time in the run; when it comes back it is another peer."""
+    """One stay of a machine in the run; a machine that comes back counts as another peer."""
 
     arrives: float
-    """Seconds since the start of the trace; 0 for those that are there from the start."""
+    """When the machine comes, in seconds since the start of the trace; 0 if it is there from the start."""
     leaves: float
-    """When it leaves; infinite for one that is there at the end."""
+    """When the machine leaves; infinite if it is there at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Market:
-    """How machines are given and taken."""
+    """How machines are given and taken away."""
 
     num_machines: int = 400
-    """There at the start; never more."""
+    """The number of machines at the start; there are never more."""
     hours: float = 32.0
     stay_hours: float = 24.0
-    """Mean time until a single machine is taken."""
+    """Mean time until a single machine is taken away."""
     return_hours: float = 1.5
-    """Mean time until it is given again."""
+    """Mean time until a single machine that was taken away is given back."""
     wave_hours: float = 1.0
     """Mean time from one wave of demand to the next; there is none in the first hour."""
     wave_share: tuple[float, float] = (0.1, 0.6)
-    """Of the machines, taken by a wave; drawn evenly."""
+    """Bounds of the share of machines that a wave takes, which is drawn evenly."""
     wave_minutes: float = 10.0
     """The time within which a wave takes machines, and within which it gives them back."""
     hold_hours: float = 0.75
-    """Mean time for which it keeps them."""
+    """Mean time for which a wave keeps machines."""
     shortage_hours: float = 8.0
-    """The length of the shortage at the end: machines that are taken come back less and less."""
+    """The length of the shortage at the end, in which fewer and fewer machines come back."""
     shortage_share: float = 0.9
-    """The share of the machines that cannot be had at the very end."""
+    """The share of the machines that are not available at the very end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class _Wave:
 
 
 def visits(market: Market, rng: random.Random) -> list[Visit]:
-    """All visits of a trace, those that begin first first."""
+    """All visits of a trace, in the order in which they begin."""
     waves = list(_waves(market, rng))
     found = [visit for _ in range(market.num_machines) for visit in _machine(market, waves, rng)]
     return sorted(found, key=lambda visit: visit.arrives)
@@ -71,7 +71,7 @@ def _waves(market: Market, rng: random.Random) -> Iterator[_Wave]:
 
 def _machine(market: Market, waves: list[_Wave], rng: random.Random) -> Iterator[Visit]:
     end = market.hours * 3600
-    # From then on this machine is not given any more, and is taken if it is there.
+    # At `gone` the machine is taken away, if it is there, and it is never given back.
     gone = end
     if rng.random() < market.shortage_share:
         gone -= rng.random() * min(market.shortage_hours * 3600, end)
@@ -88,5 +88,5 @@ def _machine(market: Market, waves: list[_Wave], rng: random.Random) -> Iterator
         ends += [(begins, back) for begins, back in taken if begins > at]
         leaves, back = min(ends)
         yield Visit(arrives=at, leaves=min(leaves, gone) if min(leaves, gone) < end else float("inf"))
-        # It may be wanted by another wave when it comes back from one.
+        # Another wave may hold the machine when it would come back.
         at = max([back, *(until for begins, until in taken if begins < back < until)])

@@ -1,9 +1,9 @@
-"""A swarm without microbatches: a stage manages what its peers manage together, and a pipeline what its weakest stage.
+"""A swarm without microbatches: a stage's throughput is the sum of its peers', and a pipeline's the weakest stage's.
 
 Used by the study `rebalancing`, over hours and hundreds of peers. All machines are alike and all stages are equally
-heavy, so the best that any assignment reaches is the number of peers over the number of stages, rounded down. A peer
+heavy, so the best throughput of any assignment is the number of peers over the number of stages, rounded down. A peer
 that moves stops serving at once and serves again after its download. Newcomers download as well, whatever the rule, so
-two bests are counted: with newcomers that still download, and without them. Decides nothing.
+two optima are computed: one counts newcomers while they still download, the other does not. Decides nothing.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from swarm.simulation.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What was done, of what could have been done: in units of one peer's throughput times seconds."""
+    """The work that was done, and that could have been done, in units of one peer's throughput times seconds."""
 
     done: float
     best: float
-    """The optimum with newcomers from when they can serve, if they begin to download as they come."""
+    """The optimum that counts newcomers once they can serve, if they begin to download as they come."""
     best_of_present: float
-    """The optimum with newcomers from when they come."""
+    """The optimum that counts newcomers as soon as they come."""
 
     @property
     def percent(self) -> float:
@@ -33,7 +33,7 @@ class Kept:
         return 100.0 * self.done / self.best_of_present if self.best_of_present else 100.0
 
     def since(self, earlier: "Kept") -> "Kept":
-        """What came after `earlier`."""
+        """The work between `earlier` and this."""
         return Kept(
             done=self.done - earlier.done,
             best=self.best - earlier.best,
@@ -43,13 +43,13 @@ class Kept:
 
 @dataclass(eq=False)
 class FluidSwarm:
-    """Which peers serve where, and what that amounted to so far.
+    """Which peers serve which stage, and how much work that has amounted to so far.
 
     Attributes:
         stage_of: the stage of each peer that serves.
-        peers: by stage, those that serve it; in the order in which they came.
-        present: all that have come and not left; also those that download, at first or between two stages.
-        num_moves: moves that began.
+        peers: the peers that serve each stage, in the order in which they came.
+        present: all peers that have come and not left, including those that download.
+        num_moves: how many moves have begun.
     """
 
     timeline: Timeline
@@ -60,7 +60,7 @@ class FluidSwarm:
     present: set[int] = field(default_factory=set)
     num_moves: int = 0
     _ready: set[int] = field(default_factory=set)
-    """Of those present, the ones that could serve by now."""
+    """Those of the present peers that can serve by now."""
     _counted_until: float = 0.0
     _done: float = 0.0
     _best: float = 0.0
@@ -75,36 +75,36 @@ class FluidSwarm:
         return [len(peers) for peers in self.peers]
 
     def kept(self) -> Kept:
-        """Since the start."""
+        """The work since the start."""
         self._count()
         return Kept(done=self._done, best=self._best, best_of_present=self._best_of_present)
 
     def start(self, peer: int, stage: int) -> None:
-        """A peer is there from the start, and serves."""
+        """Add a peer that is there from the start, and serves."""
         self._count()
         self.present.add(peer)
         self._ready.add(peer)
         self._serve(peer, stage)
 
     def come(self, peer: int) -> None:
-        """A peer is there, and serves nothing yet."""
+        """Add a peer that has just come, and serves nothing yet."""
         self._count()
         self.present.add(peer)
         self.timeline.after(self.download_seconds, lambda: self._can_serve(peer))
 
     def join(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
-        """A peer that has come downloads a stage's state, and serves it `then`."""
+        """Have a newcomer download a stage's state and serve the stage; `then` is called when it does."""
         self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
 
     def move(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
-        """A peer that serves gives its stage up, downloads another one's state, and serves that `then`."""
+        """Have a peer give up its stage, download another one's state and serve that; `then` is called when it does."""
         self._count()
         del self.peers[self.stage_of.pop(peer)][peer]
         self.num_moves += 1
         self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
 
     def leave(self, peer: int) -> None:
-        """A peer is gone, from one moment to the next."""
+        """Remove a peer, which vanishes without notice."""
         self._count()
         self.present.discard(peer)
         self._ready.discard(peer)

@@ -1,7 +1,7 @@
 """A simulated stage peer: slots, a queue and one thread that computes, in virtual time.
 
-Used by swarm/simulation/pipeline. The classes that a real peer has (swarm.stage.slots and .task_queue) decide which
-caller gets a slot and what is computed next; only the computing is replaced by waiting. Knows nothing of other peers.
+Used by swarm/simulation/pipeline. A real peer's own classes (swarm.stage.slots and .task_queue) decide which caller
+gets a slot and which task is next; only the computing is replaced by waiting. Knows nothing of other peers.
 """
 
 import random
@@ -22,7 +22,7 @@ BACKWARD_SHARE = 2 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a peer is like."""
+    """A simulated machine's stage and speed."""
 
     peer_id: PeerId
     stage: int
@@ -31,11 +31,11 @@ class Machine:
     link_seconds: float
     """The round-trip time to any other peer, half of it each way."""
     jitter: float = 0.1
-    """How far a single computation is off, at most, as a share."""
+    """By which share a single computation takes longer or shorter at most."""
 
 
 class SimulatedPeer:
-    """One machine while it lives; when it comes back it is another one of these."""
+    """A machine from its start to its death; when it comes back, there is another SimulatedPeer."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SimulatedPeer:
         self.machine = machine
         self.is_gone = False
         self.num_refused = 0
-        """Microbatches that wait here because every peer of the next stage that was asked was busy."""
+        """How many microbatches wait here because all peers of the next stage that were asked were busy."""
         self._timeline = timeline
         self._rng = rng
         self._num_samples = num_samples
@@ -64,20 +64,20 @@ class SimulatedPeer:
 
     @property
     def peer_id(self) -> PeerId:
-        """The machine's: it keeps its key."""
+        """The machine's id, which it keeps when it comes back."""
         return self.machine.peer_id
 
     @property
     def queue_length(self) -> int:
-        """Tasks waiting or running."""
+        """The number of tasks that wait or run."""
         return len(self._queue) + self._is_running
 
     def grants(self, *, has_others: bool = False) -> int:
-        """What a reply grants."""
+        """How many credits a reply grants."""
         return self._slots.grants(has_others=has_others)
 
     def record(self) -> PeerRecord:
-        """What it announces now."""
+        """The record that the peer announces now."""
         seconds = self._seconds_per_sample.value
         return PeerRecord(
             peer_id=self.peer_id,
@@ -92,7 +92,7 @@ class SimulatedPeer:
     # -- slots -------------------------------------------------------------------------------------------------------
 
     def admit(self, caller: str, *, has_others: bool = False) -> None:
-        """Take a slot. Raises Overloaded."""
+        """Take a slot for a caller's microbatch. Raises Overloaded if there is none."""
         seconds = (self._seconds_per_sample.value or 0.0) * self._num_samples
         idle = self._slot_count.lacks_work and not self.num_refused
         self._slots.take(caller, busy_seconds=seconds, idle=idle, has_others=has_others)
@@ -104,7 +104,7 @@ class SimulatedPeer:
     # -- computing ---------------------------------------------------------------------------------------------------
 
     def begin(self, then: Callable[[float], None]) -> int:
-        """Have a forward computed; gives the microbatch's age here. `then` is told how many seconds it took."""
+        """Have a forward computed, and return the microbatch's age here. `then` is told how many seconds it took."""
         age = self._num_begun
         self._num_begun += 1
         self._submit(Priority.FORWARD, age, (1 - BACKWARD_SHARE) * self.machine.busy_seconds, then)
@@ -115,12 +115,12 @@ class SimulatedPeer:
         self._submit(Priority.BACKWARD, age, BACKWARD_SHARE * self.machine.busy_seconds, then)
 
     def both(self, then: Callable[[float], None]) -> None:
-        """Have both computed at once, as at the last stage."""
+        """Have forward and backward computed as one task, as at the last stage."""
         self._num_begun += 1
         self._submit(Priority.FORWARD, self._num_begun - 1, self.machine.busy_seconds, then)
 
     def measured(self, busy_seconds: float) -> None:
-        """A microbatch was acknowledged that took so long, both ways."""
+        """Note that a microbatch was acknowledged, and how many seconds its forward and backward took."""
         self._seconds_per_sample.observe(busy_seconds / self._num_samples)
 
     def _submit(self, priority: Priority, age: int, seconds: float, then: Callable[[float], None]) -> None:
@@ -141,6 +141,6 @@ class SimulatedPeer:
     def _done(self, seconds: float, then: Callable[[float], None]) -> None:
         if self.is_gone:
             return
-        # A compute thread takes its next task before any caller has heard of this one's end.
+        # As in a compute thread, the next task begins before any caller hears that this one has ended.
         self._next()
         then(seconds)

@@ -1,10 +1,10 @@
 """A pipeline of simulated peers: one microbatch after another goes through its stages and comes back.
 
-Used by the study `routing` and by `validate`. A microbatch is handed on as swarm.hop does it: a peer is chosen, asked
-unless it gave a credit, left alone when it is busy or fails, and another one is chosen. What is sent when, and how long
-that takes, is simulated; choices, slots and queues are the real classes', and so are the hop's pauses. Simpler
-than the real thing: a microbatch whose peer failed is computed again further downstream as well, and nothing is ever
-lost for good.
+Used by the study `routing` and by `validate`. A microbatch is handed on as in swarm.hop: a peer is chosen, and asked
+unless it gave a credit; if it is busy or fails, it is left alone and another one is chosen. Messages, and the time that
+they take, are simulated; choices, slots and queues are the real classes', and so are the hop's pauses. The simulation
+is simpler than the real thing: a microbatch whose peer failed is also computed again further downstream, and nothing is
+ever lost for good.
 """
 
 import random
@@ -19,30 +19,30 @@ from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId, PeerRecord
 
 NOTICE_SECONDS = 1.0
-"""The time from a peer's death until those whose microbatches it had know of it."""
+"""The time from a peer's death until the senders of its microbatches know of it."""
 
 
 class View:
-    """What one sender knows: which peer it would choose, and which takes a microbatch unasked."""
+    """What one sender knows: its way to choose a peer, and its credits."""
 
     def __init__(self, chooser: Chooser, name: str = "trainer") -> None:
         self.chooser = chooser
         self.name = name
-        """The name by which peers tell it from other senders."""
+        """The name by which peers tell this sender from others."""
         self.credits: set[PeerId] = set()
-        """Peers whose last answer granted room for one more."""
+        """Peers whose last answer granted room for one more microbatch."""
 
 
 class SimulatedPipeline:
     """The peers of all stages.
 
     Args:
-        make_view: gives a peer that starts a view of its own, by which it chooses the next peer, as this project's do.
-            Without it the view that a microbatch began with decides all the way, as SWARM's trainers do.
+        make_view: makes a view for each peer that starts, by which the peer chooses the next peer, as in this project.
+            Without it the view that a microbatch began with chooses at all stages, as SWARM's trainers do.
 
     Attributes:
-        peers: those that live.
-        num_reroutes: microbatches that went to another peer because one failed.
+        peers: the live peers.
+        num_reroutes: how many times a microbatch went to another peer because one failed.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class SimulatedPipeline:
         """The hops that wait for each peer."""
         self._make_view = make_view
         self._views: dict[PeerId, View] = {}
-        """Of the peers that hand on."""
+        """The views of the peers that hand microbatches on."""
         self._listed: dict[int, list[PeerRecord]] = {}
-        """What the directory says of each stage: newcomers read it as well."""
+        """The directory's records of each stage, which newcomers read as well."""
 
     def start(self, machine: Machine) -> None:
-        """A peer begins to serve."""
+        """Add a peer that begins to serve."""
         self.peers[machine.peer_id] = SimulatedPeer(
             machine,
             self.timeline,
@@ -88,14 +88,14 @@ class SimulatedPipeline:
             view.chooser.update(machine.stage + 1, self._listed.get(machine.stage + 1, []))
 
     def kill(self, peer_id: PeerId) -> None:
-        """A peer is gone, with what it was working on."""
+        """Remove a peer, with all that it was working on."""
         self.peers.pop(peer_id).is_gone = True
         self._views.pop(peer_id, None)
         for hop in self._hops.pop(peer_id):
             hop.lost(peer_id)
 
     def announce(self, views: Sequence[View]) -> None:
-        """Have all read the directory: the senders with these views, and the peers that hand on."""
+        """Have the senders with these views, and all peers that hand on, read the directory."""
         readers: dict[View, range] = dict.fromkeys(views, range(1 if self._make_view else self.num_stages))
         for peer_id, view in self._views.items():
             stage = self.peers[peer_id].machine.stage + 1
@@ -108,19 +108,19 @@ class SimulatedPipeline:
                 view.chooser.update(stage, self._listed[stage])
 
     def view_of(self, peer: SimulatedPeer, began_with: View) -> View:
-        """The view by which a peer chooses the next peer for a microbatch."""
+        """The view by which the next peer is chosen for a microbatch that is at `peer`."""
         return self._views.get(peer.peer_id, began_with)
 
     def train(self, view: View, then: Callable[[int], object]) -> None:
-        """Send a microbatch through all stages; `then` is told how many peers of the first one were busy."""
+        """Send a microbatch through all stages; `then` is told how many peers of the first stage were busy."""
         _Hop(self, view, 0, None, lambda hop: then(hop.num_busy)).attempt()
 
     def waits(self, hop: "_Hop", peer_id: PeerId) -> None:
-        """Tell a hop if the peer dies."""
+        """Note that a hop waits for a peer, and has to be told if the peer dies."""
         self._hops[peer_id][hop] = None
 
     def waits_no_more(self, hop: "_Hop", peer_id: PeerId) -> None:
-        """The peer has answered."""
+        """Note that the peer has answered the hop."""
         self._hops[peer_id].pop(hop, None)
 
 
@@ -149,7 +149,7 @@ class _Hop:
         self._num_sent_on = 0
         self._excluded: dict[PeerId, float] = {}
         self._attempt = 0
-        """Number of the present one: what was planned for an earlier one does not happen any more."""
+        """The number of the present attempt. Actions that were planned for an earlier attempt are dropped."""
 
     def attempt(self) -> None:
         """Choose a peer and ask it."""
@@ -170,7 +170,7 @@ class _Hop:
         self._has_others = self._num_sent_on < most_sent_on(self._view.chooser.num_asked_around(self._stage))
         peer = self._pipeline.peers.get(peer_id)
         if peer is None:
-            # Nothing answers there any more.
+            # The peer has died, and nothing answers there any more.
             self._timeline.after(NOTICE_SECONDS, partial(self._failed, peer_id, self._attempt, is_gone=True))
             return
         self._peer = peer
@@ -179,12 +179,12 @@ class _Hop:
         self._after(self._one_way, self._asked)
 
     def lost(self, peer_id: PeerId) -> None:
-        """The peer that this waits for has died."""
+        """Note that the peer that this hop waits for has died."""
         self._attempt += 1
         self._timeline.after(NOTICE_SECONDS, partial(self._failed, peer_id, self._attempt, is_gone=False))
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something later, unless the peer dies first."""
+        """Run an action later, unless the peer dies first."""
         self._timeline.after(seconds, partial(self._if_still, self._attempt, action))
 
     def _if_still(self, attempt: int, action: Callable[[], None]) -> None:
@@ -236,7 +236,7 @@ class _Hop:
     def _done(self, seconds: float) -> None:
         self._busy_seconds += seconds
         self._peer.measured(self._busy_seconds)
-        # What an answer grants is decided before its own slot is free.
+        # The answer's credits are decided before the microbatch's own slot is free.
         num_credits = self._peer.grants(has_others=self._has_others)
         self._peer.give_back(self._caller)
         self._after(self._one_way, partial(self._answered, self._peer.queue_length, num_credits))

@@ -1,4 +1,4 @@
-"""What every study (swarm/simulation/studies) can be told. Never runs one."""
+"""The options that all studies (swarm/simulation/studies) have. Never runs one."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class StudyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChanceOptions(StudyOptions):
-    """The options of a study that draws by chance."""
+    """The options of a study that draws random numbers."""
 
     seed: int = 0
     """The seed of all that is drawn."""

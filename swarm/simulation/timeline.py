@@ -1,7 +1,7 @@
-"""Virtual time: what happens when, in order.
+"""Virtual time: runs planned actions in the order of their times.
 
-Used by every study that lets peers act. It is the clock of the real classes that run on it (swarm.machine.clock): the
-time stands still while something happens and jumps to the next thing. Never waits, and never reads a real clock.
+Used by every study that lets peers act. The real classes that run on it use it as their clock (swarm.machine.clock):
+time stands still during an action, and then jumps to the next one. Never waits, and never reads a real clock.
 """
 
 import heapq
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Timeline:
-    """A heap of what is to happen. Of two things at the same time the one that was planned first comes first."""
+    """A heap of planned actions. Of two actions at the same time, the one that was planned first comes first."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -22,23 +22,23 @@ class Timeline:
         return self._now
 
     def time(self) -> float:
-        """The time of `monotonic`: all simulated machines agree on it."""
+        """The same as `monotonic`: the clocks of all simulated machines agree."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:
-        """Never called: what waits on this timeline is planned with `after`."""
+        """Raise NotImplementedError: code on this timeline plans its next action with `after` and never sleeps."""
         raise NotImplementedError
 
     def at(self, when: float, action: Callable[[], object]) -> None:
-        """Have something happen at a time, or at once if that is past."""
+        """Plan an action for a time, or for now if that time is past."""
         heapq.heappush(self._events, (max(when, self._now), next(self._numbers), action))
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
-        """Have something happen so much later."""
+        """Plan an action for `seconds` from now."""
         self.at(self._now + seconds, action)
 
     def run(self, until: float) -> None:
-        """Let everything happen up to a time; what is planned for later stays planned."""
+        """Run all actions up to a time; later ones stay planned."""
         while self._events and self._events[0][0] <= until:
             self._now, _, action = heapq.heappop(self._events)
             action()

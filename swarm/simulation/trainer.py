@@ -1,4 +1,4 @@
-"""A simulated trainer: as many microbatches in flight as its window says.
+"""A simulated trainer, which keeps as many microbatches in flight as its window says.
 
 Used by `validate`. The window is the real one (swarm.pipeline.window). Never chooses a peer: the pipeline does.
 """
@@ -11,7 +11,7 @@ class SimulatedTrainer:
     """Sends microbatches for ever.
 
     Attributes:
-        num_done: microbatches that came back.
+        num_done: how many microbatches have come back.
     """
 
     def __init__(self, pipeline: SimulatedPipeline, view: View, *, max_in_flight: int = MOST_IN_FLIGHT) -> None:
@@ -22,7 +22,7 @@ class SimulatedTrainer:
         self._num_in_flight = 0
 
     def fill(self) -> None:
-        """Send what the window has room for."""
+        """Send as many microbatches as the window has room for."""
         while self._num_in_flight < self._window.size:
             self._num_in_flight += 1
             self._pipeline.train(self._view, self._came_back)

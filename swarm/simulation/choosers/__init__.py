@@ -1,1 +1,1 @@
-"""Ways to choose the peer for a microbatch: what the study `routing` compares."""
+"""Ways to choose the peer for a microbatch, which the study `routing` compares."""

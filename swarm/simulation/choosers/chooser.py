@@ -1,4 +1,4 @@
-"""What a way to choose peers is to a simulated pipeline, and this project's: the real router."""
+"""The interface of a way to choose peers, for a simulated pipeline; and this project's way, the real router."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -16,44 +16,44 @@ class Answer(Observation):
     """What a sender learns from a reply."""
 
     call_seconds: float
-    """The time from the request to the reply, without what happened further downstream: waiting, computing and the
-    link."""
+    """The time from the request to the reply that this peer took: waiting, computing and the link, but not what came
+    further downstream."""
 
 
 class Chooser(Protocol):
-    """One sender's view of all stages."""
+    """Chooses peers for one sender, by what this sender knows of all stages."""
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        """Take over what the directory says about one stage."""
+        """Take over the directory's records of one stage."""
         ...
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        """The peer that computes next; None if no peer can be asked now."""
+        """Choose the peer that computes next; None if no peer can be asked now."""
         ...
 
     def num_asked_around(self, stage: int) -> int:
-        """Peers among which a microbatch may be sent on; 0: the chosen peer is to take what it can."""
+        """How many peers of a stage may leave a microbatch to each other; 0 if the chosen peer takes all it can."""
         ...
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
-        """A peer has answered."""
+        """Note that a peer has answered."""
         ...
 
     def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
-        """A peer had no room."""
+        """Note that a peer had no room."""
         ...
 
     def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
-        """A peer did not answer.
+        """Note that a peer did not answer.
 
         Args:
-            is_gone: nothing listened where it was; else a connection broke.
+            is_gone: whether nothing listened at its address; otherwise a connection broke.
         """
         ...
 
 
 class Ours:
-    """The router of swarm.routing."""
+    """Chooses with the real router, swarm.routing."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self._router = Router(clock, rng)
@@ -62,7 +62,7 @@ class Ours:
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
         """See Router."""
         self._router.update(stage, records)
-        # In place of swarm.hop.connections, whose probe each of these would answer: only the living are listed here.
+        # This replaces the probes of swarm.hop.connections: only live peers are listed here, and they would answer.
         for record in self._router.unreachable(stage):
             self._router.answered(PeerId(record.peer_id))
 
@@ -72,7 +72,7 @@ class Ours:
         return None if record is None else PeerId(record.peer_id)
 
     def num_asked_around(self, stage: int) -> int:
-        """As swarm.hop.hop counts them."""
+        """All peers of the stage, as in swarm.hop.retries."""
         return self._router.num_peers(stage)
 
     def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:

@@ -1,7 +1,7 @@
-"""Other ways to choose: by chance, and the SWARM paper's queue.
+"""Other ways to choose: by chance, and by the SWARM paper's queue.
 
 Used by the study `routing`. All of them leave a peer that has failed alone for 5 seconds, or until it is found to be
-back, and one that was busy for as long as it asked for, as this project's does: what differs is the choice.
+back, and a busy peer for as long as it asks. This project's way does that too, so only the choice differs.
 """
 
 import heapq
@@ -18,23 +18,23 @@ from swarm.simulation.choosers.chooser import Answer
 from swarm.types import PeerId, PeerRecord, PeerState
 
 SMOOTHING = 0.1
-"""Weight of the newest observation in the SWARM paper's moving average, which is corrected for its start, as in its
-published code."""
+"""Weight of the newest observation in the SWARM paper's moving average, which is corrected for its start as in the
+paper's published code."""
 UNKNOWN_SECONDS = 1.0
-"""What a peer that never answered is taken to need: for a sample in the SWARM paper's published code."""
+"""The seconds that a peer which never answered is assumed to need for a sample, as in the SWARM paper's code."""
 MAX_DRAWS = 20
-"""Peers drawn before all are looked at one by one."""
+"""How many peers are drawn before all are looked at one by one."""
 
 
 @dataclass(eq=False)
 class _Stage:
     peers: list[PeerId] = field(default_factory=list)
     queue: list[tuple[float, float, PeerId]] = field(default_factory=list)
-    """(cumulative expected seconds, tie-break, peer), for the SWARM paper's."""
+    """For the SWARM paper's queue: (cumulative expected seconds, tie-break, peer)."""
 
 
 class ByChance:
-    """All peers that can be asked are equally likely."""
+    """Chooses at random, with equal chances for all peers that can be asked."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self._clock = clock
@@ -48,7 +48,7 @@ class ByChance:
         known = self._stages.setdefault(stage, _Stage())
         known.peers = [PeerId(record.peer_id) for record in records if record.state is PeerState.SERVING]
         for peer_id in known.peers:
-            # Only the living are listed.
+            # Only live peers are listed.
             self._banned_until.pop(peer_id, None)
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
@@ -56,11 +56,11 @@ class ByChance:
         return self._draw(stage, exclude)
 
     def num_asked_around(self, stage: int) -> int:
-        """See Chooser: no peer is told of others."""
+        """0, as no peer may leave microbatches to others."""
         return 0
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
     def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
         """See Chooser."""
@@ -85,10 +85,11 @@ class ByChance:
 
 
 class SwarmQueue(ByChance):
-    """The SWARM paper's Algorithm 1: the peer with the least cumulative expected time, a moving average of its calls.
+    """The SWARM paper's Algorithm 1: chooses the peer with the least sum of expected times.
 
-    A newcomer joins at the head of the queue, as in the published code: with nothing behind it, as in the text, it
-    would be given everything until it had caught up with the others' whole past.
+    A peer's expected time is a moving average over its calls. A newcomer begins with the sum of the queue's head, as in
+    the published code. If it began with 0, as in the text, it would get everything until it had caught up with the
+    others' whole past.
     """
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
@@ -104,7 +105,7 @@ class SwarmQueue(ByChance):
         heapq.heapify(known.queue)
         head = known.queue[0][0] if known.queue else 0.0
         queued = {entry[2] for entry in known.queue}
-        # In the order of the directory: that of a set would make every process draw otherwise.
+        # Newcomers enter in the directory's order, as the order of a set, and so the draws, would differ by process.
         for peer_id in known.peers:
             if peer_id not in queued:
                 heapq.heappush(known.queue, (head, self._rng.random(), peer_id))

@@ -1,1 +1,1 @@
-"""Rules by which peers choose their stage and move: what the study `rebalancing` compares."""
+"""Rules by which peers choose their stage and move, which the study `rebalancing` compares."""

@@ -1,8 +1,8 @@
-"""This project's rule: for every peer a judgement of swarm.rebalancing, with looks and claims as in peers/stage_peer.
+"""This project's rule: every peer has a Judgement of swarm.rebalancing, and looks and claims as in peers/stage_peer.
 
-What is simulated is what lies around it: a DHT in which announcements and claims can be read at once and those of the
-dead for up to 20 seconds, throughput figures that are a little off, the 3 seconds from a claim to the second look, a
-round that a mover waits for, the download. Decides nothing itself.
+Only its surroundings are simulated: a DHT in which announcements and claims can be read at once, and those of dead
+peers for up to 20 seconds; throughput figures that are a little off; the 3 seconds from a claim to the second look; the
+round that a moving peer waits for; the download. Decides nothing itself.
 """
 
 import math
@@ -16,9 +16,9 @@ from swarm.simulation.fluid import FluidSwarm
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 LISTED_SECONDS = (15.0, 20.0)
-"""How long the dead are listed: announcements live for 20 seconds and are renewed every 5."""
+"""How long dead peers are listed: announcements last for 20 seconds and are renewed every 5."""
 FIGURES_SECONDS = 600.0
-"""How often the announced figures are off in another way."""
+"""How often new errors are drawn for the announced figures."""
 SAMPLES_PER_SECOND = 10.0
 """The throughput of every peer; only ratios count."""
 
@@ -37,8 +37,9 @@ class OwnRule:
     ) -> None:
         """
         Args:
-            round_seconds: a peer that moves serves on until the round's end; all rounds end at the same time.
-            figures_off: standard deviation of what a peer announces, as a share of what it manages.
+            round_seconds: the length of a round. A peer that moves serves on until the end of the round, which is the
+                same for all.
+            figures_off: standard deviation of a peer's announced throughput, as a share of its real one.
         """
         self._swarm = swarm
         self._timeline = swarm.timeline
@@ -56,7 +57,7 @@ class OwnRule:
     # -- the DHT -----------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """What was read before is out of date."""
+        """Forget what was read before, which is out of date."""
         self._rows: dict[int, list[PeerRecord]] | None = None
         self._layout: Layout | None = None
         self._listed: frozenset[PeerId] = frozenset()
@@ -115,12 +116,12 @@ class OwnRule:
     # -- coming and going --------------------------------------------------------------------------------------------
 
     def began(self, peer: int) -> None:
-        """The peer announces itself, and will look."""
+        """Have a peer that is there from the start announce itself and look from time to time."""
         self._judgements[peer] = Judgement(own_id=_id(peer), costs=self._costs)
         self._arrived(peer, move_seconds=None)
 
     def came(self, peer: int) -> None:
-        """The peer looks, claims, looks again and joins."""
+        """Have a newcomer look, claim, look again and join."""
         self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs)
         stage = judgement.first_choice(self._read(), list(self._claims.values()), ())
         assert stage is not None, "every stage can be entered"
@@ -128,7 +129,7 @@ class OwnRule:
         self._timeline.after(SETTLE_SECONDS, lambda: self._join(peer, own))
 
     def left(self, peer: int) -> None:
-        """What it has announced can still be read for a while."""
+        """Remove a peer that has gone; its announcements can still be read for a while."""
         del self._judgements[peer]
         self._timeline.after(self._rng.uniform(*LISTED_SECONDS), lambda: self._forget(peer))
 
@@ -201,7 +202,7 @@ class OwnRule:
         self._swarm.move(peer, target, lambda: self._arrived(peer, move_seconds=seconds))
 
     def _can_spare(self, peer: int, stage: int) -> bool:
-        """Whether another one that serves the stage answers, and is not about to leave it."""
+        """Whether another peer serves the stage, and is not about to leave it."""
         return any(
             other != peer and not (other in self._claims and self._claims[other].state is ClaimState.CONFIRMED)
             for other in self._swarm.peers[stage]

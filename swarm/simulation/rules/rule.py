@@ -1,4 +1,4 @@
-"""What a rule is to the study `rebalancing`, and having none."""
+"""The interface of a rule, for the study `rebalancing`; and NoRule, by which no peer moves."""
 
 import random
 from typing import Protocol
@@ -10,15 +10,15 @@ class Rule(Protocol):
     """Moves the peers of one swarm."""
 
     def began(self, peer: int) -> None:
-        """A peer that was there from the start serves."""
+        """Hear of a peer that is there from the start, and serves."""
         ...
 
     def came(self, peer: int) -> None:
-        """A newcomer is there, and has to `join` a stage."""
+        """Hear of a newcomer, which the rule has to let `join` a stage."""
         ...
 
     def left(self, peer: int) -> None:
-        """A peer has gone."""
+        """Hear that a peer has gone."""
         ...
 
 
@@ -30,11 +30,11 @@ class NoRule:
         self._rng = rng
 
     def began(self, peer: int) -> None:
-        """Nothing follows."""
+        """Do nothing."""
 
     def came(self, peer: int) -> None:
-        """A stage by chance."""
+        """Let the newcomer join a random stage."""
         self._swarm.join(peer, self._rng.randrange(self._swarm.num_stages))
 
     def left(self, peer: int) -> None:
-        """Nothing follows."""
+        """Do nothing."""

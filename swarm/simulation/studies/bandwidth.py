@@ -1,10 +1,9 @@
-"""The study `bandwidth`: which line a training needs to compute for most of its time.
+"""The study `bandwidth`: how fast lines must be for machines to compute for most of the time.
 
     scripts/simulate bandwidth --json
 
-Asked of rounds between two members, with the exact sizes of the codecs (swarm/compression), for the models and step
-times of Streaming DiLoCo's table 4 (arXiv 2501.18512). Nothing is drawn by chance. The figures are in
-docs/simulation.md.
+It computes rounds between two members, with the exact sizes of the codecs (swarm/compression), for the models and step
+times of Streaming DiLoCo's table 4 (arXiv 2501.18512). Nothing is random. The figures are in docs/simulation.md.
 """
 
 from collections.abc import Mapping
@@ -18,22 +17,22 @@ from swarm.simulation.study import StudyOptions
 
 NUM_MEMBERS = 2
 FRAGMENT_LAYERS = 3
-"""Layers that are averaged together, where a round averages a fragment."""
+"""How many layers a fragment has, in rows where a round averages a fragment."""
 FRAGMENT_OVERLAP_STEPS = 1
 """`averaging.overlap_steps` of the rows with fragments."""
 UTILISATIONS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""Shares of the time in which a machine shall compute."""
+"""The shares of the time for which a machine is to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained, and how fast."""
+    """The size of a model, and how fast it is trained."""
 
     num_layers: int
     num_parameters: float
     """The number of parameters, in equal layers."""
     step_seconds: float
-    """The time of one inner step with nothing to wait for."""
+    """The time of one inner step without any waiting."""
 
 
 TRAININGS: Mapping[str, Training] = {
@@ -64,7 +63,7 @@ class Options(StudyOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Gigabits a second that each utilisation needs, by model and way to average."""
+    """The gigabits per second that each utilisation needs, by model and way to average."""
     return {
         "ours": {
             model: {
@@ -99,7 +98,7 @@ def _rows(training: Training, options: Options) -> list[tuple[str, list[float]]]
 
 
 def our_codecs() -> dict[str, AveragingConfig]:
-    """The codecs of the rows; the sparse ones as the presets have them."""
+    """The codecs of the rows; the sparse ones are those of the presets."""
     return {
         "fp16": AveragingConfig(codec="fp16"),
         "int8": AveragingConfig(codec="int8"),
@@ -114,11 +113,11 @@ def needed_gigabits_per_second(
 ) -> float:
     """The bandwidth with which a machine computes for the wanted share of its time.
 
-    A round begins when an inner step has ended, and `averaging.overlap_steps` more steps are taken before its result is
-    waited for. So a round may take as long as these steps, and as much longer as the machine may wait.
+    A round begins when an inner step has ended, and `averaging.overlap_steps` more steps are taken before the machine
+    waits for the round's result. So a round may take as long as these steps, and as long as the machine may wait.
 
     Args:
-        num_fragments: rounds that average the model once, each of them an equal part; 1: a round averages all of it.
+        num_fragments: into how many equal parts, one for each round, the model is divided; 1 if a round averages all.
     """
     elements = training.num_parameters * (FRAGMENT_LAYERS / training.num_layers if num_fragments > 1 else 1)
     computing_seconds = round_steps * training.step_seconds / num_fragments
@@ -128,7 +127,7 @@ def needed_gigabits_per_second(
 
 
 def sent_bytes(averaging: AveragingConfig, num_elements: int) -> int:
-    """What one of NUM_MEMBERS equal members sends to average a vector, without the frames around it."""
+    """The bytes that one of NUM_MEMBERS equal members sends to average a vector, without protocol overhead."""
     codec, result = contribution_codec(averaging), result_codec(averaging)
     if codec.is_sparse and averaging.gather_members >= NUM_MEMBERS:
         return codec.num_bytes(num_elements) * (NUM_MEMBERS - 1)

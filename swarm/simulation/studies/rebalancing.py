@@ -1,11 +1,10 @@
-"""What a pipeline keeps of its best throughput while hundreds of peers come and go, under each rule for moving.
+"""Which share of its best throughput a pipeline keeps under each rule for moving, while hundreds of peers come and go.
 
     scripts/simulate rebalancing --json
 
-All rules see the same traces (swarm/simulation/churn.py): no rule, the SWARM paper's every 300 and every 60 seconds,
-and this project's own code. A peer that moves serves nothing while it downloads. The best throughput is that of an even
-spread of the peers that are there, at every moment and at no cost; but no rule can spare newcomers their first
-download.
+All rules see the same traces (swarm/simulation/churn.py): no rule, the SWARM paper's rule every 300 and every 60
+seconds, and this project's own code. A peer that moves serves nothing while it downloads. The best throughput is that
+of peers which are evenly spread at every moment, at no cost, except that newcomers have to download first.
 """
 
 import random
@@ -24,9 +23,9 @@ from swarm.simulation.study import ChanceOptions
 from swarm.simulation.timeline import Timeline
 
 PAPER = {"none": 82.7, "swarm_300": 95.8, "swarm_60": 97.6}
-"""Per cent of the optimum that the paper reports, in a trace of its own."""
+"""The per cent of the optimum that the paper reports, for a trace of its own."""
 FIT_POINTS = 1.0
-"""How near the traces have to come to it, without a rule and every 300 seconds."""
+"""By how many points our traces may differ from the paper's, without a rule and with its rule every 300 seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Options(ChanceOptions):
     download_seconds: float = 60.0
     """The time from giving up one stage to serving another one."""
     round_seconds: float = 60.0
-    """A peer of this project serves on until its round's end before it moves."""
+    """The length of a round; a peer of this project serves until its round's end before it moves."""
 
     def __post_init__(self) -> None:
         if self.num_stages < 2 or self.num_peers < self.num_stages:
@@ -94,21 +93,20 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def exit_code(figures: dict[str, Any]) -> int:
-    """1 if the traces are not fit for it, or if less than half of what T = 60 leaves is closed."""
+    """1 if the traces differ too much from the paper's, or if our rule closes less than half of the gap at T = 60."""
     percent = figures["percent_of_optimal"]
     fits = all(abs(percent[rule] - PAPER[rule]) <= FIT_POINTS for rule in ("none", "swarm_300"))
     return int(not (fits and figures["closed_of_what_swarm_60_leaves"] >= 0.5))
 
 
 def _closed(percent: dict[str, float]) -> float:
-    """The share that our rule closes of the gap which the paper's rule leaves to the optimum, when that runs every 60
-    seconds."""
+    """How much our rule closes of the gap to the optimum that the paper's rule leaves at T = 60 seconds, as a share."""
     left = 100.0 - percent["swarm_60"]
     return (percent["ours"] - percent["swarm_60"]) / left if left else 0.0
 
 
 def rules_of(options: Options) -> dict[str, Callable[[FluidSwarm, random.Random], Rule]]:
-    """What is compared, by name."""
+    """The rules that are compared, by name."""
     return {
         "none": NoRule,
         "swarm_300": partial(SwarmRule, period_seconds=300.0),
@@ -134,7 +132,7 @@ def _one(
 
     for peer, visit in enumerate(trace):
         if visit.arrives == 0.0:
-            # Evenly spread at the start: the first ones of a trace are those that are there then.
+            # Peers that are there at the start come first in a trace, and are spread evenly over the stages.
             swarm.start(peer, peer % options.num_stages)
             rule.began(peer)
         else:

@@ -2,11 +2,11 @@
 
     scripts/simulate routing --json
 
-Unequal peers in a pipeline, whose trainers keep it full. The SWARM paper's queue, chance, and this project's router
-have the same machines, links and failures. SWARM's trainers choose the whole way; with the others the machine that
-hands a microbatch on chooses, and knows what it has seen itself and what peers announce. Failures come at the rates of
-the CheckFree paper (arXiv 2506.15461): in each iteration every peer dies with probability 0.2, 0.4 or 1 %. A machine
-that died comes back later, and has to be found again.
+A pipeline has unequal peers, and its trainers keep it full. The SWARM paper's queue, chance, and this project's router
+have the same machines, links and failures. SWARM's trainers choose the peers of all stages. With the other ways each
+machine that hands a microbatch on chooses the next peer, by what it has seen itself and what peers announce. Failures
+come at the rates of the CheckFree paper (arXiv 2506.15461): in each iteration every peer dies with probability 0.2, 0.4
+or 1 %. A machine that died comes back later, and has to be found again.
 """
 
 import gc
@@ -34,17 +34,18 @@ CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
     "random": ByChance,
 }
 CHOSEN_BY_TRAINERS = {"swarm"}
-"""The rules by which trainers choose the whole way. With the others every peer chooses for itself, and for comparison
-SWARM's queue does so as well."""
+"""The ways by which trainers choose the peers of all stages. With the others, SWARM's queue by peers among them, each
+peer chooses the next one."""
 VIEWS_PER_STAGE = 250
-"""Where a stage has more peers than this, several of them share what they have seen: memory has room for no more."""
+"""If a stage has more peers than this, several of them share one view, since memory has no room for more views."""
 NUM_SAMPLES = 4
 USUAL_SECONDS = 1.0
-"""A typical peer's compute for a microbatch."""
+"""How long a typical peer computes for a microbatch."""
 SPREAD = 0.5
-"""Standard deviation of the logarithm of what a peer takes: one in six is 1.6 times slower, or faster, than usual."""
+"""Standard deviation of the logarithm of a peer's computing time: one in six is 1.6 times slower than usual or more,
+and one in six as much faster."""
 LINK_SECONDS = (0.02, 0.2)
-"""Round trip to a peer; drawn evenly."""
+"""Bounds of the round-trip time to a peer, which is drawn evenly."""
 ITERATION_SECONDS = 10.0
 """The length of an iteration, in which a failure is as likely as the rate says."""
 DOWN_SECONDS = 20.0
@@ -52,9 +53,9 @@ DOWN_SECONDS = 20.0
 DIRECTORY_SECONDS = 5.0
 """How often the senders read the directory."""
 ONE_SEED_FROM = 10_000
-"""Peers: of so many a single run is an average, and takes more than a minute."""
+"""With this many peers or more there is only one run: it is an average in itself, and takes more than a minute."""
 WARM_UP_SECONDS = 60.0
-"""How long figures are left out at the start, where no sender knows any peer's speed, and slow peers are given too
+"""How long figures are left out at the start, when senders do not know peers' speeds yet, and give slow peers too
 much."""
 
 
@@ -63,18 +64,18 @@ class Options(ChanceOptions):
     """Throughput and latency of ways to choose a peer, under failures."""
 
     num_peers: tuple[int, ...] = (10, 100, 1000, 10000)
-    """Sizes of swarm."""
+    """The sizes of the swarms, in peers."""
     failure_percent: tuple[float, ...] = (0.2, 0.4, 1.0)
-    """Of the peers, that die in an iteration."""
+    """Per cent of the peers that die in an iteration."""
     num_stages: int = 4
     """The number of the pipeline's stages, at most half as many as there are peers."""
     num_trainers: int = 8
-    """Each with a view of its own of the swarm."""
+    """The number of trainers, each with a view of its own of the swarm."""
     num_seeds: int = 3
-    """Runs of each setting to take the mean over, but one from 10,000 peers on; the first is drawn with `seed`, the
-    next with the number after it."""
+    """Runs of each setting to take the mean over; from 10,000 peers on there is only one. The first run is drawn with
+    `seed`, the next with the number after it."""
     num_visits: int = 60000
-    """Microbatches times stages that are simulated, about, in each run; but at least 30 and at most 1200 seconds."""
+    """About how many microbatches times stages are simulated in each run, of at least 30 and at most 1200 seconds."""
 
     def __post_init__(self) -> None:
         if min(self.num_peers, default=0) < 2 or min(self.num_stages, self.num_trainers) < 1:
@@ -86,8 +87,8 @@ class Options(ChanceOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The study's figures: of every size and rate, those of every way to choose."""
-    # What a run drops is in no cycle, and searching what it keeps for some, again and again, takes a third of the time.
+    """The study's figures: for every size and rate, those of every way to choose."""
+    # A run's garbage has no cycles, and the collector's searches for some would take a third of the time.
     gc.disable()
     try:
         return {
@@ -114,7 +115,7 @@ def _seeds(options: Options, size: int) -> range:
 
 
 def mean_and_spread(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Every figure's mean; `spread` has the highest less the lowest."""
+    """The mean of every figure over the runs; `spread` holds each figure's highest value minus its lowest."""
     return {
         **{figure: statistics.fmean(run[figure] for run in runs) for figure in runs[0]},
         "spread": {figure: max(run[figure] for run in runs) - min(run[figure] for run in runs) for figure in runs[0]},
@@ -123,14 +124,14 @@ def mean_and_spread(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class _Load:
-    """Trainers that keep a fixed number of microbatches in flight, and what came of them."""
+    """Trainers that keep a fixed number of microbatches in flight, and how long these took."""
 
     pipeline: SimulatedPipeline
     measures_from: float
     latencies: list[float] = field(default_factory=list)
 
     def send(self, view: View) -> None:
-        """The next microbatch of one trainer."""
+        """Send the next microbatch of one trainer."""
         self.pipeline.train(view, partial(self._came_back, view, self.pipeline.timeline.monotonic()))
 
     def _came_back(self, view: View, sent_at: float, _: int) -> None:
@@ -175,7 +176,7 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
 
     read_directory()
     load = _Load(pipeline, WARM_UP_SECONDS)
-    # Enough to keep every peer busy and let a few tasks wait: each microbatch keeps one peer at a time busy.
+    # Two microbatches for each peer keep all peers busy, with a few waiting: one keeps one peer at a time busy.
     for number in range(2 * size):
         timeline.after(world.random() * 2 * num_stages * USUAL_SECONDS, partial(load.send, views[number % len(views)]))
     timeline.run(WARM_UP_SECONDS)
@@ -193,7 +194,7 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
 
 
 def _view_maker(make_view: Callable[[str], View], peers_per_stage: int) -> Callable[[Machine], View]:
-    """A peer that starts knows nothing, unless it is one of too many: then it knows what its likes do."""
+    """A function that makes a view for a peer that starts: a new one, or, if there are too many peers, a shared one."""
     if peers_per_stage <= VIEWS_PER_STAGE:
         return lambda machine: make_view(machine.peer_id)
     shared: dict[tuple[int, int], View] = {}
@@ -228,7 +229,7 @@ def _let_fail(
 
 
 class Capacity:
-    """What the peers could compute: at every moment, those of the weakest stage. Read once a second."""
+    """How much the pipeline could compute: at every moment what the weakest stage can. It is read once a second."""
 
     def __init__(self, pipeline: SimulatedPipeline, since: float, until: float) -> None:
         self._pipeline = pipeline
@@ -237,7 +238,7 @@ class Capacity:
         pipeline.timeline.at(since, self._read)
 
     def microbatches(self) -> float:
-        """The microbatches that were done from then on."""
+        """The number of microbatches that could have been done since `since`."""
         return self._total
 
     def _read(self) -> None:

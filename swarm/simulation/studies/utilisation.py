@@ -2,9 +2,9 @@
 
     scripts/simulate utilisation --json
 
-First SWARM's table on the square-cube law (arXiv 2301.11913): the wider a layer, the less its transfers weigh. Then
-what the same layers and lines allow this project's peers, which hand on directly, and peers that hand on by way of the
-trainer. Nothing is drawn by chance. docs/simulation.md tells the figures.
+It begins with SWARM's table on the square-cube law (arXiv 2301.11913): the wider a layer, the less its transfers weigh.
+Then it computes, for the same layers and lines, the utilisation of this project's peers, which hand on directly, and of
+peers that hand on by way of the trainer. Nothing is random. The figures are in docs/simulation.md.
 """
 
 import math
@@ -19,21 +19,21 @@ from swarm.simulation.study import StudyOptions
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 
 ROUND_TRIPS_MS = (0, 10, 50, 100, 200)
-"""The rows of SWARM's table."""
+"""The round-trip times of the rows of SWARM's table."""
 GPU_UTILISATION: Mapping[str, tuple[float, ...]] = {
     "base": (18.0, 11.8, 4.88, 2.78, 1.53),
     "xxlarge": (32.1, 28.9, 20.1, 14.9, 10.1),
     "GPT-3": (82.1, 79.3, 70.3, 60.2, 48.5),
     "Ours": (89.5, 87.2, 79.5, 71.5, 59.2),
 }
-"""The table's columns, as they were printed: per cent of a V100's time, by layers. "Ours" is the paper's own model."""
+"""The table's columns as printed: per cent of a V100's time, by kind of layers. "Ours" is the paper's own model."""
 LINK_MEGABITS_PER_SECOND = 500.0
 """The rate of the lines in that table."""
 BYTES_PER_MEGABIT = 125_000
 ELEMENT_BYTES = {"base": 2, "xxlarge": 2, "GPT-3": 2, "Ours": 1}
-"""Bytes of an activation behind the columns: 16 bits, but for the paper's own model, which it ran with 8."""
+"""Bytes of an activation in the columns: 16 bits, except for the paper's own model, which it ran with 8."""
 KNOWN_WIDTHS = {"base": 768, "GPT-3": 12288}
-"""The widths of the layers that are known by name."""
+"""The widths of those layers whose models are known."""
 WIRE_DTYPES = ("fp32", "bf16", "int8")
 
 
@@ -61,10 +61,10 @@ class Options(StudyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """What a column of the paper's table says of its layers."""
+    """What follows about the layers of a column of the paper's table."""
 
     compute_seconds: float
-    """Forward and backward of a microbatch."""
+    """The time of a microbatch's forward and backward."""
     transfer_seconds: float
     """The time for its activations to the next stage and their gradient back, over the table's line."""
 
@@ -75,7 +75,7 @@ class Layers:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Per cent of the time, by layers and round trip in milliseconds."""
+    """The study's figures: per cent of the time, by layers and round trip in milliseconds."""
     layers = {name: read_off(row) for name, row in GPU_UTILISATION.items()}
     paper = {
         name: {
@@ -105,10 +105,10 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def read_off(row: tuple[float, ...]) -> Layers:
-    """A column's layers, from its first and its last cell alone.
+    """A column's layers, computed from its first and its last cell alone.
 
-    Without overlap a machine computes for C of every C + T + R seconds, of which T go to transfers and R are a round
-    trip: half of it on the way to the next stage, half on the way back.
+    Without overlap a machine computes for C of every C + T + R seconds. T seconds are transfers, and R is a round trip:
+    half of it on the way to the next stage, half on the way back.
     """
     none, longest = 100 / row[0], 100 / row[-1]
     compute_seconds = (ROUND_TRIPS_MS[-1] - ROUND_TRIPS_MS[0]) / 1000 / (longest - none)
@@ -116,19 +116,19 @@ def read_off(row: tuple[float, ...]) -> Layers:
 
 
 def one_after_the_other(layers: Layers) -> list[float]:
-    """Per cent of the time that a machine computes without overlap, by round trip."""
+    """The per cent of the time for which a machine computes without overlap, by round trip."""
     busy, moving = layers.compute_seconds, layers.transfer_seconds
     return [100 * busy / (busy + moving + milliseconds / 1000) for milliseconds in ROUND_TRIPS_MS]
 
 
 def _square_cube(layers: dict[str, Layers]) -> dict[str, dict[str, float]]:
-    """Compute grows with a width's square and transfers with the width, so their ratio, too, tells the width."""
+    """The width that follows from each column: compute grows with the width's square, and transfers with the width."""
     ratios = {name: column.compute_seconds / column.transfer_seconds for name, column in layers.items()}
     reference, width = "base", KNOWN_WIDTHS["base"]
     return {
         name: {
             "compute_over_transfer": ratio,
-            # Of layers in a row at one stage: the sum of their widths.
+            # If a stage has several layers in a row, this is the sum of their widths.
             "implied_width": width * ratio / ratios[reference] * ELEMENT_BYTES[name] / ELEMENT_BYTES[reference],
         }
         | ({"width": KNOWN_WIDTHS[name]} if name in KNOWN_WIDTHS else {})
@@ -165,30 +165,30 @@ def _ours(layers: Layers, num_elements: int, dtype: str, round_trip_seconds: flo
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a full pipeline manages."""
+    """The utilisation of a full pipeline."""
 
     utilisation: float
-    """Share of its time that a peer computes."""
+    """The share of its time for which a peer computes."""
     num_in_flight: int
-    """Microbatches that this takes."""
+    """How many microbatches have to be in flight for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """Equal stages, each of equal peers, fed by one trainer.
 
-    A machine computes while its lines carry other microbatches, and a line carries one tensor after the other. So what
-    is busiest for each microbatch sets the pace, if enough microbatches are in flight. Token ids and losses are small,
-    and are not counted.
+    A machine computes while its lines carry other microbatches, and a line carries one tensor after the other. So if
+    enough microbatches are in flight, the machine or line that each microbatch occupies longest sets the pace. Token
+    ids and losses are small, and are not counted.
     """
 
     num_stages: int
     """The number of stages, at least 2."""
     peers_per_stage: int
     compute_seconds: float
-    """Forward and backward of one microbatch at one peer."""
+    """The time of one microbatch's forward and backward at one peer."""
     tensor_bytes: float
-    """The bytes of a microbatch's activations between two stages; its gradient is as long."""
+    """The bytes of a microbatch's activations between two stages; its gradient has as many."""
     round_trip_seconds: float
     """The round-trip time between any two machines."""
     peer_bytes_per_second: float
@@ -197,19 +197,19 @@ class Pipeline:
     """The rate of the trainer's line, either way."""
 
     def direct(self) -> Outcome:
-        """Tensors go from peer to peer, as ours do; what is in flight is bounded by this project's slots and window."""
+        """The outcome if tensors go from peer to peer, as here; slots and window bound the microbatches in flight."""
         # An inner peer sends an activation to one side and a gradient to the other, and receives as much.
         line_seconds = min(2, self._num_boundaries) * self._peer_seconds
-        # At each boundary both tensors pass two lines; trainer and peers make a chain, there and back.
+        # At each boundary both tensors pass two lines. Each stage adds a round trip, from the trainer along the chain.
         alone_seconds = 4 * self._num_boundaries * self._peer_seconds + self.num_stages * self.round_trip_seconds
         most_in_flight = min(MOST_IN_FLIGHT, self.peers_per_stage * LARGEST_NUM_SLOTS)
         return self._outcome(self._busiest(line_seconds), alone_seconds, most_in_flight)
 
     def by_way_of_the_trainer(self) -> Outcome:
-        """Tensors go back to the trainer, and from there to the next peer, as SWARM's and Petals' do.
+        """The outcome if tensors go back to the trainer and from there to the next peer, as in SWARM and Petals.
 
-        A backward takes the stage's input along once more, for their peers have not kept it. Nothing bounds what is in
-        flight.
+        The stage's input is sent once more for the backward, because peers there do not keep it. Nothing bounds the
+        microbatches in flight.
         """
         # An inner peer receives its input twice, and a gradient.
         line_seconds = min(3, 1 + self._num_boundaries) * self._peer_seconds
@@ -230,7 +230,7 @@ class Pipeline:
         return self.tensor_bytes / self.peer_bytes_per_second
 
     def _busiest(self, line_seconds: float) -> float:
-        """Seconds for each microbatch of the busier of a peer's two parts, where all of a stage take turns."""
+        """The seconds for each microbatch at a stage's processors, or on its lines if longer; its peers take turns."""
         return max(self.compute_seconds, line_seconds) / self.peers_per_stage
 
     def _outcome(self, busiest_seconds: float, sent_seconds: float, most_in_flight: float = math.inf) -> Outcome:
