@@ -1,4 +1,4 @@
-"""Every exception the library raises on purpose, by what its caller does about it.
+"""Every exception that the library raises on purpose, grouped by what the caller does about it.
 
     SwarmError
     |-- TryAnotherPeer               this peer does not do it now; another peer of its stage may
@@ -33,15 +33,15 @@ class SwarmError(Exception):
 
 
 class TryAnotherPeer(SwarmError):
-    """This peer does not do what it is asked; another peer of its stage may, or this one much later."""
+    """This peer does not do what it is asked for. Another peer of its stage may do it, or this one much later."""
 
 
 class PeerUnavailable(TryAnotherPeer):
     """The peer is unreachable, frozen, or ended the call before its answer was complete.
 
     Attributes:
-        is_gone: no process listens at its address: it has died, and does not come back with what it had.
-        is_unreachable: no answer came, whatever the reason: the peer itself has not said or done anything wrong.
+        is_gone: whether no process listens at the peer's address, so that it has died and has lost what it had.
+        is_unreachable: whether no answer came, for whatever reason. The peer itself has done nothing wrong then.
     """
 
     def __init__(self, message: str, *, is_gone: bool = False, is_unreachable: bool = False) -> None:
@@ -63,11 +63,11 @@ class RoundMismatch(TryAnotherPeer):
 
 
 class NotReady(TryAnotherPeer):
-    """The peer is joining, leaving or behind, or has not the weights that are asked for."""
+    """The peer is joining, leaving or behind, or lacks the weights that are asked for."""
 
 
 class NotServed(TryAnotherPeer):
-    """The peer does not serve this caller, or not what it asks for; it may have moved since it was announced."""
+    """The peer does not serve this caller, or not what it asks for. The peer may have moved since its announcement."""
 
 
 class WrongStage(NotServed):
@@ -83,7 +83,7 @@ class IncompatibleVersion(NotServed):
 
 
 class NotAllowed(NotServed):
-    """The run is locked, and the caller or signer has no certificate that gives it the right."""
+    """The run is locked, and the caller or signer has no certificate that gives the right."""
 
 
 class TryLater(SwarmError):
@@ -115,11 +115,11 @@ class CorpusMismatch(Fatal):
 
 
 class StaleMicrobatch(Fatal):
-    """The round the microbatch belongs to has already committed."""
+    """The round that the microbatch belongs to has already been committed."""
 
 
 class RoundGone(Fatal):
-    """No peer of a stage holds the weights of the round with which a text was begun."""
+    """No peer of a stage holds the weights of a round any more that a text or an evaluation needs."""
 
 
 class IntegrityError(Fatal):
@@ -131,5 +131,5 @@ class RetriesExhausted(Fatal):
 
 
 def in_one_line(error: BaseException) -> str:
-    """What a library's error says, without line breaks; its kind, if it says nothing."""
+    """The message of a library's error without line breaks; its class's name, if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__

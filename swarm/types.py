@@ -1,7 +1,7 @@
 """The values that cross package borders: peers' announcements and the names of microbatches and rounds.
 
-Frozen records without behaviour. Announcements are pydantic models because they come from strangers:
-unknown fields are ignored (forward compatibility), wrong ones refused.
+Frozen records without behaviour. Announcements are pydantic models because they come from strangers: unknown fields are
+ignored (for compatibility with later releases), and wrong ones are refused.
 """
 
 from enum import StrEnum
@@ -16,10 +16,10 @@ PROTOCOL_VERSION = 8
 """Peers of different protocol versions refuse each other."""
 
 LARGEST_COUNT = 1 << 48
-"""The largest round, number of samples, microbatch, attempt or size in a message. No run gets so far."""
+"""The largest round, number of samples, microbatch, attempt or size in a message. No run gets this far."""
 
 TRAINER_STAGE = -1
-"""A trainer is "stage -1": it hands microbatches to stage 0 with the code every stage uses."""
+"""A trainer is "stage -1": it hands microbatches to stage 0 with the code that every stage uses."""
 
 
 class PeerState(StrEnum):
@@ -31,17 +31,17 @@ class PeerState(StrEnum):
 
 
 LONGEST_NAME = 64
-"""Characters in the name that people give a peer."""
+"""The most characters in the name that people give a peer."""
 NAME_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
-"""What is shown to people has no control characters, which a terminal takes for commands."""
+"""Texts that are shown to people have no control characters, which a terminal takes for commands."""
 
 
 ENDPOINT_PATTERN = r"^[A-Za-z0-9._:\[\]@-]*$"
 TUNNEL = "tunnel:"
-"""What an endpoint begins with that leads through a meeting point."""
+"""The beginning of an endpoint that leads through a meeting point."""
 DHT_ADDRESS_PATTERN = r"^[A-Za-z0-9._:/-]*$"
 MOST_DHT_ADDRESSES = 4
-"""How many addresses of one node of the DHT others are told."""
+"""How many addresses of its DHT node a peer announces at most."""
 
 
 class _Announcement(BaseModel):
@@ -49,7 +49,7 @@ class _Announcement(BaseModel):
 
     peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     name: Annotated[str, Field(max_length=LONGEST_NAME, pattern=NAME_PATTERN)] = ""
-    """What people call the peer: host name and process id unless the user chose one."""
+    """The peer's name for people: host name and process id, unless the user chose another."""
     protocol_version: int = PROTOCOL_VERSION
     software_version: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
     announced_at: float
@@ -57,14 +57,14 @@ class _Announcement(BaseModel):
 
 
 MOST_BANS = 4
-"""How many of one sender's bans others are told."""
+"""How many of its bans a sender announces at most."""
 LONGEST_REASON = 100
 LONGEST_WAIT = 200
-"""Characters of what a peer waits for."""
+"""The most characters of the text that says what a peer waits for."""
 
 
 class Ban(BaseModel):
-    """A peer of the next stage that a sender leaves alone, as it says itself."""
+    """A sender's announcement that it leaves a peer of the next stage alone."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -76,7 +76,7 @@ class Ban(BaseModel):
 
 class _Sender(_Announcement):
     bans: Annotated[tuple[Ban, ...], Field(max_length=MOST_BANS)] = ()
-    """The bans that last longest."""
+    """Those of the sender's bans that last longest."""
 
 
 class PeerRecord(_Sender):
@@ -84,54 +84,53 @@ class PeerRecord(_Sender):
 
     stage: Annotated[int, Field(ge=0, le=4095)]
     endpoint: Annotated[str, Field(max_length=320, pattern=ENDPOINT_PATTERN)]
-    """How its gRPC server is reached, the best way: host:port, or tunnel:PEER_ID@HOST:PORT, through that meeting
-    point."""
+    """The best way to the peer's gRPC server: host:port, or tunnel:PEER_ID@HOST:PORT through that meeting point."""
     other_endpoints: Annotated[
         tuple[Annotated[str, Field(max_length=320, pattern=ENDPOINT_PATTERN)], ...], Field(max_length=7)
     ] = ()
     """Further ways, in the order in which they are to be tried."""
     certificate_pem: Annotated[str, Field(max_length=4096)] = ""
-    """The TLS certificate its server shows; empty when the run is --insecure."""
+    """The TLS certificate that the peer's server shows; empty if the run is --insecure."""
     state: PeerState
     samples_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """How fast it computes a forward and a backward, its own work alone; 0 while it has not been measured."""
+    """How fast the peer itself computes forward and backward, without other stages; 0 while that is not measured."""
     queue_length: Annotated[int, Field(ge=0)] = 0
     round: Annotated[int, Field(ge=0)] = 0
     samples: Annotated[int, Field(ge=0)] = 0
-    """Samples the run had committed when this peer's round began."""
+    """How many samples the run had committed when this peer's round began."""
     lineage: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = ""
-    """Hash chain over the committed rounds of its blocks."""
+    """The hash chain over the committed rounds of the peer's state."""
     dht_address: Annotated[str, Field(max_length=255, pattern=DHT_ADDRESS_PATTERN)] = ""
-    """A multiaddress at which newcomers can enter the DHT, the best one; empty if not at this peer."""
+    """The best multiaddress at which newcomers can enter the DHT; empty if they cannot at this peer."""
     other_dht_addresses: Annotated[
         tuple[Annotated[str, Field(max_length=255, pattern=DHT_ADDRESS_PATTERN)], ...],
         Field(max_length=MOST_DHT_ADDRESSES - 1),
     ] = ()
-    """Further ones of the same node: of another version of IP, say."""
+    """Further multiaddresses of the same node, for example of another version of IP."""
     device: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
-    """What it computes on, as PyTorch names it; earlier releases do not say, and leave it empty."""
+    """The device on which the peer computes, as PyTorch names it. Earlier releases leave it empty."""
     movable: bool = False
-    """Whether it goes to another stage by itself when that one needs it more."""
+    """Whether the peer moves to another stage by itself when that one needs it more."""
     moves: Annotated[int, Field(ge=0)] = 0
-    """How often it has gone to another stage since it started."""
+    """How often the peer has moved to another stage since it started."""
     nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")] = ""
-    """Drawn anew at each start of the peer's process."""
+    """A random string, drawn anew at each start of the peer's process."""
     started_at: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """When the process started, by the announcing machine's wall clock, in seconds since the epoch."""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """All ways to its server, the best first."""
+        """All ways to the peer's server, the best first."""
         return self.endpoint, *self.other_endpoints
 
     @property
     def dht_addresses(self) -> tuple[str, ...]:
-        """All addresses of its node of the DHT, the best first; none if newcomers cannot enter it at this peer."""
+        """All addresses of the peer's DHT node, the best first; none if newcomers cannot enter the DHT there."""
         return tuple(address for address in (self.dht_address, *self.other_dht_addresses) if address)
 
     @property
     def place(self) -> str:
-        """What stays the same as long as the peer is there: its address, or its id where meeting points may change."""
+        """Identifies the peer as long as it is there: its endpoint, or its id if its meeting points may change."""
         return self.peer_id if self.endpoint.startswith(TUNNEL) else self.endpoint
 
 
@@ -139,24 +138,24 @@ class ClaimState(StrEnum):
     """How far a peer is on its way to a stage."""
 
     PENDING = "pending"
-    """The peer waits to see whether another one wants the same."""
+    """The peer waits to see whether another peer wants the same place."""
     CONFIRMED = "confirmed"
-    """The peer is under way."""
+    """The peer is on its way."""
     WITHDRAWN = "withdrawn"
     """The peer has arrived, or will not come."""
 
 
 class ClaimRecord(_Announcement):
-    """A peer's word that it is about to serve a stage: key `RUN.claims`, one subkey a peer."""
+    """A peer's announcement that it is about to serve a stage: key `RUN.claims`, one subkey a peer."""
 
     stage: Annotated[int, Field(ge=0, le=4095)]
     from_stage: Annotated[int, Field(ge=0, le=4095)] | None = None
-    """The stage that it serves until then; None for a peer that joins the run."""
+    """The stage that the peer serves until then; None for a peer that joins the run."""
     state: ClaimState
     waiting_for: Annotated[str, Field(max_length=LONGEST_WAIT, pattern=NAME_PATTERN)] = ""
-    """What it waits for on its way, in words."""
+    """What the peer waits for on its way, in words."""
     claimed_at: Annotated[float, Field(allow_inf_nan=False)]
-    """When it first claimed, by its own wall clock, seconds since the epoch: of two claims the earlier counts."""
+    """When the peer first claimed, by its wall clock, in seconds since the epoch. Of two claims the earlier counts."""
 
 
 class TrainerRecord(_Sender):
