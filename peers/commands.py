@@ -1,8 +1,8 @@
 """Entry points of the commands, and the command lines with which other processes start them.
 
 Each program is imported late, after its process has been prepared. A program is a module in peers/ with
-`main(argv) -> exit code`. What is imported here takes next to no time: until a program is there, Ctrl-C ends the
-process on the spot, and before this module is there, nothing can see to that.
+`main(argv) -> exit code`. Until a program has been imported, Ctrl-C ends the process on the spot. That works only once
+this module has been imported, so its own imports take next to no time.
 """
 
 import gc
@@ -14,8 +14,8 @@ from importlib import import_module
 from types import FrameType, ModuleType
 
 LEAST_BYTES = 1000 << 20
-"""Addresses that a stage peer takes until it serves the smallest stage, on a CPU: for libraries' code and for stacks of
-threads, most of them."""
+"""Bytes of address space that a stage peer takes until it serves the smallest stage on a CPU, most of it for libraries'
+code and threads' stacks."""
 
 
 def peer() -> None:
@@ -69,9 +69,9 @@ def static() -> None:
 
 
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
-    """How another process runs one of the programs above; cli.arguments makes the arguments of its options.
+    """The command line of another process that runs one of the programs above; see cli.arguments for the arguments.
 
-    With -P, modules that happen to lie in the current folder are not imported instead of ours.
+    Because of -P, modules that happen to lie in the current folder are not imported instead of ours.
     """
     return [sys.executable, "-P", "-c", f"from peers.commands import {program}; {program}()", *arguments]
 
@@ -80,14 +80,14 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
     """Run a program, and end the process.
 
     Args:
-        options: module and name of its options, or of a function that explains them, if these are there much sooner
-            than the program. Then --help is, too.
-        address_bytes: the size of the addresses that it takes.
+        options: module and name of its options, or of a function that explains them, if that module is imported much
+            faster than the program: --help then answers at once.
+        address_bytes: the address space that it takes.
     """
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interruptible:
         signal.signal(signal.SIGINT, _end)
-    from peers.shared import cli, env_file, process  # Not sooner: it takes a while.
+    from peers.shared import cli, env_file, process  # This takes a while, so the handler above comes first.
 
     process.prepare_environment()
     process.keep_freed_memory()
@@ -116,18 +116,18 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End the process at once, as long as it has nothing to clear away.
+    """End the process at once, while it has nothing to clean up.
 
-    A KeyboardInterrupt in the middle of an import leaves libraries half made, and what follows from that is any error.
+    A KeyboardInterrupt in the middle of an import would leave libraries half imported, which can raise any error later.
     """
     os._exit(128 + number)
 
 
 def load(module: str) -> ModuleType:
-    """Import a program, out of the cycle collector's sight.
+    """Import a program, and exempt what it imports from the garbage collector of cycles.
 
-    What it imports stays until the process ends. The collector would look through all of it again and again, meanwhile
-    and later, and each time hold up every thread for some 0.1 s.
+    Imported modules stay until the process ends. The collector would look through them again and again, during the
+    import and later, and hold up every thread for some 0.1 s each time.
     """
     gc.disable()
     try:

@@ -53,7 +53,7 @@ class IssueOptions:
 
     @property
     def lifetime(self) -> datetime.timedelta:
-        """As long as --expires says."""
+        """The time that --expires says."""
         return datetime.timedelta(**{_UNITS[self.expires[-1]]: int(self.expires[:-1])})
 
 

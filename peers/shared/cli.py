@@ -1,4 +1,4 @@
-"""Command lines from dataclasses, and back: one frozen dataclass a program, a docstring under each field.
+"""Reads command lines into dataclasses, and writes them: one frozen dataclass a program, a docstring under each field.
 
 Every program calls `parse` once, at its start. Those that start other programs call `arguments`.
 """
@@ -24,13 +24,13 @@ Options = TypeVar("Options")
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _RULE = re.compile(r"[-\u2500]{4,}")
 _NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
-"""The name of an argument, behind the box's border if it has one: its option, or what it takes where it has none."""
+"""Finds the name of each argument in tyro's box: its option, or the name of its value if it is positional."""
 _NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
 _NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
 _NO_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.?", re.IGNORECASE)
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 MOST_THREADS = 1024
-"""Of --threads. More than any machine has cores."""
+"""The largest value of --threads: more than any machine has cores."""
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
 
 
@@ -52,7 +52,7 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
 
 
 def arguments(options: Any) -> list[str]:
-    """The command line that `parse` reads into these options: each that is not the default."""
+    """The command line that `parse` reads into these options; an option with its default value is left out."""
     places: list[str] = []
     words: list[str] = []
     for field in dataclasses.fields(options):
@@ -83,12 +83,12 @@ def _is_positional(annotation: object) -> bool:
 
 
 def _is_repeated(annotation: object) -> bool:
-    """Whether each of the option's values comes with the option."""
+    """Whether the option is written before each of its values."""
     return _marks(tyro.conf.UseAppendAction[tuple[str, ...]]) <= _marks(annotation)
 
 
 def _marks(annotation: object) -> set[Any]:
-    """What an Annotated type has beside the type."""
+    """The metadata of an Annotated type; empty for another one."""
     return set(getattr(annotation, "__metadata__", ()))
 
 
@@ -105,7 +105,7 @@ def require_one(given: Mapping[str, bool]) -> None:
     """Raise ValueError unless just one of several ways is given.
 
     Args:
-        given: whether it is, by what each is called.
+        given: the name of each way, and whether it was given.
     """
     names, chosen = list(given), [name for name, is_given in given.items() if is_given]
     if len(chosen) != 1:
@@ -114,7 +114,7 @@ def require_one(given: Mapping[str, bool]) -> None:
 
 
 def require_at_least(options: object, least: Mapping[str, int]) -> None:
-    """Raise ValueError for a number below its bound, by the option's name; one that was left out (None) will do."""
+    """Raise ValueError, which names the option, for a number below its bound; None (left out) is accepted."""
     for name, bound in least.items():
         value = getattr(options, name)
         if value is not None and value < bound:
@@ -122,13 +122,13 @@ def require_at_least(options: object, least: Mapping[str, int]) -> None:
 
 
 def require_threads(threads: int | None) -> None:
-    """Raise ValueError for --threads that PyTorch could not start, which then ends with a long traceback."""
+    """Raise ValueError for more --threads than PyTorch can start: it would end with a long traceback."""
     if threads is not None and not 0 <= threads <= MOST_THREADS:
         raise ValueError(f"--threads must be between 0 and {MOST_THREADS}, not {threads}")
 
 
 def require_positive(options: object, names: Iterable[str]) -> None:
-    """Raise ValueError for a number that is not above zero and finite, by the option's name."""
+    """Raise ValueError, which names the option, for a number that is not positive and finite."""
     for name in names:
         value = getattr(options, name)
         if not 0 < value < math.inf:
@@ -136,7 +136,7 @@ def require_positive(options: object, names: Iterable[str]) -> None:
 
 
 def require_text(options: object, names: Iterable[str]) -> None:
-    """Raise ValueError for a text, or one of several, that was no UTF-8 on the command line, by the option's name."""
+    """Raise ValueError, which names the option, for a text or a tuple of texts not given in UTF-8."""
     for name in names:
         value = getattr(options, name)
         for text in value if isinstance(value, tuple) else (value or "",):
@@ -144,9 +144,9 @@ def require_text(options: object, names: Iterable[str]) -> None:
 
 
 def require_ports(options: object, names: Iterable[str]) -> None:
-    """Raise ValueError for a number that is no TCP port, or that two of the options have, by their names.
+    """Raise ValueError, which names the options, for a number that is no TCP port, or that two options share.
 
-    One that was left out (None) will do, and 0 is any free port.
+    None (left out) and 0 (any free port) are accepted.
     """
     taken = dict[int, str]()
     for name in names:
@@ -166,7 +166,7 @@ def require_distinct(options: object, names: Iterable[str]) -> None:
 
 
 def _require_utf8(name: str, text: str) -> None:
-    """Python has stand-ins for the bytes of a command line that are none."""
+    """Raise ValueError for text in which Python put stand-ins for bytes of the command line that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -179,7 +179,7 @@ def _one_line(box: str, options: type[object]) -> str:
     text = _TERMINAL_CODES.sub("", box).partition("\n")[2]
     lines = [line.strip("| \u2502") for line in text.splitlines()]
     sections = [section for section in _RULE.split(" ".join(lines)) if section.strip()]
-    # An option with a typing error is both missing and unrecognized: the latter says more.
+    # tyro complains twice of a mistyped option, as missing and as unrecognized: the latter says more.
     section = next((section for section in sections if "Unrecognized options" in section), sections[0])
     message = " ".join(section.split()).removeprefix(f"Error parsing {options.__name__}: ")
     if found := _NO_TYPE.match(message):

@@ -1,12 +1,12 @@
 """Which device a process computes on, and how much of its memory autograd graphs may take.
 
 Used by swarm-peer and, without torch, by swarm-local, which spreads its processes over the GPUs. `choose`, `spread` and
-`graph_bytes` decide from what devices report, and are pure; the rest asks for that.
+`graph_bytes` decide from what devices report, and are pure; the other functions ask the devices.
 
-    python -m peers.shared.devices     prints what is here, as JSON
+    python -m peers.shared.devices     prints this machine's devices, as JSON
 
-To ask a GPU for its free memory takes hundreds of MB on it for as long as the asking process lives. So where there are
-several, a short-lived child asks.
+A process that asks a GPU for its free memory takes hundreds of MB of it until it ends. So where there are several GPUs,
+a short-lived child asks.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     import torch
 
 ALIKE = 0.9
-"""GPUs with so much of the most free memory are taken for equally free: among them chance decides, for processes that
-start together see the same figures."""
+"""GPUs with at least this share of the most free memory count as equally free. Chance decides among them, because
+processes that start together see the same figures."""
 GPU_SHARE, RAM_SHARE = 0.5, 0.25
 """The share that a stage's graphs may take of the memory that is free beside its weights and optimizer. The rest of a
-GPU is for one microbatch's computing. RAM is others' as well, and the system kills a process that takes too much."""
+GPU is for computing one microbatch. Other programs need RAM too, and the system kills a process that takes too much."""
 ASKING_SECONDS = 60.0
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -64,7 +64,7 @@ def choose(devices: Sequence[Device], rng: random.Random) -> Device:
 
 
 def spread(devices: Sequence[Device], num_processes: int) -> list[Device]:
-    """A device for each process: each goes where it finds the most free memory, shared with those before it."""
+    """A device for each process: the one with the most free memory for each of the processes that would share it."""
     best, taken, chosen = _best_kind(devices), Counter[str](), []
     for _ in range(num_processes):
         device = max(best, key=lambda device: device.free_bytes / (taken[device.name] + 1))
@@ -81,10 +81,11 @@ def _best_kind(devices: Sequence[Device]) -> list[Device]:
 
 
 def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1) -> int:
-    """What the graphs of one of so many processes may take of a device's memory.
+    """The bytes of a device's memory that the autograd graphs of one process may take.
 
     Args:
-        needed_bytes: how much of what is free the process will take for other things.
+        needed_bytes: how much of the free memory the process will take for other things.
+        num_processes: how many processes share the device.
     """
     share = GPU_SHARE if device.kind == "cuda" else RAM_SHARE
     return int(share * max(0, device.free_bytes // num_processes - needed_bytes))
@@ -117,10 +118,10 @@ def device_of(name: str, rng: random.Random) -> "torch.device":
 
 
 def found() -> list[Device]:
-    """What this machine has, as a child that imports torch says.
+    """This machine's devices, as a child process that imports torch reports them.
 
     Raises:
-        OSError: it did not say.
+        OSError: the child did not report them.
     """
     try:
         result = subprocess.run(
@@ -151,7 +152,7 @@ def named(name: str) -> list[Device]:
 
 
 def here(device: "torch.device") -> Device:
-    """A device that this process computes on, with what is free of it for this process."""
+    """A device that this process computes on, with the bytes that are free for this process."""
     import torch
 
     free_bytes = free_ram_bytes()
@@ -160,14 +161,14 @@ def here(device: "torch.device") -> Device:
         # What torch holds without using it is free as well, for this process.
         free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     elif device.type == "mps":
-        # It is the machine's memory, of which the GPU takes so much at most.
+        # MPS takes its memory from the machine's, up to a limit.
         own_bytes = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
         free_bytes = min(free_bytes, own_bytes)
     return Device(name=str(device), free_bytes=max(0, free_bytes))
 
 
 def free_ram_bytes() -> int:
-    """What this process may still take of the machine's memory, of its container's, and of its own limit."""
+    """The bytes that this process may still take: the machine, its container and its own limit all allow them."""
     free = [psutil.virtual_memory().available, _free_in_cgroups()]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
@@ -182,7 +183,7 @@ def most_resident_bytes() -> int:
 
 
 def most_device_bytes(device: "torch.device") -> int:
-    """The most that has been in use of a GPU; of MPS, which does not note it, what is in use; of the CPU 0."""
+    """The most bytes of a GPU that were in use; for MPS, which keeps no record, those in use now; for the CPU 0."""
     import torch
 
     if device.type == "cuda":
@@ -191,7 +192,7 @@ def most_device_bytes(device: "torch.device") -> int:
 
 
 def _free_in_cgroups() -> float:
-    """What the limits of a container, a service or a cluster's job leave (version 2); infinite without any."""
+    """The bytes that cgroups (version 2) of a container, service or cluster job leave; infinite without a limit."""
     own = _CGROUPS
     with contextlib.suppress(OSError):
         own /= _OWN_CGROUP.read_text().partition("::")[2].strip().lstrip("/")

@@ -1,7 +1,7 @@
-"""Where a program enters a run, and with which token: an invite, or addresses of the DHT.
+"""Where a program enters a run (by an invite, or by addresses of the DHT), and with which token.
 
-Used by every program that joins a run. An invite names peers by their gRPC endpoints, and these are asked at which
-addresses the DHT can be entered; so an address that has changed since does no harm while one of them is there.
+Used by every program that joins a run. An invite names peers by their gRPC endpoints. The program asks these peers for
+addresses of the DHT, so addresses that have changed do no harm while one of the invite's peers can be reached.
 """
 
 import random
@@ -29,7 +29,7 @@ from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 
 MAX_ADDRESSES = 8
-"""The DHT is entered at so many peers at most, where more are known."""
+"""The most peers at which a process enters the DHT."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Entrance:
     """Where one run is entered, and with which token.
 
     Attributes:
-        entries: peers that are asked, as an invite names them; none where addresses were given.
-        addresses: addresses of nodes of the DHT; none where there are entries.
-        run: the digest with which the run's id ends; empty where any run will do.
+        entries: peers to ask, as an invite names them; none if addresses were given.
+        addresses: addresses of nodes of the DHT; none if there are entries.
+        run: the digest with which the run's id ends; empty if any run will do.
         token: None for an open run.
         insecure: whether the run does without TLS.
     """
@@ -51,10 +51,11 @@ class Entrance:
     insecure: bool
 
     async def dht_addresses(self, clock: Clock) -> tuple[str, ...]:
-        """Where the DHT is entered: as given, or as the peers say that are asked. Cancellation ends the search.
+        """The addresses of the DHT: those given, or else those that the entries' peers name. Cancellation ends the
+        search.
 
         Raises:
-            PeerUnavailable: none of them answered, for as long as `patiently` tries.
+            PeerUnavailable: none of the entries answered, for as long as `patiently` tries.
             ValueError, IncompatibleVersion: as of discover_config.
         """
         if not self.entries:
@@ -70,10 +71,10 @@ class Entrance:
         return await patiently(ask, clock, f"the run at {self.where}")
 
     async def look(self, clock: Clock) -> tuple[RunConfig, KnownPeers]:
-        """The run and its peers, as one of those shows them that are to be asked. Cancellation ends the question.
+        """The run and its peers, as the peer of one of the entries shows them. Cancellation ends the call.
 
         Raises:
-            PeerUnavailable: none of them answers.
+            PeerUnavailable: none of the entries answers.
             ValueError, IncompatibleVersion: as of discover_config.
         """
         own = admitted(generate(), self.token)
@@ -90,22 +91,22 @@ class Entrance:
 
     @property
     def where(self) -> str:
-        """The peers that are asked, or else the addresses, for people."""
+        """The endpoints of the entries, or else the addresses, as text for people."""
         return ", ".join(entry.endpoint for entry in self.entries) or ", ".join(self.addresses)
 
 
 def find_entrance(
     options: EntranceOptions, environment: Mapping[str, str], *, role: Role, clock: Clock, peers: Sequence[str] = ()
 ) -> Entrance:
-    """Where the options and the environment have a program enter a run.
+    """Find where the options and the environment say that a program enters a run.
 
     Args:
-        role: what the program needs.
-        peers: PEER_ID@HOST:PORT of peers that are to be asked, where the options name neither an invite nor addresses.
+        role: the role that the program needs.
+        peers: PEER_ID@HOST:PORT of peers to ask, for options that name neither an invite nor addresses.
 
     Raises:
-        ValueError, OSError: as of find_token; an invite or a peer is none, its file cannot be read, or the run is
-            locked and there is no token.
+        ValueError, OSError: as of find_token; or an invite or a peer is malformed, the invite's file cannot be read,
+            or the run is locked and there is no token.
     """
     given = peers or options.initial_peers if options.invite is None else (_invite(options.invite),)
     addresses, token = find_token(options.token, given, environment, role=role, insecure=options.insecure, clock=clock)
@@ -121,7 +122,7 @@ def find_entrance(
 
 
 def _invite(text: str) -> str:
-    """The invite of an argument: itself, or in the file that it names, alone or as a peer's --ready-file has it."""
+    """The invite that an argument is, or that the file it names (@FILE) holds: alone, or in a peer's --ready-file."""
     content = spelled_out(text)
     if not text.startswith("@") or not content.startswith("{"):
         return content

@@ -1,6 +1,6 @@
 """`.env` in the working folder: keys for services that a program reports to or downloads from.
 
-Read by every program before it begins. Only the names below are taken, and what the environment has already wins.
+Read by every program before it begins. Only the names below are taken, and only if the environment does not have them.
 Values are never logged.
 """
 
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")
-"""What is read; a file that happens to lie there changes nothing else of a program."""
+"""The variables that are read; a file that happens to lie there changes nothing else of a program."""
 
 FILE = Path(".env")
 
@@ -18,16 +18,16 @@ _QUOTED = re.compile(r"""(["'])(.*)\1(?:\s+#.*)?""")
 
 
 def read(path: Path = FILE) -> None:
-    """Add what a file says to the environment; do nothing if there is none.
+    """Add the variables of a file to the environment; do nothing if there is no file.
 
     Lines are `NAME=VALUE`, perhaps with `export` before them, quotes around the value or a comment behind it.
 
     Raises:
-        ValueError: one line, without the value, where it cannot be read.
+        ValueError: the file cannot be read, or a name has no value that could be a key. The message quotes no value.
     """
     try:
         if path.exists() and not path.is_file():
-            # A folder, as some keep their virtual environment in, or a pipe, which would be waited for.
+            # It may be a folder (some keep their virtual environment there), or a pipe, whose end we would wait for.
             return
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

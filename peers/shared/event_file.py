@@ -1,4 +1,4 @@
-"""A process's event log: opened before it joins anything, begun once it knows in which run it is.
+"""A process's event log: opened before it joins a run, and begun once it knows which run that is.
 
 Used by swarm-peer and swarm-trainer for `--events FILE`.
 """
@@ -16,11 +16,11 @@ from swarm.machine.clock import Clock
 
 
 def open_events(path: Path | None, clock: Clock) -> Events:
-    """The log, or nothing if none is wanted.
+    """The event log, or one that writes nothing if no path is given.
 
     Raises:
         ValueError: another process writes to the file.
-        OSError: it can neither be opened nor made.
+        OSError: the file can neither be opened nor made.
     """
     if path is None:
         return NoEvents()
@@ -30,7 +30,7 @@ def open_events(path: Path | None, clock: Clock) -> Events:
 
 
 def begin(events: Events, path: Path | None, start: Start) -> None:
-    """Write a process's first event. Raises ValueError if the file is another run's: neither could be audited."""
+    """Write a process's first event. Raises ValueError if the file has another run's: neither could be audited."""
     if path is not None and (other := _run_in(path)) not in (None, start.run):
         raise ValueError(f"--events {path} is of another run, {other}: give this one a file of its own")
     events.write(start)
@@ -41,7 +41,7 @@ def _run_in(path: Path) -> str | None:
         for line in lines:
             try:
                 return str(json.loads(line)["run"])
-            except (ValueError, KeyError, TypeError):  # What a full disk has left, say.
+            except (ValueError, KeyError, TypeError):  # Half a line that a full disk has left, say.
                 continue
     return None
 

@@ -1,7 +1,7 @@
-"""--metrics-port: what a process says of itself, in Prometheus' text format.
+"""--metrics-port: exports the figures of a process in Prometheus' text format.
 
-Used by swarm-peer and swarm-trainer. Every figure that status has of such a process becomes a metric under the same
-name; one that is added there is exported, too. Needs the extra metrics.
+Used by swarm-peer and swarm-trainer. Every figure that peers/status has of such a process becomes a metric of the same
+name, without a change here when one is added there. Needs the extra metrics.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from swarm.rpc.endpoint import endpoint_of
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
-"""How long the event loop has time to say where the process is."""
+"""How long the event loop may take to give the figures."""
 
 
 class Exporter(Collector):
@@ -31,7 +31,7 @@ class Exporter(Collector):
     def __init__(self, own: OwnFigures, prefix: str) -> None:
         """
         Args:
-            prefix: of all names: swarm_peer, say.
+            prefix: what the names of all metrics begin with, such as swarm_peer.
         """
         self._own = own
         self._prefix = prefix
@@ -59,7 +59,7 @@ class Exporter(Collector):
             thread.join()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry need not ask for the metrics before they are scraped."""
+        """Give the registry nothing: otherwise it would collect all metrics already when this is registered."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -78,9 +78,11 @@ class Exporter(Collector):
 
 
 def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> Iterable[Metric]:
-    """A record's figures: numbers by name, numbers of several kinds with a label, and who it is as PREFIX_info.
+    """The metrics of a record's figures.
 
-    Of a list it is exported how long it is, and of one of records also the numbers in these, labelled with their words.
+    A number is exported under its name, a mapping of numbers with the label `kind`, and the words that say which
+    process this is as PREFIX_info. Of a tuple its length is exported, and of a tuple of records also each of their
+    numbers, labelled with the records' words.
     """
     words = dict(labels)
     for name, each in figures(type(record)).items():

@@ -1,4 +1,4 @@
-"""The argument with which programs take an invite, beside --initial-peers, which leads to the same.
+"""The INVITE argument of programs. The option --initial-peers is the other way to say which run to enter.
 
 Used by the options of every program that joins or looks at a run; it imports neither gRPC nor torch.
 """
@@ -8,11 +8,11 @@ from typing import Annotated, Protocol
 import tyro
 
 InviteOption = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="INVITE")]]
-"""swarm://..., perhaps with #TOKEN behind it, or @FILE, a file that holds it; None if it is left out."""
+"""swarm://..., perhaps followed by #TOKEN, or @FILE, where the file holds that; None if it is left out."""
 
 
 class EntranceOptions(Protocol):
-    """What options say of where a run is entered."""
+    """The options that say where, and with which token, a program enters a run."""
 
     @property
     def invite(self) -> str | None: ...
@@ -25,7 +25,7 @@ class EntranceOptions(Protocol):
 
 
 def joins(options: EntranceOptions) -> bool:
-    """Whether they name a run that is there already. Raises ValueError if they do so twice."""
+    """Whether the options name a run to join. Raises ValueError if they name it in both ways."""
     if options.invite is not None and options.initial_peers:
         raise ValueError("INVITE and --initial-peers are two ways to the same: leave one out")
     return options.invite is not None or bool(options.initial_peers)

@@ -1,4 +1,4 @@
-"""The command lines with which others come to a run, and what fills a stage that no peer serves. They hold no token.
+"""The command lines with which others join a run or fill a stage that no peer serves. They hold no token.
 
 Used by swarm-peer, which prints them, by status, the dashboard and the trainer.
 """
@@ -15,7 +15,7 @@ from swarm.rpc.invite import Invite
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """The commands with which others come to one run.
+    """The commands with which others join one run.
 
     Attributes:
         peer: gives a machine to the run.
@@ -29,8 +29,8 @@ class Joining:
 
     @classmethod
     def at(cls, config: RunConfig, entries: Sequence[Entry], *, insecure: bool) -> Self:
-        """The commands with an invite that names as many of these peers as it has room for, the first ones; without
-        any, INVITE."""
+        """The commands with an invite that names the first of these peers, as many as fit; without peers, with the word
+        INVITE."""
         if not entries:
             return cls()
         invite = Invite.fitting(config.run_id, entries, is_locked=bool(config.owner))
@@ -45,10 +45,10 @@ class Joining:
 
 
 def remedy(join_command: str, stage: int, run_round: int) -> str:
-    """What to do about a stage without a peer. What it had learnt by then is not to be given up by mistake.
+    """What a user can do about a stage without a peer, worded so that nobody gives up by mistake what it had learnt.
 
     Args:
-        run_round: the round at which the run's other peers are.
+        run_round: the round that the run's other peers have reached.
     """
     command = f"{join_command} --stage {stage}"
     if run_round == 0:

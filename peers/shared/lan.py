@@ -1,8 +1,8 @@
 """Runs in the local network: a peer announces the invite to its run there, and programs without an INVITE find it.
 
-By DNS service discovery over multicast (RFC 6763 and 6762), as printers are found; only with --lan. What is found is
-somebody's claim, and no more than an invite from a stranger: it is read as every invite, names peers by their keys, and
-holds no secret. Programs are told of every run that is found, and take the only one; of several, the user says which.
+This uses DNS service discovery over multicast (RFC 6763 and 6762), as printers do, and only with --lan. An announcement
+is a claim, like an invite from a stranger: it is read like every invite, names peers by their keys, and holds no
+secret. A program takes the run that it finds if it finds only one; otherwise the user has to choose.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "_swarm-run._tcp.local."
 LOOK_SECONDS, SAY_SECONDS = 5.0, 2.0
-"""How long a run is looked for, and after how long a line says so."""
+"""How long to look for a run, and after how long a log line says that we look."""
 SETTLE_SECONDS = 1.0
-"""Longest wait for others after the first one was found: answers come within some tenths of a second."""
+"""How long to wait for further runs once one was found: answers come within some tenths of a second."""
 MOST_FOUND, MOST_ASKED = 64, 1024
-"""Announcements that are taken, and that are looked at; the rest is passed over."""
+"""The most announcements that are taken, and that are asked for their invite; the rest is ignored."""
 MOST_ENTRIES = 8
-"""Peers' addresses that are taken of one run."""
+"""The most peers that the merged invite to one run names."""
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\.[0-9a-f]{16}")
 _INVITE, _NAME = b"invite", b"run"
-"""What an announcement has. An entry of a TXT record has 255 bytes at most."""
+"""The keys of an announcement's TXT record. Each entry of that has 255 bytes at most."""
 
 
 class LanOptions(Protocol):
-    """Options, a dataclass, that take --lan in the place of an invite."""
+    """A dataclass of options with --lan, which stands in the place of an invite."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -58,7 +58,7 @@ Options = TypeVar("Options", bound=LanOptions)
 
 
 def with_invite(options: Options) -> Options:
-    """The options, with the invite of the only run in this network if they say --lan. Raises what found_invite does."""
+    """The options; with --lan, with the invite to the only run in this network. Raises what found_invite raises."""
     return dataclasses.replace(options, invite=found_invite(), lan=False) if options.lan else options
 
 
@@ -79,7 +79,7 @@ def found_invite() -> str:
 
 
 def found_invites() -> list[str]:
-    """The invites to all runs in this network, in the order of their ids. Raises what found_invite raises for none."""
+    """The invites to all runs in this network, in the order of their ids. Raises PeerUnavailable if there are none."""
     return [str(invite) for _, invite in sorted(_found().items())]
 
 
@@ -138,7 +138,7 @@ def require_installed() -> None:
 
 
 def claimed(properties: Mapping[bytes, bytes | None]) -> tuple[str, Invite] | None:
-    """The run's id and the invite that an announcement has; None if it is none that can be read."""
+    """The run's id and the invite in an announcement; None if they cannot be read or do not fit each other."""
     try:
         name = (properties.get(_NAME) or b"").decode("ascii")
         invite = Invite.parse((properties.get(_INVITE) or b"").decode("ascii"))
@@ -148,14 +148,14 @@ def claimed(properties: Mapping[bytes, bytes | None]) -> tuple[str, Invite] | No
 
 
 def merged(claims: Iterable[tuple[str, Invite]]) -> dict[str, Invite]:
-    """One invite to each run, with what all of its peers say: one that says nonsense does not hide the others."""
+    """One invite to each run, with entries from all of its peers' claims: a false claim does not hide the others."""
     by_run: dict[str, list[Invite]] = defaultdict(list)
     for name, invite in claims:
         by_run[name].append(invite)
     return {
         name: dataclasses.replace(
             invites[0],
-            # The first of each, then the second of each.
+            # The first entry of each claim, then the second of each, and so on.
             entries=tuple(dict.fromkeys(in_turns(invite.entries for invite in invites)))[:MOST_ENTRIES],
         )
         for name, invites in by_run.items()
@@ -163,7 +163,7 @@ def merged(claims: Iterable[tuple[str, Invite]]) -> dict[str, Invite]:
 
 
 async def _is_set(event: asyncio.Event, seconds: float) -> bool:
-    """Whether it is set within so many seconds."""
+    """Wait until the event is set, for so many seconds at most; gives whether it is set."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -171,7 +171,7 @@ async def _is_set(event: asyncio.Event, seconds: float) -> bool:
 
 
 class Announcer:
-    """Announces one peer's invite, as long as it runs."""
+    """Announces one peer's invite while `run` runs."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -209,7 +209,7 @@ async def announcing(run_id: str, invite: Invite) -> AsyncIterator[None]:
 
 
 def _addresses(invite: Invite) -> list[str]:
-    """The peer's IP addresses. An announcement needs one, but joiners read the invite instead."""
+    """The peer's IP addresses. Joiners read the invite instead, but an announcement must have an address."""
     ips = [ip_of(entry.host) for entry in invite.entries]
     return [str(ip) for ip in ips if ip is not None] or ["127.0.0.1"]
 

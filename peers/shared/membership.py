@@ -1,6 +1,6 @@
-"""A process in its run: what its parts share.
+"""A process in its run: what the parts of the process share.
 
-Made by swarm-peer and swarm-trainer once they know the run's configuration. Nothing here is done for any of the parts.
+Made by swarm-peer and swarm-trainer once they know the run's configuration.
 """
 
 import random
@@ -22,7 +22,7 @@ from swarm.rpc.channels import ChannelPool
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """The run, this process's identity in it, the others that it knows, and how it calls them."""
+    """The run, this process's identity in it, the peers that it knows, and its channels to them."""
 
     config: RunConfig
     identity: Identity
@@ -34,7 +34,7 @@ class Membership:
 
     @classmethod
     def enter(cls, config: RunConfig, store: RecordStore, identity: Identity, clock: Clock, *, insecure: bool) -> Self:
-        """Be in a run whose records are in `store`. Nobody is known yet, and nothing is announced."""
+        """Enter a run whose records are in `store`. No peer is known yet, and nothing is announced."""
         return cls(
             config=config,
             identity=identity,
@@ -50,7 +50,7 @@ class Membership:
         return self.identity.peer_id
 
     def fetcher(self, kind: Kind) -> Fetcher:
-        """What fetches from the run's peers what its configuration names by digest."""
+        """Make a fetcher of content (what the run's configuration names by digest) from the run's peers."""
         line, rng = GrpcLine(self.config.run_id, self.channels, own_id=self.peer_id), random.Random(self.peer_id)
         return Fetcher(line, kind, self.known.everyone, self.clock, rng)
 

@@ -1,6 +1,6 @@
-"""What every program needs of the swarm's network: the run's configuration, and the peers that are there.
+"""What every program needs of the swarm's network: the run's configuration, and its known peers.
 
-Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or serves.
+Used by swarm-peer, swarm-trainer and swarm-status.
 """
 
 import heapq
@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 REFRESH_SECONDS = 2.0
-"""Time between two looks into the DHT."""
+"""Time between two readings of the DHT in the background."""
 LOOK_SECONDS = 0.5
-"""Time between two looks while this process waits for what they show."""
+"""Time between two readings of the DHT while this process waits for a peer to appear there."""
 RETURN_SECONDS = 12.0
-"""Peers that are back at their old address are found again within this time: see dht/node, RECONNECT_SECONDS."""
+"""Peers that come back at their old address are found again within this time: see dht/node, RECONNECT_SECONDS."""
 
 
 @dataclass
 class KnownPeers:
-    """The stage peers as the DHT last told of them; feeds the router. With the DHT gone, it stays as it was."""
+    """The stage peers as the DHT last showed them; passes them to the router. If the DHT is gone, they stay known."""
 
     router: Router
     own_id: str = ""
@@ -61,11 +61,11 @@ class KnownPeers:
     async def look_first(
         self, directory: Directory, stages: Sequence[int], clock: Clock, *, returns: bool = False
     ) -> None:
-        """Read every stage once, in several attempts: a neighbour that is busy may miss one.
+        """Read every stage once, and try again where that fails: a busy node of the DHT may miss an attempt.
 
         Args:
-            returns: no peer is known that could be asked, but others may remember this peer's address: they are waited
-                for.
+            returns: this process was in the run before and knows no peer to ask. Others may remember its address, so
+                wait for them to connect.
 
         Raises:
             PeerUnavailable: the DHT does not answer.
@@ -78,7 +78,7 @@ class KnownPeers:
                 await clock.sleep(LOOK_SECONDS)
                 with suppress(PeerUnavailable):
                     await self.look(directory, stages)
-            # They may have come in the middle of a look.
+            # They may have come in the middle of a reading, after some stages had been read.
             await patiently(lambda: self.look(directory, stages), clock, "the run's peers in the DHT")
 
     def peers(self, stage: int) -> Sequence[PeerRecord]:
@@ -87,7 +87,7 @@ class KnownPeers:
 
     @property
     def round(self) -> int:
-        """The newest that a peer has announced."""
+        """The newest round that a peer has announced."""
         return max((record.round for row in self.records.values() for record in row), default=0)
 
     def others(self, stage: int) -> list[PeerRecord]:
@@ -106,7 +106,7 @@ class KnownPeers:
         return [r for r in self.peers(stage) if r.state is state and r.peer_id != self.own_id]
 
     def bans(self, stage: int, clock: Clock) -> tuple[Ban, ...]:
-        """Peers of a stage that this process leaves alone since they failed, those first that it does for longest."""
+        """The peers of a stage that this process has banned because they failed, the longest bans first."""
         offset = clock.time() - clock.monotonic()
         banned = [each for each in self.router.left_alone(stage) if not each.is_busy]
         longest = heapq.nlargest(MOST_BANS, banned, key=lambda each: each.until)
@@ -115,11 +115,11 @@ class KnownPeers:
         )
 
     def entries(self, limit: int) -> list[Entry]:
-        """Up to `limit` other peers that serve and are reached directly, spread over the stages, to be asked."""
+        """Up to `limit` other peers to ask that serve and are reached directly, spread over the stages."""
         return entries_of(map(self.others, sorted(self.records)))[:limit]
 
     def dht_addresses(self, limit: int) -> list[str]:
-        """The addresses at which the DHT is entered at up to `limit` other peers, spread over the stages."""
+        """The DHT addresses of up to `limit` other peers, spread over the stages."""
         spread = in_turns(records for _, records in sorted(self.records.items()))
         enterable = list(dict.fromkeys(record.dht_addresses for record in spread if record.dht_addresses))[:limit]
         return list(dict.fromkeys(address for addresses in enterable for address in addresses))
@@ -129,12 +129,12 @@ async def agree_on_config(
     node: DhtNode, own: RunConfig | None, initial_peers: Sequence[str], clock: Clock, authority: Authority | None,
     *, run: str = "",
 ) -> RunConfig:  # fmt: skip
-    """The run's configuration: published by others, or our own if we are the first.
+    """The run's configuration: the one that others published, or our own if we are the first.
 
-    From now on the node has to do with nothing but this run, and if that is locked with its members alone.
+    From now on the node stores records of this run only, and of a locked run only its members'.
 
     Args:
-        run: the digest with which the run's id ends, as an invite has it; empty where any will do.
+        run: the digest with which the run's id ends, as an invite has it; empty if any run will do.
 
     Raises:
         ValueError: the run is locked and there is no token, or the token or the invite is another run's; several runs
@@ -160,9 +160,9 @@ async def agree_on_config(
 
 
 def entries_of(rows: Iterable[Sequence[PeerRecord]]) -> list[Entry]:
-    """The peers of each stage that serve and are reached directly: one of each stage, then a second of each.
+    """The peers that serve and are reached directly: one of each stage, then a second of each, and so on.
 
-    They come in the same order however the records do, so that two looks at a run give the same invite.
+    Their order does not depend on that of the records, so that two readings of a run give the same invite.
     """
     ordered = [sorted(row, key=lambda record: record.peer_id) for row in rows]
     spread = in_turns([record for record in row if record.state is PeerState.SERVING] for row in ordered)

@@ -1,7 +1,7 @@
-"""What a process shows of itself at a port: its figures, while it has any.
+"""The figures that a process shows of itself at a port.
 
-Made by swarm-peer and swarm-trainer at their start; whatever part knows the figures says so, and --metrics-port exports
-them (exporter.py). Without that option nothing asks for them.
+Made by swarm-peer and swarm-trainer at their start. The part that knows the figures calls `follow`, and --metrics-port
+exports them (exporter.py). Without that option nothing asks for them.
 """
 
 import logging
@@ -23,10 +23,10 @@ class OwnFigures:
     def __init__(self) -> None:
         self._source: Source = lambda: None
         self.labels: Mapping[str, str] = {}
-        """What is said of the process besides: its run, its stage."""
+        """What else is exported of the process: its run, its stage."""
 
     def follow(self, source: Source, **labels: str) -> None:
-        """Have the source give the figures from now on; it gives None where there are none any more."""
+        """Take the figures from this source from now on; it gives None once it has none any more."""
         self._source, self.labels = source, labels
 
     def now(self) -> Any:
@@ -36,10 +36,10 @@ class OwnFigures:
 
 @asynccontextmanager
 async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None) -> AsyncIterator[None]:
-    """Have Prometheus' questions answered inside the block, if there is a port for that.
+    """Answer Prometheus' requests inside the block, if there is a port for that.
 
     Args:
-        prefix: of all metrics' names.
+        prefix: what the names of all metrics begin with.
 
     Raises:
         ValueError: the port cannot be had, or the library is not installed.

@@ -1,4 +1,4 @@
-"""The text of a run that this process begins: prepared on this machine, and named in the run's configuration.
+"""Prepares the text of a run that this process begins, and names it in the run's configuration.
 
 Used by swarm-peer and swarm-static. Nothing is fetched from peers.
 """
@@ -14,7 +14,7 @@ from swarm.data.tokenizers import ByteTokenizer
 
 
 def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:
-    """The configuration, complete with the digests of text and tokenizer, and the text. Blocks while it is prepared.
+    """The configuration with the digests of text and tokenizer, and the text. Blocks while the text is prepared.
 
     Raises:
         ValueError: there is no such text or tokenizer.
@@ -26,6 +26,6 @@ def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:
     files = None
     if config.data.tokenizer != ByteTokenizer.identity:
         files = tokenizer_files.read(tokenizer_files.located(config.data.tokenizer))
-        # From here a peer gives it to others.
+        # A peer gives the tokenizer to others from this folder.
         files.keep(kept_tokenizer(cache, files.digest))
     return dataclasses.replace(config, data=corpora.published(config.data, corpus, files)), corpus

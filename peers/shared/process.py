@@ -38,7 +38,7 @@ _FAULTS = (ValueError, SwarmError, OSError)
 
 
 def prepare_environment() -> None:
-    """Set what grpc, hivemind and tokenizers read when they are imported; what the user has set stays."""
+    """Set the variables that grpc, hivemind and tokenizers read at import; those that the user has set stay."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # Children (p2pd, wandb) are made by fork and exec.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -51,9 +51,9 @@ def keep_freed_memory() -> None:
 
     glibc by itself gives large tensors pages of their own, and each thread an arena in pieces of 64 MiB; both go back
     to the system as soon as they are empty. A microbatch's gradients, and the vectors of a round's end, are as large as
-    the stage's weights, and each time the system would clear every page again: most of a round's end was that. So a
-    process keeps what it once needed, but for what is free at the heap's end beyond 2 GiB. Nothing happens where the
-    user has set MALLOC_*, or with another C library.
+    the stage's weights. The system would clear each of their pages every time, which was most of a round's end. So a
+    process keeps the memory that it once needed, except what is free at the heap's end beyond 2 GiB. This does nothing
+    where the user has set MALLOC_*, or with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -63,14 +63,14 @@ def keep_freed_memory() -> None:
 
 
 THREAD_BYTES = 128 << 20
-"""Addresses for the stacks of the threads that gRPC and asyncio start, sixteen or so of 8 MiB each."""
+"""Bytes of address space for the stacks of the threads that gRPC and asyncio start: about sixteen of 8 MiB."""
 
 
 def require_addresses(num_bytes: int) -> None:
-    """Raise MemoryError if this process may not have so many more addresses, by its limit (ulimit -v, prlimit --as).
+    """Raise MemoryError if this process's limit (ulimit -v, prlimit --as) leaves less address space than `num_bytes`.
 
-    To be asked before large libraries are imported, and before gRPC starts its threads: where addresses run out, some
-    libraries end the process without a word, and some wait for ever.
+    Call this before large libraries are imported, and before gRPC starts its threads: where address space runs out,
+    some libraries end the process without a word, and some wait for ever.
     """
     if num_bytes == 0 or _address_limit() is None:
         return
@@ -88,13 +88,13 @@ def setup_logging(name: str, level: LogLevel) -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     threading.excepthook = _log_shortage(threading.excepthook)
     sys.unraisablehook = _log_shortage(sys.unraisablehook)
-    # Other packages' notes are no news to the user of this one.
+    # The user of this program has no use for what other packages log.
     for package in ("asyncio", "matplotlib", "urllib3", "hivemind", "wandb"):
         logging.getLogger(package).setLevel("DEBUG" if level == "debug" else "ERROR")
 
 
 def _log_shortage(hook: Callable[[Any], object]) -> Callable[[Any], None]:
-    """Python's hook for what a thread or a destructor raises, which prints a traceback, but for a lack of memory."""
+    """Python's hook for what a thread or a destructor raises, which prints a traceback; a lack of memory is logged."""
 
     def log(raised: Any) -> None:
         if raised.exc_value is None or not is_out_of_memory(raised.exc_value):
@@ -125,15 +125,15 @@ class _OneLineFormatter(logging.Formatter):
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """The text with spaces for what cannot be printed, but for what is in `keep`.
+    """The text with a space for each unprintable character that is not in `keep`.
 
-    Much that is shown comes from strangers, and a terminal takes control characters for commands.
+    Much of what programs show comes from strangers, and a terminal takes control characters for commands.
     """
     return "".join(char if char.isprintable() or char in keep else " " for char in text)
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an exception says, or its class if it says nothing."""
+    """The first line of an exception's message, or its class if it has none."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
@@ -141,8 +141,9 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
     """Run a program and turn every fault that is not a bug into one line on stderr.
 
     A ValueError is the user's fault (exit code 2); SwarmError, OSError and a lack of memory come from the world (1);
-    Ctrl-C gives 130, SIGTERM 143; and where nobody reads the output any more (`| head`), it is 141, without a word. Of
-    an ExceptionGroup the first fault is reported, or a lack of memory. Log level `debug` shows the traceback as well.
+    Ctrl-C gives 130, SIGTERM 143; and where nobody reads the output any more (`| head`), the code is 141, without a
+    line. Of an ExceptionGroup a lack of memory is reported, or else the first fault. Log level `debug` shows the
+    traceback as well.
 
     Returns:
         The exit code.
@@ -163,7 +164,7 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
     except Exception as error:
         faults = list(leaves(error))
         if any(isinstance(fault, BrokenPipeError) for fault in faults) and _has_lost_reader(sys.stdout):
-            # What is still to be written would be complained about when Python ends.
+            # Python flushes stdout when it ends, and would complain that nobody reads it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_NO_READER
         shortages = [shortage for fault in faults if (shortage := _shortage(fault)) is not None]
@@ -179,7 +180,7 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
 
 
 def _has_lost_reader(stream: TextIO) -> bool:
-    """Whether it is a pipe whose other end is closed."""
+    """Whether the stream is a pipe of which the other end is closed."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -195,7 +196,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Have SIGTERM interrupt the block as Ctrl-C does: for long work of the main thread that has to clear away."""
+    """Have SIGTERM interrupt the block as Ctrl-C does: for long work of the main thread that has to clean up."""
 
     def interrupt(number: int, frame: object) -> None:
         raise Terminated
@@ -211,13 +212,13 @@ class Stop(asyncio.Event):
     """Set when the program is to end.
 
     Attributes:
-        exit_code: of a program that was ended before its work was done: by Ctrl-C, unless it is known to be otherwise.
+        exit_code: of a program that was ended before its work was done; the one for Ctrl-C until a signal comes.
     """
 
     exit_code = EXIT_INTERRUPTED
 
     def by(self, number: int) -> None:
-        """A signal has come."""
+        """Stop because this signal has come."""
         self.exit_code = 128 + number
         self.set()
 
@@ -238,7 +239,7 @@ def stop_event() -> Stop:
 
 
 async def before(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What `work` gives; None if `stop` was set before: then it was cancelled, and has ended."""
+    """Run `work` and give its result. If `stop` is set first, cancel it, wait until it has ended, and give None."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not working.done():
@@ -252,11 +253,11 @@ async def before(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Resu
 def die_with_parent() -> Callable[[], None]:
     """Make the `preexec_fn` for a child that the kernel is to kill when this process dies, however it dies.
 
-    It is the end of the parent's *thread* that kills: start such children from a thread that lives as long as the
-    process. Does nothing where the system has no prctl.
+    The kernel kills the child when the *thread* that started it ends: start such children from a thread that lives as
+    long as the process. Does nothing where the system has no prctl.
     """
     parent = os.getpid()
-    # Looked up here, since little is safe between fork and exec.
+    # We look it up here, because little is safe between fork and exec.
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
     def in_child() -> None:
@@ -278,7 +279,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _shortage(error: BaseException | None) -> BaseException | None:
-    """What says that there was no memory: the error, or one that it followed from; a fault speaks for itself."""
+    """The lack of memory behind an error: itself, or one that led to it. A fault has none: it is reported as it is."""
     while error is not None and not is_out_of_memory(error):
         error = None if isinstance(error, _FAULTS) else error.__cause__ or error.__context__
     return error

@@ -17,13 +17,13 @@ from swarm.machine.clock import Clock
 
 @asynccontextmanager
 async def reading(entrance: Entrance, clock: Clock) -> AsyncIterator[Membership]:
-    """Be in a run inside the block, under an identity of its own. Nobody is known yet.
+    """Be in a run inside the block, under a new identity. No peer is known yet when the block begins.
 
     Raises:
         What Entrance.dht_addresses, dht_node.start and agree_on_config raise.
     """
     addresses = await entrance.dht_addresses(clock)
-    # Blocks the loop for some seconds, in which there is nothing else to do.
+    # This blocks the loop for some seconds, but there is nothing else to do yet.
     node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
     try:
         identity = admitted(generate(), entrance.token)

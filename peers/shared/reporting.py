@@ -1,6 +1,6 @@
-"""Where a training's figures go besides the JSONL file: Weights & Biases, TensorBoard.
+"""Sends a training's figures to Weights & Biases and TensorBoard, besides the JSONL file.
 
-Used by the programs that train. What they report to, their options say.
+Used by the programs that train. Their options say which of the two they report to.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ _CLOSE_SECONDS = 30.0
 
 
 class ReportingOptions(Protocol):
-    """The options of a program that trains, as far as they are about this."""
+    """The options of a program that trains that say where to report."""
 
     @property
     def wandb(self) -> str | None:
-        """A project."""
+        """The project to report to."""
         ...
 
     @property
@@ -32,13 +32,13 @@ class ReportingOptions(Protocol):
 
     @property
     def tensorboard(self) -> Path | None:
-        """A folder."""
+        """The folder to write to."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """What was asked for."""
+    """The reporters that the options asked for; None for the others."""
 
     wandb: WandbRun | None
     tensorboard: TensorBoard | None
@@ -49,7 +49,7 @@ class Reporting:
         return [reporter for reporter in (self.wandb, self.tensorboard) if reporter is not None]
 
     def finish(self) -> None:
-        """Send what is left, and print how to upload what lies here. Blocks, for half a minute each at most."""
+        """Send what is left, and print how to upload what was only written here. Blocks up to 30 s per reporter."""
         if self.tensorboard is not None:
             self.tensorboard.close(_CLOSE_SECONDS)
         if self.wandb is not None and (command := self.wandb.finish(timeout_seconds=_CLOSE_SECONDS)):
@@ -63,10 +63,10 @@ def start(options: ReportingOptions, folder: Path, config: RunConfig) -> Reporti
         folder: below which wandb's files go.
 
     Raises:
-        ValueError: one line, if an extra is missing.
+        ValueError: an extra is not installed.
         OSError: TensorBoard's folder cannot be made.
     """
-    # First, because it may be refused.
+    # First, because it can fail, and W&B's run would then have begun for nothing.
     tensorboard = None if options.tensorboard is None else TensorBoard(options.tensorboard)
     wandb = None
     if options.wandb is not None:

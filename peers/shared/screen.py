@@ -4,8 +4,8 @@ from rich.console import Console
 
 
 class Screen(Console):
-    """rich's console, but for what it does when a reader of the output goes away, as in `swarm-status | head`."""
+    """rich's console, but it raises BrokenPipeError when nobody reads its output, as in `swarm-status | head`."""
 
     def on_broken_pipe(self) -> None:
-        """Leave it to run_program, which ends the program in order. SystemExit would end an event loop's task alone."""
+        """Raise what run_program ends the program for. rich's SystemExit would end the printing asyncio task alone."""
         raise BrokenPipeError

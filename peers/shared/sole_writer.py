@@ -1,7 +1,7 @@
-"""What one process at a time has: an output folder, an event log, a key (by a file beside it).
+"""Locks what only one process may use at a time: an output folder, an event log, a key (by a file beside it).
 
 Used by swarm-peer, swarm-trainer and swarm-local at their start. The lock is on the file or folder itself, so that
-nothing is left behind. It ends with the process, however that ends: no child inherits it, so none keeps it longer.
+nothing is left behind. It ends with the process, however the process ends: no child inherits the lock.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def require_sole_writer(path: Path, given_as: str) -> int:
-    """Have a file, made if missing, or a folder to ourselves; gives the descriptor that holds it until it is closed.
+    """Lock a folder, or a file, which is made if missing; gives a descriptor that holds the lock until it is closed.
 
     Where the file system has no such locks, nobody is kept out.
 
@@ -21,8 +21,8 @@ def require_sole_writer(path: Path, given_as: str) -> int:
         given_as: what the user typed.
 
     Raises:
-        ValueError: another process has it.
-        OSError: it can neither be opened nor made.
+        ValueError: another process has locked it.
+        OSError: the path can neither be opened nor made.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT, 0o644)
     try:

@@ -19,7 +19,7 @@ class Command(Generic[Options]):
 
     Attributes:
         options: read from its command line.
-        run: does it. Raises what the program prints as one line.
+        run: carries the command out. It raises what the program prints as one line.
     """
 
     options: type[Options]

@@ -1,6 +1,6 @@
-"""Where a program finds the token with which it joins a run: in an option, in the address, or in the environment.
+"""Finds the token with which a program joins a run: in an option, in the address, or in the environment.
 
-Used by swarm-peer, swarm-trainer, swarm-status and swarm-local. It decides nothing about which of them may join.
+Used by swarm-peer, swarm-trainer, swarm-status and swarm-local. The run's peers decide whether the token is good.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from swarm.machine.clock import Clock
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SWARM_TOKEN"
-"""The environment variable with a token; an option or an address goes before it."""
+"""The environment variable with a token; it counts only where no option and no address has one."""
 FAREWELL_SECONDS = 90.0
-"""How long before its token ends a program begins to leave: later on nobody would listen."""
+"""A program begins to leave so many seconds before its token expires: afterwards no peer would answer it."""
 
 
 def read_token(text: str) -> Token:
-    """A token that is written out, or in a file (@FILE). Raises ValueError, or OSError if the file cannot be read."""
+    """Read a token, or the one in a file (@FILE). Raises ValueError, or OSError if the file cannot be read."""
     return Token.parse(spelled_out(text))
 
 
@@ -34,8 +34,8 @@ def find_token(
     """The addresses that were given, without what follows a `#`, and the token; None for an open run.
 
     Args:
-        option: of `--token`.
-        role: what the program needs.
+        option: the value of `--token`.
+        role: the role that the program needs.
 
     Raises:
         ValueError: no token, an empty one, two different ones, one that has expired or is a trainer's only, or no TLS.
@@ -48,7 +48,7 @@ def find_token(
     if not given and VARIABLE in environment:
         given = [(VARIABLE, environment[VARIABLE])]
     for where, text in given:
-        # A shell variable that is not set, say: what was to be a locked run must not begin as an open one.
+        # An unset shell variable, say, must not make an open run of one that was to be locked.
         if not text:
             raise ValueError(f"{where} is empty: it takes a token; for an open run leave it out")
     tokens = {str(token): token for token in (read_token(text) for _, text in given)}
@@ -68,12 +68,12 @@ def find_token(
 
 
 def admitted(identity: Identity, token: Token | None) -> Identity:
-    """The identity as the run knows it: with a certificate by the token, if there is one."""
+    """The identity with which to join the run: with a certificate made with the token, if there is a token."""
     return identity if token is None else token.admit(identity)
 
 
 async def stop_or_expiry(stop: asyncio.Event, identity: Identity, clock: Clock) -> None:
-    """Return when the program is to stop: `stop` was set, or its token is about to end, which sets it."""
+    """Return once `stop` is set. Set it when the token is about to expire."""
     if identity.authority is None:
         await stop.wait()
         return

@@ -1,4 +1,4 @@
-"""The run's tokenizer on this machine: in the user's cache, where it is fetched to from the run's peers.
+"""Fetches the run's tokenizer from the run's peers into the user's cache.
 
 Used by the programs that make text of tokens, or tokens of text.
 """
@@ -18,22 +18,22 @@ from swarm.errors import PeerUnavailable
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 20.0
-"""How long a peer is looked for that has it: the run's first peer may have started just now."""
+"""How long to look for a peer that has the tokenizer: the run's first peer may have started just now."""
 
 
 async def have_tokenizer(member: Membership, cache: Path) -> str:
-    """What names the run's tokenizer on this machine: `bytes`, or a folder, into which it is fetched if need be.
+    """The run's tokenizer on this machine: `bytes`, or a folder, into which it is fetched if it is not there.
 
     Raises:
-        ValueError: the run does not say which it is.
+        ValueError: the run does not say which tokenizer it has.
         PeerUnavailable: no peer that answers has it; the message says what to do.
-        Fatal: it cannot be kept.
+        Fatal: it cannot be written to the cache.
     """
     data, clock = member.config.data, member.clock
     if data.tokenizer_identity == ByteTokenizer.identity:
         return ByteTokenizer.identity
     if not data.tokenizer_files:
-        # Otherwise the run's first peer could have any file of this machine read.
+        # If we took the name alone, the run's first peer could have us read any file of this machine.
         raise ValueError("this run does not say which tokenizer it has: name yours with --tokenizer")
     folder = kept_tokenizer(cache, data.tokenizer_files)
     fetcher = member.fetcher(Kind.TOKENIZER)

@@ -1,6 +1,6 @@
-"""An address of this machine at which a program answers over HTTP, until it is told to stop.
+"""Serves an ASGI app over HTTP at an address of this machine, until it is told to stop.
 
-Used by swarm-generate --serve and by swarm-dashboard. Needs the extra serve. What is answered is for the app to say.
+Used by swarm-generate --serve and by swarm-dashboard. Needs the extra serve.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from peers.shared.cli import spelled_out
 from swarm.rpc.endpoint import endpoint_of
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-"""What a browser of this machine calls it, as a request's Host has it."""
+"""The names by which a browser on this machine reaches it, as the Host header has them."""
 MOST_CONNECTIONS = 512
 REQUEST_SECONDS = 20.0
-"""For a connection to bring the first request, or the next one, up to the end of its headers."""
+"""How long a connection may take until the headers of its first request, or of its next one, are here."""
 _GOODBYE_SECONDS = 3
 """How long answers under way may take, once the program is to end."""
 _MOST_MESSAGE_BYTES = 4096
@@ -29,16 +29,16 @@ _MOST_MESSAGE_BYTES = 4096
 
 
 class Listener:
-    """An address that has been taken."""
+    """A listening socket at an address, and the web server that answers there."""
 
     def __init__(self, host: str, port: int, *, option: str) -> None:
         """Take the address; port 0 takes a free one.
 
         Args:
-            option: the option by which the user gave it.
+            option: the option in which the user gave the address.
 
         Raises:
-            ValueError: it cannot be had.
+            ValueError: the address cannot be taken.
         """
         self._socket = _bound(host, port, option)
         host, port = self._socket.getsockname()[:2]
@@ -62,9 +62,9 @@ class Listener:
 
 
 class _Connection(H11Protocol):
-    """A connection, of which there are only so many, and which is closed if it brings no request for long.
+    """A connection that is closed if it brings no request for long, or if there are too many connections.
 
-    The web server itself waits without end for the first request, and for the rest of any that has begun.
+    The web server by itself waits without end for the first request, and for the rest of one that has begun.
     """
 
     _waiting: asyncio.TimerHandle | None = None
@@ -107,7 +107,7 @@ class _Connection(H11Protocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    """The web server. Signals are the program's."""
+    """The web server without its handling of signals: the program handles them."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(address)
-            # From now on another program that wants the address is told so.
+            # From now on another program that wants the address gets an error.
             listening.listen(MOST_CONNECTIONS)
         except OSError:
             listening.close()
@@ -138,10 +138,10 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
 
 
 def find_secret(option_value: str | None, environment: Mapping[str, str], *, option: str, variable: str) -> str | None:
-    """What users must bring: of the option, or of the environment; None if neither says so.
+    """The secret that users must send, from the option or else from the environment; None if neither has one.
 
     Raises:
-        ValueError: it is empty, or has what no header can hold.
+        ValueError: it is empty, or has characters that no header can hold.
         OSError: the file that it names cannot be read.
     """
     name, secret = (option, option_value) if option_value is not None else (variable, environment.get(variable))
@@ -162,7 +162,7 @@ def _config(app: ASGIApp, *, with_websockets: bool) -> uvicorn.Config:
         ws_max_size=_MOST_MESSAGE_BYTES,
         ws_per_message_deflate=False,
         lifespan="off",
-        # What it would log may have been sent by users.
+        # Its log lines would quote what users sent.
         log_config=None,
         log_level="critical",
         access_log=False,

@@ -1,4 +1,4 @@
-"""What a stage peer tells once it serves: to people, on stdout, how others join; to a launcher, in a file, where it is.
+"""Tells that a stage peer serves: people, on stdout, with how others join; a launcher, in a file with its addresses.
 
 Used by program.py. The lines are printed once, and the file is written again after every move.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Arrival:
-    """What one peer tells once it serves."""
+    """Tells people, the launcher and the local network that one peer serves."""
 
     def __init__(
         self, *, options: PeerOptions, membership: Membership, device: str, token: Token | None,
@@ -37,9 +37,9 @@ class Arrival:
         """
         Args:
             device: the device that it computes on.
-            is_new: whether this peer begins the run. A run's id is that of every run of the same configuration and
-                text, so that nothing else tells a user who forgot --initial-peers.
-            announcer: tells the local network as well, if that is wanted.
+            is_new: whether this peer begins the run. All runs of the same configuration and text have the same id, so
+                nothing but the words "new run" tells a user who forgot the INVITE.
+            announcer: announces the invite in the local network; None if that is not wanted.
         """
         self._options = options
         self._membership = membership
@@ -50,10 +50,10 @@ class Arrival:
         self._has_said = False
 
     def serves(self, stage: int, announced: Announced) -> None:
-        """Tell that a stage is served now, and where.
+        """Tell that the peer now serves a stage, and at which addresses.
 
         Raises:
-            OSError: that cannot be written the first time.
+            OSError: the ready file cannot be written the first time; later on that is a warning.
         """
         is_first, self._has_said = not self._has_said, True
         if is_first:
@@ -71,7 +71,7 @@ class Arrival:
             logger.warning("%s still names the former stage: %s", self._options.ready_file, error.strerror)
 
     def _entries(self, announced: Announced) -> list[Entry]:
-        """Several peers where there are several."""
+        """The peers that an invite names: this one, and up to four others."""
         own_id = PeerId(self._membership.peer_id)
         own = [Entry(own_id, endpoint) for endpoint in direct(announced.endpoints)[:2]]
         return [*own, *self._membership.known.entries(4)]
@@ -80,7 +80,7 @@ class Arrival:
         return Invite.fitting(self._membership.config.run_id, entries, is_locked=self._token is not None)
 
     def _say_how_to_join(self, stage: int, announced: Announced) -> None:
-        """Print the lines with which others come."""
+        """Print the command lines with which others join."""
         config, known, entries = self._membership.config, self._membership.known, self._entries(announced)
         joining = Joining.at(config, entries, insecure=self._options.insecure)
         last = config.stages.num_stages - 1
@@ -113,9 +113,9 @@ class Arrival:
 
 
 def require_ready_file(path: Path | None) -> None:
-    """Raise ValueError for a --ready-file that cannot be written, which else would show only once the peer serves.
+    """Make the folder of --ready-file, and raise ValueError if the file cannot be written.
 
-    Its folder is made.
+    Otherwise that would show only once the peer serves.
     """
     if path is None:
         return

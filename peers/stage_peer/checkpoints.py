@@ -1,6 +1,6 @@
-"""The checkpoints that a stage peer writes: when they are due, beside the training, and once more as it leaves.
+"""Writes a stage peer's checkpoints: when they are due, while training goes on, and once more when the peer leaves.
 
-Used by server.py. How one gets to the disk is for swarm/checkpoint/writer.py to know.
+Used by server.py. swarm/checkpoint/writer.py writes the files.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ LAST_CHECKPOINT_SECONDS = 120.0
 
 
 class Checkpoints:
-    """The checkpoints of one stage, as long as the peer serves it; nothing is written where there is no writer."""
+    """The checkpoints of one stage while the peer serves it. Without a writer nothing is written."""
 
     def __init__(
         self, writer: CheckpointWriter | None, config: RunConfig, stage: int, member: StageMember,
@@ -28,7 +28,7 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         """
         Args:
-            highest_microbatch: the largest id that was granted so far, as averaging knows it.
+            highest_microbatch: gives the largest id that was granted so far, as the averager knows it.
         """
         self._writer = writer
         self._config = config
@@ -37,22 +37,22 @@ class Checkpoints:
         self._tasks = tasks
         self._highest_microbatch = highest_microbatch
         self._writing: set[asyncio.Task[None]] = set()
-        """Those that are under way."""
+        """The checkpoints that are being written."""
 
     def committed(self) -> None:
-        """A round was committed: begin a checkpoint if one is due."""
+        """Begin a checkpoint if one is due, now that a round was committed."""
         if self._writer is not None and self._writer.is_due(self._member.progress().round):
             self.begin()
 
     def begin(self) -> None:
-        """Begin to write one, and do not wait for it."""
+        """Begin to write a checkpoint, and do not wait for it."""
         if self._writer is not None:
             writing = self._tasks.create_task(self._write(self._writer))
             self._writing.add(writing)
             writing.add_done_callback(self._writing.discard)
 
     async def last(self) -> None:
-        """Write what the newest checkpoint lacks. A disk that hangs is given up after a while."""
+        """Write a last checkpoint if the newest one is older. Give up after a while if the disk hangs."""
         writer = self._writer
         if writer is None:
             return

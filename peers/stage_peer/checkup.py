@@ -1,6 +1,6 @@
-"""What stands in a peer's way, said before it prepares or downloads anything: a part of what swarm-doctor looks at.
+"""Warns of what may keep a peer from serving, before it prepares or downloads anything: some of swarm-doctor's checks.
 
-Used by program.py once the run and its peers are known. The peer goes on whatever is found.
+Used by program.py once the run and its peers are known. The peer goes on, whatever these find.
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 async def say_what_is_wrong(options: PeerOptions, member: Membership, device: torch.device) -> None:
-    """A line in the log for each thing that is wrong. Takes a few seconds at most, where others are silent."""
+    """Log a line for each thing that is wrong. This takes a few seconds at most, if other peers are silent."""
     run = Run(
         config=member.config, known=member.known, channels=member.channels, identity=member.identity,
         insecure=options.insecure,

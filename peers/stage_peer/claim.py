@@ -1,7 +1,6 @@
-"""This peer's claim in the DHT: where it is about to serve. Kept there until it has arrived or gives up.
+"""This peer's claim in the DHT: which stage it is about to serve. It is kept there until the peer arrives or gives up.
 
-Used by rebalancer.py. A claim that cannot be stored is no reason to stay away: others then learn of the peer when it
-serves. Never decides anything.
+Used by rebalancer.py. A peer goes on even if its claim cannot be stored: others then learn of it when it serves.
 """
 
 import logging
@@ -18,7 +17,7 @@ CLAIM_SECONDS = 20.0
 """Lifetime of a claim: a peer that died on its way is counted for at most this long."""
 RENEW_SECONDS = 5.0
 WITHDRAWN_SECONDS = 5.0
-"""How long a withdrawn claim can be read, at least, before it expires."""
+"""Lifetime of the record that a claim is withdrawn."""
 
 
 class Claim:
@@ -38,7 +37,7 @@ class Claim:
         return None if self._record is None else self._record.stage
 
     async def make(self, stage: int, *, from_stage: int | None, confirmed: bool = False) -> ClaimRecord:
-        """Claim a stage, as one that others may still come before, unless it is confirmed at once."""
+        """Claim a stage. Another peer's claim may still take precedence over it, unless it is confirmed at once."""
         now = self._clock.time()
         self._record = ClaimRecord(
             peer_id=self._peer_id, name=self._name, announced_at=now, stage=stage, from_stage=from_stage,
@@ -48,13 +47,13 @@ class Claim:
         return self._record
 
     async def confirm(self, stage: int) -> None:
-        """Be under way to a stage, which may be another one than was claimed at first."""
+        """Confirm the claim: the peer goes to this stage, which may be another one than it claimed at first."""
         assert self._record is not None, "what is confirmed was claimed"
         self._record = self._record.model_copy(update={"state": ClaimState.CONFIRMED, "stage": stage})
         await self._announce(self._record, CLAIM_SECONDS)
 
     async def withdraw(self) -> None:
-        """The peer has arrived, or will not come. Does nothing without a claim."""
+        """Withdraw the claim, if there is one: the peer has arrived, or will not come."""
         if self._record is not None:
             withdrawn = self._record.model_copy(update={"state": ClaimState.WITHDRAWN})
             self._record = None

@@ -1,6 +1,6 @@
-"""What the run's configuration names by digest, as a stage peer has it: the weights that it begins with, its tokenizer.
+"""The content of a run that a stage peer has and gives to others: its initial weights, and its tokenizer.
 
-Made by program.py, which asks for a stage's weights before the stage is built. What is here, others are given.
+Made by program.py, which asks for a stage's weights before the stage is built.
 """
 
 import asyncio
@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 30.0
 """Time between two attempts to fetch the tokenizer."""
 WAIT_SECONDS = 20.0
-"""How long a peer looks for one that has its stage's weights: the run's first peer may have started just now, or start
-again after it died."""
+"""How long a peer looks for one that has its stage's weights: the run's first peer may have started just now, or be
+starting again after it died."""
 
 
 class Contents:
-    """What one peer needs of a run's contents, and gives to others."""
+    """The content that one peer needs, and gives to others."""
 
     def __init__(self, member: Membership, model: OwnModel | None, cache: Path, *, checkpoints: Path | None) -> None:
         """
         Raises IntegrityError if the model's run folder has other weights than the run.
 
         Args:
-            model: what the user has named, if anything.
+            model: the model that the user has named with --model, if any.
             cache: this user's folder for what is kept from one start to the next.
-            checkpoints: the folder that this peer writes checkpoints to, in which the tokenizer lies beside them.
+            checkpoints: the folder to which this peer writes checkpoints; the tokenizer is put there, too.
         """
         self._member = member
         self._cache = cache
@@ -58,14 +58,14 @@ class Contents:
 
     @property
     def shelves(self) -> Shelves:
-        """What this peer gives to others."""
+        """The content that this peer gives to others."""
         weights = nothing if self._weights is None else self._weights.content
         return Shelves(weights=weights, tokenizer=self._tokenizer_content)
 
     async def keep_tokenizer(self) -> None:
-        """Have the run's tokenizer here, so that others find it when the peers leave that had it; returns once it is.
+        """Fetch the run's tokenizer, so that others can get it when the peers that had it have left.
 
-        Where it cannot be had, this goes on trying. The peer itself does not need it.
+        This goes on trying until the tokenizer is here. The peer itself does not need it.
         """
         has_said = False
         while self._member.config.data.tokenizer_files:
@@ -87,17 +87,17 @@ class Contents:
         return None if self._tokenizer is None else self._tokenizer.content(sha256)
 
     async def initial_weights(self, stage: int, *, resumes: bool, always: bool = False) -> Weights | None:
-        """Where the weights can be read with which a stage begins, once they are on this machine.
+        """The weights with which a stage begins: those on this machine, or else fetched from peers.
 
         Args:
-            resumes: there are checkpoints here, with which the stage goes on where no peer holds it.
-            always: also where the run has gone on, and the stage's state is downloaded from a peer that holds it.
+            resumes: there are checkpoints here, with which the stage goes on if no peer holds it.
+            always: fetch the weights even if the stage's state will be downloaded from a peer that holds it.
 
         Returns:
-            None where they are drawn from the seed, where they are not needed, and where no peer that answers has them.
+            None if they are drawn from the seed, if they are not needed, or if no peer that answers has them.
 
         Raises:
-            Fatal: they cannot be kept on this machine, or the user's model is another one.
+            Fatal: they cannot be written to this machine, or the user's model is another one.
         """
         if self._weights is None:
             return None
@@ -111,13 +111,13 @@ class Contents:
         assert self._weights is not None
         member, shapes = self._member, parameter_shapes(self._member.config, stage)
         until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
-        # Until a round is committed there is no state to download: what peers at round 0 hold is what is looked for.
+        # Until a round is committed there is no state to download, and peers at round 0 hold these weights.
         while always or not await self._has_gone_on(stage):
             try:
                 return await self._weights.of(shapes)
             except PeerUnavailable as error:
                 if self._weights.num_fetched > num_fetched:
-                    # The peer that sent something is gone: others are looked for from now on, however long that took.
+                    # A peer sent some of the weights, and is gone: the search for another one begins anew.
                     until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
                 if member.clock.monotonic() >= until:
                     return None

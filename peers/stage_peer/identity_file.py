@@ -1,6 +1,6 @@
-"""Which key file a peer uses: the same one after a restart, never one that another running peer uses.
+"""Chooses the key file that a peer uses: the same one after a restart, never one that another running peer uses.
 
-Used by swarm-peer. The lock on the file ends with the process, however it ends.
+Used by swarm-peer. The lock on the file ends with the process, however the process ends.
 """
 
 import itertools
@@ -19,7 +19,7 @@ class ClaimedIdentity:
     """An identity that no other process on this machine can claim while `lock` is open.
 
     Attributes:
-        libp2p_path: of the key that belongs to it in the DHT, which need not be there yet.
+        libp2p_path: the file of the key that the peer's DHT node uses, which need not exist yet.
     """
 
     identity: Identity
@@ -28,7 +28,7 @@ class ClaimedIdentity:
 
 
 def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdentity:
-    """Claim the named file, or the first free one with a label (`stage-2`, say) in `folder`; make it if missing.
+    """Claim the file `path`, or else the first free one with a label (`stage-2`, say) in `folder`; make it if missing.
 
     Where the file system has no locks, nobody is kept out.
 
@@ -51,7 +51,7 @@ def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdenti
 def _try_claim(path: Path) -> ClaimedIdentity | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # Not just another ending: keys may be called `peer.0` and `peer.1`.
+        # The ending is appended, not replaced: keys may be called `peer.0` and `peer.1`.
         lock = os.fdopen(require_sole_writer(path.with_name(f"{path.name}.lock"), f"--identity {path}"), "w")
     except ValueError:
         return None

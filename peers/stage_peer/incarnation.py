@@ -1,10 +1,10 @@
 """One start of a peer's process, and whether another process serves under the same identity.
 
-Used by swarm-peer before it says anything of itself, and then now and again. Key files get copied, with a disk image
-say, and two processes under one id take turns in being a member. A record in the DHT tells which process announced it.
-Where that is not this one, either it has died, and its record outlives it for some seconds, or it lives. So it is
-asked, and what it answers is signed with the key that both have. Of two that live the one that started later has to
-go. A peer that cannot reach the other one itself has other peers ask.
+Used by swarm-peer before it announces anything, and then at intervals. Key files get copied, say with a disk image, and
+then two processes replace each other's records under one id. A record in the DHT tells which process announced it. If
+that is another process than this one, it may have died, since a record outlives its process for some seconds, or it may
+live. So this peer asks it, and the answer is signed with the key that both have. If both live, the one that started
+later has to end. A peer that cannot reach the other process has other peers ask it.
 """
 
 import datetime
@@ -28,11 +28,11 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""Time between two looks at the records under this peer's id."""
+"""Time between two checks of the records under this peer's id."""
 NUM_ASKED = 3
-"""Peers that are asked to find out, where this one has no answer."""
+"""How many other peers are asked to ask the rival, if it does not answer this one."""
 REMEMBERED_SECONDS = 2.0
-"""How long an answer about another peer's identity holds: a peer that is asked has to ask another one."""
+"""How long an answer about another peer's identity is reused: each such answer costs a call to a third peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Incarnation:
     """One start of a peer's process.
 
     Attributes:
-        nonce: a word that no other start has; empty where none of this matters.
-        started_at: seconds since the epoch, by its own clock.
+        nonce: a word that no other start has; empty where nobody checks for rivals.
+        started_at: seconds since the epoch, by the process's own clock.
     """
 
     nonce: str = ""
@@ -49,18 +49,18 @@ class Incarnation:
 
 
 def begin(clock: Clock) -> Incarnation:
-    """This start of the process."""
+    """Make the incarnation of this start of the process."""
     return Incarnation(nonce=secrets.token_hex(8), started_at=clock.time())
 
 
 class Rivals:
-    """Other processes under the identity of this peer, or of one that asks."""
+    """Finds other processes under the identity of this peer, or of a peer that asks."""
 
     def __init__(self, membership: Membership, *, own: Incarnation, endpoint: Callable[[], str] = str) -> None:
         """
         Args:
             own: this process's start.
-            endpoint: gives where this process serves.
+            endpoint: gives the endpoint at which this process serves.
         """
         self._config = membership.config
         self._identity = membership.identity
@@ -70,10 +70,10 @@ class Rivals:
         self._own = own
         self._endpoint = endpoint
         self._asked: dict[str, tuple[float, str, pb.Incarnation | None]] = {}
-        """The latest checks by peer: when, for which nonce, and with which result."""
+        """The latest check for each peer that asked: its time, the asker's nonce, and the result."""
 
     async def require_alone(self) -> None:
-        """Raise Fatal, which names it, if a process under this identity was there before this one, and answers."""
+        """Raise Fatal, with its endpoint, if another process under this identity started earlier and answers."""
         own = self._identity.peer_id
         if not (records := self._announced_by_others(own, self._own.nonce)):
             return
@@ -92,10 +92,10 @@ class Rivals:
             )
 
     async def watch(self) -> None:
-        """Look again and again, until cancelled: the other one may have been out of sight when this one began.
+        """Check at intervals, until cancelled: the other process may not have been visible when this one began.
 
         Raises:
-            Fatal: the other one was there first.
+            Fatal: the other process was there first.
         """
         has_warned = False
         own = (self._own.started_at, self._own.nonce)
@@ -111,8 +111,10 @@ class Rivals:
                 has_warned = True
 
     async def of(self, caller: pb.Incarnation) -> pb.Incarnation | None:
-        """The process that serves under the identity of a peer that asks, and was there before it: this one, or one
-        that this one knows and asks."""
+        """The process that serves under the asking peer's identity and started before it; None if there is none.
+
+        It may be this process itself; otherwise this one asks the processes that have announced that identity.
+        """
         if caller.peer_id == self._identity.peer_id:
             is_elder = (self._own.started_at, self._own.nonce) < (caller.started_at, caller.nonce)
             return self._signed(caller.nonce) if is_elder and caller.nonce != self._own.nonce else None
@@ -121,19 +123,19 @@ class Rivals:
         now = self._clock.monotonic()
         self._asked = {peer: asked for peer, asked in self._asked.items() if now - asked[0] < REMEMBERED_SECONDS}
         if caller.peer_id not in self._asked:
-            # Before it is asked, too: nobody can have many questions asked at once.
+            # An entry is made before the rival is asked, so that a peer cannot have many questions asked at once.
             self._asked[caller.peer_id] = (now, caller.nonce, None)
             self._asked[caller.peer_id] = (now, caller.nonce, await self._ask(records, caller))
         _, nonce, rival = self._asked[caller.peer_id]
         return rival if nonce == caller.nonce else None
 
     def _announced_by_others(self, peer_id: str, nonce: str) -> list[PeerRecord]:
-        """What processes other than the one with this nonce have announced under an id."""
+        """The records that processes other than the one with this nonce have announced under an id."""
         announced = [record for stage in self._known.records for record in self._known.peers(stage)]
         return [record for record in announced if record.peer_id == peer_id and record.nonce not in ("", nonce)]
 
     async def _ask(self, records: Sequence[PeerRecord], caller: pb.Incarnation) -> pb.Incarnation | None:
-        """What one of them says of the caller's rival. The caller alone checks that, for it has the key."""
+        """What one of these peers says of the caller's rival. Only the caller checks the signature: it has the key."""
         with suppress(PeerUnavailable):
             for reply in await answers(self._config, records, self._channels, caller=caller):
                 is_own = caller.peer_id == self._identity.peer_id
@@ -151,7 +153,7 @@ class Rivals:
         return said
 
     def _is_signed(self, rival: pb.Incarnation) -> bool:
-        """Whether a process with this very key has just said so: others could make it up."""
+        """Whether a process with this very key signed this answer just now: another peer could have made it up."""
         if (rival.peer_id, rival.nonce) == (self._identity.peer_id, self._own.nonce):
             return False
         try:
@@ -169,10 +171,10 @@ def _signed_bytes(said: pb.Incarnation, nonce: str) -> bytes:
 async def require_alone_at(
     node: DhtNode, addresses: Sequence[str], identity: Identity, *, insecure: bool, clock: Clock
 ) -> None:
-    """Raise Fatal likewise at a peer that cannot enter the DHT, since the addresses that it was given are its own.
+    """Check for a rival at a peer that cannot enter the DHT, because the addresses that it was given are its own.
 
     Args:
-        node: has entered there under another id.
+        node: a node that has entered the DHT there under another id.
 
     Raises:
         Fatal: a process that serves under this identity answers.

@@ -1,7 +1,7 @@
-"""Where a peer's server listens, and at which addresses others are told that they reach it.
+"""Where a peer's server listens, and the addresses at which others are told that they reach it.
 
-Made by program.py from the options and from own_addresses; reach.py has others find out what of it is true. mover.py
-hands what came of that to every server of the peer. Pure.
+Made by program.py from the options and from own_addresses. reach.py asks other peers which of the addresses they reach,
+and mover.py hands the Reach to every server of the peer. Pure.
 """
 
 import re
@@ -20,7 +20,7 @@ class Outside:
 
     Attributes:
         host: a name or an IP address.
-        port: the port there; 0 for the one that is listened on.
+        port: the port there; 0 for the same port as the server's own.
     """
 
     host: str
@@ -41,9 +41,9 @@ class Outside:
         return cls(host, port)
 
     def require_heard(self, listens_at: str, *, option: str) -> None:
-        """Raise ValueError if nothing that is sent to this address can come to a port of `listens_at`.
+        """Raise ValueError if nothing that is sent to this address can arrive at a server on `listens_at`.
 
-        Where a port is named, something in between may send on to another address.
+        Where a port is named, a router in between may forward to another address, so most of this is not checked.
         """
         listening, own = ip_of(listens_at), ip_of(self.host)
         if own is not None and (own.is_unspecified or own.is_multicast):
@@ -63,12 +63,13 @@ class Outside:
 
 @dataclass(frozen=True, kw_only=True)
 class Announced:
-    """What others are told.
+    """What others are told of a peer's addresses.
 
     Attributes:
         endpoints: how they reach its gRPC server, the best first.
-        dht_addresses: where they enter the DHT, the best first; none if not at this peer.
-        num_punched, num_relayed: connections from callers now that meeting points have arranged, or carry.
+        dht_addresses: where they enter the DHT at this peer, the best first; none if they cannot.
+        num_punched: present connections from callers that were punched with a meeting point's help.
+        num_relayed: present connections from callers that a meeting point carries.
     """
 
     endpoints: tuple[str, ...] = ("",)
@@ -78,14 +79,14 @@ class Announced:
 
 
 class Listening(Protocol):
-    """Where a server listens, and what others are told of that: a Listen, or a Reach that has found out more."""
+    """Where a server listens, and what others are told of that: a Listen, or a Reach, which knows what others reach."""
 
     @property
     def host(self) -> str: ...
     @property
     def port(self) -> int: ...
     def announced(self, own_port: int) -> Announced:
-        """What is told now, of a server that listens on `own_port`."""
+        """What others are told now, for a server that listens on `own_port`."""
         ...
 
 
@@ -96,7 +97,7 @@ class Listen:
     Attributes:
         host: IP address to listen on; empty for all of this machine's.
         port: TCP port for gRPC; 0 takes a free one.
-        outside: where others reach that, the best first.
+        outside: where others reach that port, the best first.
         dht_addresses: where others enter the DHT, the best first.
     """
 
@@ -110,5 +111,5 @@ class Listen:
         return tuple(endpoint_of(outside.host, outside.port or own_port) for outside in self.outside)
 
     def announced(self, own_port: int) -> Announced:
-        """What others are told: all of it, as it stands."""
+        """What others are told: all addresses, unchecked."""
         return Announced(endpoints=self.endpoints(own_port), dht_addresses=self.dht_addresses)

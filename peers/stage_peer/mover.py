@@ -1,8 +1,9 @@
 """Runs a stage peer's servers, one after another: at its first stage, then wherever it moves.
 
-Used by swarm-peer. To move is to wait for the end of a round, drain, withdraw, and begin at the new stage like any
-joiner: same process, same identity, same DHT node. A peer that cannot begin there goes back; it never serves a stage
-whose state it has not got, and never leaves one that nobody else serves. When to move is for rebalancer.py to say.
+Used by swarm-peer. A peer that moves waits for the end of a round, drains, withdraws, and begins at the new stage like
+any joiner, in the same process, with the same identity and DHT node. A peer that cannot begin there goes back. It never
+serves a stage whose state it has not got, and never moves away from one that nobody else serves. rebalancer.py decides
+when to move.
 """
 
 import asyncio
@@ -26,12 +27,12 @@ from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS, LAST_ROUND_SECONDS = 600.0, 60.0
-"""How long a peer that moves, and one that ends, serves on until its round is committed; what it holds of a longer one
-is lost."""
+"""How long a moving peer, and one that ends, serve on until their round is committed. If that takes longer, what they
+hold of the round is lost."""
 DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
-"""How long it then waits for its microbatches; one that moves stays if they take longer."""
+"""How long it then waits for its microbatches to end; a moving peer stays if they take longer."""
 QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 5.0
-"""A round of which nothing has been under way for this long is not waited for: nobody trains."""
+"""A peer no longer waits for its round once nothing has been under way for this long: nobody trains."""
 COMMIT_SECONDS = 5.0
 """How long another peer of the stage may take to commit the round that this one has committed."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
@@ -49,12 +50,12 @@ class Move:
 
 
 ServerFactory = Callable[[int, int, bool, asyncio.TaskGroup], Awaitable[StageServer]]
-"""Makes a stage's server, once it has what that begins with: stage, moves so far, whether it comes from another stage,
-tasks."""
+"""Makes a stage's server, once the stage's initial weights are here. Its arguments are the stage, the number of moves
+until now, whether the peer comes from another stage, and the task group of the server."""
 
 
 class Mover:
-    """Has one peer serve its stage, and move to others."""
+    """Has one peer serve its stage, and move to other stages."""
 
     def __init__(
         self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listening, clock: Clock, event_log: Events,
@@ -63,7 +64,7 @@ class Mover:
         """
         Args:
             stop: set when the peer is to leave the run.
-            on_serving: told the stage, and what others are told of where, whenever a stage is served.
+            on_serving: called with the stage and its announced addresses whenever the peer begins to serve a stage.
         """
         self._make_server = make_server
         self._rebalancer = rebalancer
@@ -75,9 +76,7 @@ class Mover:
         self._num_moves = 0
 
     async def run(self, stage: int) -> None:
-        """Serve a stage, and those that it moves to, until told to stop.
-
-        Told to stop while it enters a stage, it gives that up.
+        """Serve a stage, and those that the peer moves to, until `stop` is set, even while the peer enters a stage.
 
         Raises:
             ExceptionGroup: what the server at the first stage raised, or any server once it served.
@@ -112,7 +111,7 @@ class Mover:
             stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
 
     async def _serve(self, stage: int, move: Move | None) -> tuple[Move | None, str | None]:
-        """Serve one stage to the end; gives where to go then, or why it was not entered."""
+        """Serve one stage until the peer leaves it; gives the next move, or else why the stage was not entered."""
         serving, next_move, failure = False, None, None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -133,7 +132,7 @@ class Mover:
                 raise
             failure = str(
                 next(process.leaves(faults))
-            )  # Itself, it would keep the server, with the model, in its traceback.
+            )  # Only its text: the traceback of the fault itself would keep the server and its model in memory.
         except* (RuntimeError, MemoryError) as errors:
             error = next(process.leaves(errors))
             if not is_out_of_memory(error):
@@ -160,10 +159,10 @@ class Mover:
         logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
 
     async def _stay(self, server: StageServer, stage: int) -> Move | None:
-        """Stay at the stage until the peer has left it: for another one, or for good.
+        """Stay at the stage until the peer has left it; gives the move to the next stage, None if it leaves the run.
 
         Raises:
-            Fatal: it has left since it cannot go on.
+            Fatal: the peer has left because it cannot go on.
         """
         while True:
             target = await self._first_of(
@@ -206,9 +205,9 @@ class Mover:
             await self._rebalancer.gave_up(target)
 
     async def _hand_over(self, server: StageServer, stage: int, deadline: float) -> None:
-        """Serve on, until the deadline, while a peer is on its way here that can have the stage's state from no other.
+        """Serve on, until the deadline, while a peer on its way here can get the stage's state from no other peer.
 
-        At round 0 it does not wait: every peer can make that state itself.
+        At round 0 this does not wait: every peer can make that state itself.
         """
         has_said = False
         while server.round > 0 and self._clock.monotonic() < deadline:
@@ -240,7 +239,7 @@ class Mover:
     async def _first_of(
         self, work: Coroutine[Any, Any, int | bool | None], stop: Coroutine[Any, Any, object]
     ) -> int | None:
-        """What `work` gives; None if `stop`, after which the peer is to stop, ends before."""
+        """Run both until one ends, and cancel the other; gives the result of `work`, None if `stop` ended first."""
         async with asyncio.TaskGroup() as tasks:
             working, stopping = tasks.create_task(work), tasks.create_task(stop)
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)

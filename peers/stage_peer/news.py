@@ -1,6 +1,6 @@
-"""What a stage peer tells its user while it serves: that rounds are committed, or that there is nothing to do.
+"""Logs for a stage peer's user, while it serves, that rounds are committed, or why there is nothing to do.
 
-Called by server.py. A few lines a minute, whatever the length of rounds.
+Called by server.py. It logs a few lines a minute, whatever the length of rounds.
 """
 
 import logging
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 EVERY_SECONDS = 10.0
 """Least time between two lines about rounds."""
 ACCUSED_SECONDS = 60.0
-"""Least time between two lines about others that leave this peer alone."""
+"""Least time between two lines about senders that have banned this peer."""
 MOST_ACCUSERS = 3
-"""How many of the peers are named that leave this one alone."""
+"""The most senders that such a line names."""
 QUIET_SECONDS = 30.0
-"""After so long without a microbatch, the log says that none comes."""
+"""How long no microbatch has come when the log says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,12 @@ class Around:
     """What a stage peer sees of the others.
 
     Attributes:
-        endpoint: where it says that it can be reached.
-        num_calls: how many calls have come since it serves, from any caller.
-        num_others: trainers, and other peers of its stage: all those that would call it.
-        has_trainer: one of them is a trainer.
-        empty_stages: stages at which nobody else serves, its own left out.
-        left_alone_by: senders that say that they leave it alone, each with the reason that it gives.
+        endpoint: where this peer says that it can be reached.
+        num_calls: how many calls have come since this peer serves, from any caller.
+        num_others: how many trainers and other peers of its stage there are, which would all call this peer.
+        has_trainer: whether there is a trainer.
+        empty_stages: the other stages that nobody serves.
+        left_alone_by: senders that say that they have banned this peer, each with the reason that it gives.
     """
 
     endpoint: str
@@ -63,7 +63,7 @@ class Around:
 
 
 class StageNews:
-    """Says what is worth a line of the log."""
+    """Chooses what is worth a line of the log, and logs it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -74,15 +74,15 @@ class StageNews:
         self._has_warned = False
         """Whether a warning about how this peer learns has been logged."""
         self._told_of: set[str] = set()
-        """The peers that leave it alone and that the log has named."""
+        """The senders that have banned this peer and of which the log has told."""
         self._accused = Repeats(clock, ACCUSED_SECONDS)
 
     def committed(self, report: pb.RoundReport, *, samples_per_second: float, is_behind: bool) -> None:
-        """A round was committed here. Of one that was replayed nothing is said: this peer had no part in it.
+        """Log that a round was committed here, unless this peer only applies it to catch up with its group.
 
         Args:
             samples_per_second: what this peer manages.
-            is_behind: whether it is on its way to its group; how far that is, averaging says.
+            is_behind: whether this peer is catching up; averaging logs how far it has come.
         """
         fault = InnerSteps.read(report.inner_steps).fault
         if fault and not self._has_warned:
@@ -100,7 +100,7 @@ class StageNews:
         )  # fmt: skip
 
     def look(self, num_tasks: int, around: Around) -> None:
-        """Say, once each time, that nothing has come for a while, or that others leave this peer alone.
+        """Log once that nothing has come for a while, and once that senders have banned this peer.
 
         Args:
             num_tasks: forwards and backwards until now.
@@ -114,7 +114,7 @@ class StageNews:
             logger.info("no microbatch for %d s: %s", QUIET_SECONDS, around.why_quiet)
 
     def _look_for_accusers(self, around: Around) -> None:
-        """What they say is their word. It is passed on to the user, and changes nothing else."""
+        """Warn of senders that say that they have banned this peer. Their claims change nothing else."""
         accusers = around.left_alone_by
         self._told_of &= accusers.keys()
         if accusers.keys() - self._told_of and self._accused.count(""):

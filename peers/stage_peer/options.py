@@ -1,6 +1,6 @@
 """The options of swarm-peer, for the program itself and for those that start it.
 
-It imports neither torch nor hivemind, which swarm-local needs as little.
+It imports neither torch nor hivemind, because swarm-local, which starts peers, needs neither.
 """
 
 import math
@@ -179,17 +179,17 @@ class PeerOptions:
 
     @property
     def names_a_run(self) -> bool:
-        """Whether it says what the run is: a joiner that has the model at hand takes the run's own configuration."""
+        """Whether the options name a new run's configuration. With an INVITE, --model names only the joiner's copy."""
         return bool(self.config or self.preset or (self.model and not self.joins))
 
     @property
     def joins(self) -> bool:
-        """Whether it names a run that is there already. Raises ValueError if it does so twice."""
+        """Whether the options name a run to join. Raises ValueError if they name it in both ways."""
         return joins(self)
 
     @property
     def seeks(self) -> bool:
-        """Whether the run that it joins has to be found in the local network."""
+        """Whether the run to join has to be found in the local network."""
         return self.lan and not self.names_a_run and not self.joins
 
     @property
@@ -201,30 +201,30 @@ class PeerOptions:
 
     @property
     def outside(self) -> tuple[Outside, ...]:
-        """Where others reach its gRPC port, if it was told."""
+        """Where others reach the gRPC port, if --announce says so."""
         return tuple(Outside.parse(text, option="--announce") for text in self.announce)
 
     @property
     def outside_dht(self) -> tuple[Outside, ...]:
-        """Where others enter the DHT, if it was told."""
+        """Where others enter the DHT, if --announce-dht or --announce says so."""
         if not self.announce_dht:
             return tuple(Outside(outside.host) for outside in self.outside)
         return tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
 
     @property
     def lora_options(self) -> dict[str, Any]:
-        """What it says of `lora`, by the names of that section's fields."""
+        """The given options of the configuration's section `lora`, by the names of its fields."""
         values = {name: getattr(self, f"lora_{name}") for name in ("rank", "alpha", "dropout", "targets")}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def label(self) -> str:
-        """What its key's file is called, and the peer in its log where no name was given and its stage is fixed."""
+        """The name of the peer's key file; also its name in the log if --name is left out and its stage is fixed."""
         return "auto" if self.first_stage == "auto" else f"stage {self.first_stage}"
 
     @property
     def rebalance_seconds(self) -> float:
-        """Time between two looks whether another stage needs this peer more; 0 never moves."""
+        """Time between two checks whether another stage needs this peer more; 0 never moves."""
         if self.first_stage != "auto":
             return 0.0
         return DEFAULT_REBALANCE_SECONDS if self.rebalance_every is None else self.rebalance_every

@@ -1,6 +1,6 @@
-"""Where the other peers of a run are: a peer that begins asks them before it decides with which state.
+"""Asks the other peers of a run at which rounds they are: a peer that starts needs this to choose its first state.
 
-Used by resume.py's caller, by rebalancer.py and by incarnation.py. It reads what peers say and decides nothing.
+Used by own_state.py, by rebalancer.py and by incarnation.py. It collects what peers say, and decides nothing.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 3.0
-"""Longest wait for a sign of life from a peer that is announced."""
+"""Longest wait for an announced peer to answer."""
 ASKED_PER_STAGE = 8
-"""Peers of another stage that are asked where it is."""
+"""How many peers of each other stage are asked for its round."""
 SETTLE_SECONDS = 30.0
 """How long a peer with a checkpoint waits for others to start serving, or to commit the same round."""
 
 RETURN_SECONDS = 60.0
-"""How long a peer waits for those who held its stage, and are announced no longer: frozen peers may come back."""
+"""How long a peer waits for peers that held its stage and are no longer announced: frozen peers may come back."""
 
 _SILENT = "announced but silent: waiting for an answer, or until it is announced no longer"
 _LEAVING = "which still holds it: waiting until it is gone, or stays"
@@ -41,15 +41,16 @@ _LEAVING = "which still holds it: waiting until it is gone, or stays"
 
 @dataclass(frozen=True, kw_only=True)
 class Others:
-    """Where the peers are that answer.
+    """At which rounds the peers are that answer.
 
     Attributes:
-        held_at: newest round of a peer that holds our stage.
+        held_at: newest round of a peer that holds our stage; None if no such peer answers.
         rounds: the newest round of each other stage.
-        samples: the run's samples at the newest of these.
-        repeating: stages of which a peer at that round has committed the one before itself, so that it has its weights.
-        has_begun: one of those that were asked has been given microbatches.
-        silent: names of peers that held our stage a moment ago, and when they were heard of last; empty if there are
+        samples: the run's samples at the newest of these rounds.
+        repeating: stages with a peer at the stage's newest round that committed the round before it too, and so has
+            that one's weights.
+        has_begun: whether a peer that answered has been given microbatches.
+        silent: names of peers that held our stage a moment ago, and when they were last heard of; empty if there are
             none.
     """
 
@@ -68,11 +69,11 @@ class Others:
 
 @dataclass(frozen=True, kw_only=True)
 class _Awaited:
-    """Peers without whose word nothing can be decided.
+    """Peers whose answer has to be waited for.
 
     Attributes:
-        what: the beginning of a line that names them.
-        why: its end.
+        what: the beginning of the log line that names them.
+        why: the end of that line.
         fault: why a peer that gives up waiting for them cannot begin.
     """
 
@@ -85,22 +86,22 @@ class _Awaited:
 async def find_others(
     membership: Membership, stage: int, *, patient: bool, gives_up: bool = False, needs_holder: bool = False
 ) -> Others:
-    """Ask the announced peers where they are.
+    """Ask the announced peers at which rounds they are.
 
     While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
-    frozen, or cut off from here, and a stage must not begin anew beside them. It waits likewise while one of them
-    leaves, which may stay after all, where nobody else has the state, or may write its last checkpoint. And it waits
+    frozen, or cut off from here, and a stage must not begin anew beside them. It waits likewise while a holder is
+    leaving, because it may write its last checkpoint, or stay after all where nobody else has the state. And it waits
     while peers of other stages are announced in a run that has gone on, and none of them answers: silence does not mean
-    round 0. What died is announced no longer after some seconds.
+    round 0. A peer that died is no longer announced after some seconds.
 
     Args:
-        patient: wait, for a while, until a peer serves and the stages that commit together have done so.
-        gives_up: do not wait for silent peers, or those that leave, for longer than that.
-        needs_holder: without a peer that holds the stage there is nothing to begin with. One that was announced, and
-            is no longer, is waited for, RETURN_SECONDS at most.
+        patient: wait, up to SETTLE_SECONDS, until a peer serves and the stages that commit together are at one round.
+        gives_up: wait for silent peers, and for those that leave, no longer than SETTLE_SECONDS.
+        needs_holder: this peer has no other state to begin with. So if a holder was announced and no longer is, wait
+            for it, up to RETURN_SECONDS.
 
     Raises:
-        PeerUnavailable: they stayed silent, or did not leave, and this gave up.
+        PeerUnavailable: `gives_up`, and the peers stayed silent, or did not leave.
     """
     config, known, clock = membership.config, membership.known, membership.clock
     began_at = clock.monotonic()
@@ -132,7 +133,7 @@ async def find_others(
 
 
 class _Holders:
-    """Peers that held a stage when they were announced last."""
+    """The peers that held a stage when they were last announced."""
 
     def __init__(self, known: KnownPeers, stage: int) -> None:
         self._known = known
@@ -141,7 +142,7 @@ class _Holders:
         self._missed_since: float | None = None
 
     def look(self) -> None:
-        """Note those that are announced. One that leaves, and says so, takes nothing with it that it should not."""
+        """Note the holders that are announced, and forget those that say that they leave: nobody waits for them."""
         announced = self._known.others(self._stage)
         self._seen |= {record.peer_id: record for record in announced}
         for record in self._known.leaving(self._stage):
@@ -156,7 +157,7 @@ class _Holders:
         return [record for peer_id, record in self._seen.items() if peer_id not in announced]
 
     def missed_seconds(self, clock: Clock) -> float:
-        """How long all of them have been waited for; the log says so once."""
+        """How long this peer has waited for all of them; the first call logs that it waits."""
         if self._missed_since is None:
             self._missed_since = clock.monotonic()
             logger.warning(
@@ -167,7 +168,7 @@ class _Holders:
 
 
 def named(peers: Collection[PeerRecord]) -> str:
-    """Peers that do not answer any more, and since when, by the clock on the wall here."""
+    """Text that names peers that no longer answer, and since when, in local time."""
     names = ", ".join(record.name or record.peer_id[:8] for record in list(peers)[:3])
     more = f" and {len(peers) - 3} more" if len(peers) > 3 else ""
     since = time.strftime("%H:%M:%S", time.localtime(max(record.announced_at for record in peers)))
@@ -177,13 +178,13 @@ def named(peers: Collection[PeerRecord]) -> str:
 async def answers(
     config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool, *, caller: pb.Incarnation | None = None
 ) -> list[pb.DescribeReply]:
-    """What peers say of themselves, of those that answer and serve the stage that they are announced at.
+    """The replies of the peers that answer and serve the stage at which they are announced.
 
     Args:
-        caller: the peer that asks; they tell then whether another process serves under its identity.
+        caller: the peer that asks; the replies then tell whether another process serves under its identity.
 
     Raises:
-        PeerUnavailable: none of them could even be asked, because one side has TLS and the other has not, say.
+        PeerUnavailable: none of them could even be asked, say because one side has TLS and the other has not.
     """
     request = pb.DescribeRequest(run_id=config.run_id, caller=caller)
     faults: list[PeerUnavailable] = []
@@ -208,7 +209,7 @@ async def answers(
 
 
 def partners(config: RunConfig, stage: int) -> Collection[int]:
-    """The stages that have to be at the same round as this one."""
+    """The other stages that have to be at the same round as this one."""
     if config.rounds.synchronous:
         return set(range(config.stages.num_stages)) - {stage}
     sharing = [set(shared.stages) for shared in shared_parameters(config) if stage in shared.stages]
@@ -261,5 +262,5 @@ def _newest(row: Sequence[pb.DescribeReply]) -> list[pb.DescribeReply]:
 
 
 def _can_repeat(reply: pb.DescribeReply) -> bool:
-    """Whether the peer has the weights of the round before: only if it was there when that was committed."""
+    """Whether the peer has the weights of the round before its own: only if it took part in committing that one."""
     return any(report.round == reply.round - 1 for report in reply.rounds)

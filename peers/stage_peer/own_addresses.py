@@ -1,8 +1,8 @@
 """The addresses of this machine at which others reach it: what a peer announces unless --announce names some.
 
-Used by swarm-peer before it starts its DHT node. The way that the system takes to the peers that are joined decides,
-and then its default way. Addresses of bridges to containers and virtual machines are left out: every machine with
-Docker has the same one. `candidates` is pure; the rest asks the system, and sends no packet.
+Used by swarm-peer before it starts its DHT node. First come the own addresses on the system's routes to the peers that
+are joined, then those on its default routes. Addresses of bridges to containers and virtual machines are left out:
+every machine with Docker has the same one. `candidates` is pure; the rest asks the system, and sends no packet.
 """
 
 import ipaddress
@@ -20,7 +20,7 @@ from swarm.machine.own_host import own_host
 logger = logging.getLogger(__name__)
 
 _ELSEWHERE = {4: "203.0.113.1", 6: "2001:db8::1"}
-"""Addresses that nobody has (RFC 5737 and 3849): the way to them is the default one."""
+"""Addresses that no machine has (RFC 5737 and 3849): the system would reach them by its default route."""
 _BRIDGE = re.compile(r"(docker|br-|veth|virbr|cni|podman|nerdctl|flannel|cali|kube|lxc|lxd|incus|vmnet|vboxnet)")
 _DOCKER = "172.17.0.1"
 """Docker's own bridge, whatever its name."""
@@ -34,7 +34,7 @@ class Candidates:
     Attributes:
         outside: the addresses that lead beyond this machine, the best first.
         loopback: the addresses that do not.
-        is_decided: whether the first is known to be on the way to others, or is the only one.
+        is_decided: whether the first address is known to be on a route to others, or is the only one.
     """
 
     outside: tuple[str, ...]
@@ -43,11 +43,11 @@ class Candidates:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Where others reach this machine: beyond it, if there is such a way."""
+        """The addresses to announce: those that lead beyond this machine, if there are any."""
         return self.outside or self.loopback
 
     def say_if_undecided(self) -> None:
-        """A line in the log that lists the addresses, if nothing tells which of them others use."""
+        """Log a warning that lists the addresses, if nothing tells which of them others can use."""
         if not self.is_decided:
             logger.warning(
                 "this machine has no default route and several addresses: %s; others are told %s first. If they reach "
@@ -61,11 +61,12 @@ def candidates(
     """What to announce for a peer that listens at `host`.
 
     Args:
-        host: IP address to listen on, or empty for all of IPv4 and IPv6. Any but that, 0.0.0.0 and :: is the only one
-            that can be announced.
+        host: IP address to listen on, or empty for all of IPv4 and IPv6. A single address is the only one that can be
+            announced.
         interfaces: the addresses of each network interface, by its name.
-        towards_peers: the own address on the way to each peer that is joined.
-        by_default: the own addresses on the default ways. What carries one is no container's bridge, whatever its name.
+        towards_peers: the own address on the route to each peer that is joined.
+        by_default: the own addresses on the default routes. An interface that has one of them is no container's bridge,
+            whatever its name.
     """
     versions = {4, 6}
     if host:
@@ -92,11 +93,11 @@ def candidates(
 def outside_of(
     host: str, named: Sequence[Outside], named_dht: Sequence[Outside], initial_peers: Sequence[str]
 ) -> tuple[tuple[Outside, ...], tuple[Outside, ...]]:
-    """Where others reach a peer's gRPC server, and where its DHT node: as it was told, or as this machine has it.
+    """Where others reach a peer's gRPC server, and its DHT node: as the user named it, or else by own_candidates.
 
     Args:
-        host: that it listens at.
-        initial_peers: where it enters the DHT.
+        host: the IP address that the peer listens on.
+        initial_peers: the addresses at which the peer enters the DHT.
     """
     if named and named_dht:
         return tuple(named), tuple(named_dht)
@@ -109,8 +110,8 @@ def outside_of(
 def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:
     """The candidates of this machine, for a peer that joins at these DHT addresses.
 
-    There are none where `host` is no IP address. The DHT node complains of that, and of initial peers that are no
-    addresses, which are passed over here.
+    If `host` is no IP address, there are none. Initial peers that are no addresses are ignored. The DHT node, which
+    starts next, raises an error for either.
     """
     try:
         versions = [ipaddress.ip_address(host).version] if host else [4, 6]
@@ -126,7 +127,7 @@ def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:
 
 
 def own_address(host: str, port: int, version: int) -> str | None:
-    """This machine's address on the way to another one; None if there is no way, or not with this version of IP."""
+    """This machine's address on the route to another one; None without a route in this version of IP."""
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     try:
         return own_host(family, (host, port))

@@ -1,6 +1,6 @@
-"""A stage's model on this machine's device, with room for all that its first step makes.
+"""Makes a stage's model on this machine's device, and checks that there is room for what its first step allocates.
 
-Used by server.py. Where the stage does not fit, it says so now, and not after an hour.
+Used by server.py. So a stage that does not fit fails at the start, and not after an hour.
 """
 
 import torch
@@ -29,9 +29,9 @@ def own_backend(
     """Make the model and its weights, at their initial values.
 
     Args:
-        given: the weights with which the run begins; None for those that its seed draws.
-        graph_bytes: what autograd graphs may take; None for a share of what is free then.
-        compiles: whether layers are compiled, with the first microbatches, which then take longer.
+        given: the weights with which the run begins; None if they are drawn from its seed.
+        graph_bytes: what autograd graphs may take; None for a share of what is free once the model is there.
+        compiles: whether to compile the layers; the first microbatches then take longer.
 
     Raises:
         ValueError: the run's layers cannot be compiled.
@@ -47,7 +47,7 @@ def own_backend(
         if compiles and isinstance(module, StageModule):
             module.compile_layers()
         weights = weights_of(config, module, lineage=genesis(config, stage), events=events)
-        # What the first step makes: moments, a second sum, another copy, the loss; and the server's threads.
+        # The first step allocates moments, a second sum, another copy and the loss; and the server starts threads.
         first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
         if stage == config.stages.num_stages - 1:
             num_bytes = loss_bytes(config.model, config.data.tokens_per_microbatch)

@@ -1,4 +1,4 @@
-"""What the command line of a swarm-peer says of the run's configuration: all of it, or which run's is welcome.
+"""Makes the configuration of a new run from swarm-peer's options, and checks that of a run that the peer joins.
 
 Used by program.py before the peer enters the DHT, and once it has learnt the run's configuration.
 """
@@ -18,7 +18,7 @@ from swarm.credentials.token import Token
 def own_config(
     options: PeerOptions, token: Token | None, cache: Path, *, model: OwnModel | None = None
 ) -> RunConfig | None:
-    """The configuration that the command line names, complete with data's digest and owner; None if it names none."""
+    """The configuration that the options name, with its text's digest and its owner; None if they name none."""
     if not options.names_a_run:
         return None
     if model is not None:
@@ -53,9 +53,9 @@ def require_stage(config: RunConfig, stage: int) -> None:
 
 
 def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:
-    """Raise ValueError if the run has a class of its own that our user has named neither in a file nor in an option."""
+    """Raise ValueError if the run has a custom class that our user has named neither in a file nor in an option."""
     name = config.model.custom_class
-    # With a configuration of our own, the run's is the same.
+    # If our user has named a configuration, the run's is the same.
     if name and own is None and name != allowed:
         raise ValueError(
             f"this run would have this machine import and run {name!r}, its model.custom_class: "

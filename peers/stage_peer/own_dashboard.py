@@ -1,7 +1,7 @@
-"""--dashboard-port: the page of swarm-dashboard at a peer, from a process of its own that ends with the peer's.
+"""--dashboard-port: the page of swarm-dashboard at a peer, served by a child process that ends with the peer.
 
-Made and run by program.py. The page's process asks this peer as it would any other. It has a lower priority, and
-never holds up the peer's event loop.
+Made and run by program.py. The child asks this peer as it would any other. It has a lower priority, and never holds up
+the peer's event loop.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""The niceness of the page's process: what the peer computes goes before it. Where all cores are busy, it has a tenth
-of one."""
+"""The niceness of the page's process, so that the peer's computing comes first: where all cores are busy, the page gets
+a tenth of one."""
 END_SECONDS = 5.0
-"""How long the page has time to close and to write its history, once the peer ends."""
+"""How long the page's process may take to write its history and end, once the peer ends."""
 
 
 def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_locked: bool) -> None:
-    """Raise ValueError for a --dashboard-port that cannot be had, which else would show only once the peer serves."""
+    """Raise ValueError if --dashboard-port cannot be served: otherwise that would show only once the peer serves."""
     host, port = options.dashboard_host, options.dashboard_port
     if port is None:
         return
@@ -72,12 +72,12 @@ class OwnDashboard:
         self._serves = asyncio.Event()
 
     def begin(self) -> None:
-        """The peer serves, and can be asked."""
+        """Start the page: the peer serves now, and can be asked."""
         self._serves.set()
 
     async def run(self) -> None:
-        """Show the page from when the peer serves until cancelled, if there is a port for it. What goes wrong there is
-        said, and ends nothing but the page."""
+        """Show the page from when the peer serves until cancelled, if there is a port for it. If its process ends, a
+        warning says so, and the peer goes on."""
         if self._options.dashboard_port is None:
             return
         await self._serves.wait()
@@ -86,7 +86,7 @@ class OwnDashboard:
             *("nice", "-n", str(NICENESS), *command_line("dashboard", cli.arguments(self._page_options()))),
             stdin=asyncio.subprocess.PIPE,
             env={**os.environ, **token},
-            # Ctrl-C is the peer's, which goes on for a while.
+            # Ctrl-C is for the peer alone, which serves on for a while, and is shown meanwhile.
             start_new_session=True,
         )
         try:
@@ -108,7 +108,7 @@ class OwnDashboard:
             peer=(str(self._entry),),
             host=options.dashboard_host,
             port=options.dashboard_port,
-            # Two peers of one machine may each have a page.
+            # Two peers of one machine may each have a page, with a history of its own.
             history=cache_folder() / "dashboard" / self._entry.peer_id,
             insecure=options.insecure,
             embed=True,

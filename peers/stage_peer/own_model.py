@@ -1,9 +1,9 @@
 """What --model names: a run folder, a model's folder of Hugging Face, or a model on the hub, which is downloaded.
 
-Used by own_config.py, where a run begins from it, by contents.py, which reads a stage's weights from it, and by
+Used by own_config.py, which begins a run with it, by contents.py, which reads a stage's weights from it, and by
 swarm-model and swarm-generate, which add a run's adapters to it. A model's folder is read once as a whole, to digest
-it; the digests are kept in the user's cache, and the weights stay where they are. So two machines with the same folder
-begin the same run.
+its weights. The digests are kept in the user's cache, and the weights stay where they are. So two machines with the
+same folder begin the same run.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], object]
 SAY_SECONDS = 10.0
-"""Time between two lines that say how far a long reading is."""
+"""Time between two lines that say how much of a model has been read."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class OwnModel:
 
     Attributes:
         source: the folder of Hugging Face; None for a run folder.
-        name: what a run is called that begins with it.
-        say: is told what takes long.
+        name: the name of a run that begins with this model.
+        say: called with lines that tell what takes long.
     """
 
     folder: Path
@@ -47,12 +47,12 @@ class OwnModel:
     say: Say = logger.info
 
     def config(self, cache: Path, *, num_stages: int) -> RunConfig:
-        """The configuration of a run that begins with it. Blocks: a folder that was not read yet is read.
+        """The configuration of a run that begins with this model. Blocks while a folder is read for the first time.
 
         Raises:
-            ValueError: it makes no run.
+            ValueError: no run can begin with this model.
             IntegrityError: a weight is no finite number.
-            OSError: its digests cannot be kept.
+            OSError: the digests cannot be written to the cache.
         """
         if self.source is None:
             return run_folder.load_config(self.folder)
@@ -61,30 +61,30 @@ class OwnModel:
         return run_folder.with_weights(config, _index(self.source, cache, self.say))
 
     def all_weights(self, cache: Path) -> Weights:
-        """The weights that a run would begin with. Blocks: a folder that was not read yet is read.
+        """The weights that a run would begin with. Blocks while a folder is read for the first time.
 
         Raises:
             IntegrityError: a weight is no finite number, or the run folder's index is damaged.
-            OSError: the digests cannot be kept.
+            OSError: the digests cannot be written to the cache.
         """
         if self.source is None:
             return weights.open_folder(self.folder / run_folder.WEIGHTS)
         return Weights(_index(self.source, cache, self.say), self.source.tensors, place=self.folder)
 
     def weights(self, config: RunConfig) -> Weights | None:
-        """What a run folder has. Raises IntegrityError if they are not those that the run begins with."""
+        """The weights in a run folder; None for a model's folder. Raises IntegrityError if the run's are others."""
         return run_folder.open_weights(self.folder, config) if self.source is None else None
 
 
 def open_model(spec: str, say: Say = logger.info) -> OwnModel:
-    """Find it, and look through its headers. Blocks while it is downloaded.
+    """Find the model that --model names, and read its headers. Blocks while the model is downloaded.
 
     Args:
-        say: is told what takes long.
+        say: called with lines that tell what takes long.
 
     Raises:
-        ValueError: one line, for whatever is wrong with the folder.
-        PeerUnavailable: the hub does not give it.
+        ValueError: something is wrong with the folder.
+        PeerUnavailable: the model cannot be downloaded.
     """
     folder, name = located(spec, say)
     if (folder / run_folder.CONFIG).is_file():
@@ -93,12 +93,12 @@ def open_model(spec: str, say: Say = logger.info) -> OwnModel:
 
 
 def kept_weights(cache: Path, digest: str) -> Path:
-    """The folder for what this machine keeps of the weights with this digest."""
+    """The folder in the cache for the weights with this digest: their index, and what was fetched of them."""
     return cache / "weights" / digest
 
 
 def _index(source: Source, cache: Path, say: Say) -> Index:
-    """The index of a model's folder; one that has not changed since is not read again."""
+    """The index of a model's folder. A folder that has not changed since the last time is not read again."""
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
     config = (source.folder / "config.json").read_text(encoding="utf-8")
     key = hashlib.sha256(json.dumps([str(source.folder.resolve()), config, stats]).encode()).hexdigest()
@@ -116,7 +116,7 @@ def _index(source: Source, cache: Path, say: Say) -> Index:
 
 
 def _told(source: Source, say: Say) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the model, while lines say how far this is."""
+    """Yield all tensors of the model, and log meanwhile how much has been read."""
     total, done, said_at = sum(path.stat().st_size for path in source.files), 0, time.monotonic()
     say(f"reading {source.folder} once, to digest its weights: {total / 1e6:,.1f} MB")
     for name, tensor in source.tensors(set(source.shapes)):

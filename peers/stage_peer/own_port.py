@@ -1,6 +1,6 @@
-"""A TCP port of this machine that a process keeps while none of its servers listens there.
+"""Keeps a TCP port of this machine for a process while none of its servers listens there.
 
-Used by reach.py: others dial a peer back at its port before its server begins, and between two servers; and by
+Used by reach.py, because others dial a peer back at its port before its server begins, and between two servers; and by
 swarm-doctor, which never serves.
 """
 
@@ -18,7 +18,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 
 
 def reserved(host: str) -> socket.socket:
-    """A free port, kept from others while no server has it. Raises ValueError if the host is none of this machine's."""
+    """Keep a free port from other processes. Raises ValueError if the host is no address of this machine."""
     try:
         return _bound(host, 0)
     except OSError as error:
@@ -27,7 +27,7 @@ def reserved(host: str) -> socket.socket:
 
 @asynccontextmanager
 async def answering(host: str, port: int, own: Identity, *, insecure: bool) -> AsyncIterator[None]:
-    """Have a server that serves nothing answer at a port inside the block, with this process's certificate.
+    """Run a server without services at a port inside the block, with this process's certificate.
 
     Raises:
         ValueError: the port is in use, or the host is no address of this machine.
@@ -45,7 +45,7 @@ async def answering(host: str, port: int, own: Identity, *, insecure: bool) -> A
 
 
 def is_listened_on(host: str, port: int) -> bool:
-    """Whether a server has the port."""
+    """Whether a server listens on the port."""
     try:
         with _bound(host, port) as sock:
             sock.listen()
@@ -55,7 +55,7 @@ def is_listened_on(host: str, port: int) -> bool:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that does not listen, so that a server can take the port nevertheless. Raises OSError."""
+    """A bound socket that does not listen, so that a server of this process can still take the port. Raises OSError."""
     family = socket.AF_INET6 if ":" in (host or "::") and socket.has_dualstack_ipv6() else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,4 +1,4 @@
-"""The state with which a stage peer begins to serve: found out about, taken from a checkpoint, or waited for.
+"""Gets the state with which a stage peer begins to serve: from a checkpoint, or from the peers that hold the stage.
 
 Used by server.py, around the start of averaging, which downloads what others hold.
 """
@@ -22,7 +22,7 @@ LOOK_SECONDS = 0.5
 
 
 class OwnState:
-    """The state of one stage, until it is here."""
+    """Gets the state of one stage."""
 
     def __init__(self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions) -> None:
         self._membership = membership
@@ -30,12 +30,12 @@ class OwnState:
         self._member = member
         self._options = options
         self._held_at = 0
-        """Round of the peers that hold the stage, when this one began."""
+        """The round of the peers that held the stage when this peer began."""
         self._holders: Sequence[PeerRecord] = ()
-        """As they were announced last."""
+        """The records of these peers that were last read from the DHT."""
 
     async def begin(self) -> None:
-        """Take the state of a checkpoint, if there is one and nobody holds this stage.
+        """Take the state of a checkpoint, if there is one and nobody holds this stage; see resume.begin.
 
         Raises:
             ValueError, Fatal, PeerUnavailable: as of find_others and resume.choose.
@@ -57,9 +57,9 @@ class OwnState:
         )  # fmt: skip
 
     async def arrive(self) -> None:
-        """Wait while others hold what could not be downloaded at once: averaging goes on asking them.
+        """Wait while others hold the state and it could not be downloaded at once: averaging goes on asking them.
 
-        Those who fall silent may be frozen, or cut off for a moment: they are waited for, for RETURN_SECONDS.
+        Holders that fall silent may be frozen, or cut off for a moment: this waits RETURN_SECONDS for them.
         """
         with self._membership.waits.on(f"the state of stage {self._stage.number}"):
             await self._arrive()
@@ -82,7 +82,7 @@ class OwnState:
             await clock.sleep(LOOK_SECONDS)
 
     def require(self) -> None:
-        """Raise NotReady if the state is not here. How far the holders said that they were does not matter."""
+        """Raise NotReady if the state is not here. It may be of another round than the holders announced at first."""
         if not self._is_lacking:
             return
         source = f" from {named(self._holders)}" if self._holders else ""
@@ -93,5 +93,5 @@ class OwnState:
 
     @property
     def _is_lacking(self) -> bool:
-        """Whether there is nothing but initial weights, in a run that has gone on."""
+        """Whether this peer has only initial weights, though the stage's holders have gone on."""
         return self._stage.round == 0 < self._held_at

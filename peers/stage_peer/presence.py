@@ -1,6 +1,6 @@
-"""What a stage peer says of itself: its record in the DHT, which it keeps there, and its answer to those who ask.
+"""What a stage peer says of itself: in its record, which it keeps in the DHT, and in its answer to Describe.
 
-Used by server.py, which says when the peer serves and when it leaves.
+Used by server.py, which tells it when the peer serves and when it leaves.
 """
 
 import contextlib
@@ -30,21 +30,21 @@ from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOL_VERSION, Peer
 logger = logging.getLogger(__name__)
 
 MOST_LINKS = 16
-"""How many of its lines a peer tells of."""
+"""The most links to peers of the next stage that a peer reports."""
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
 
 
 class Health(HealthServicer):
-    """What gRPC's own tools ask. Watch is left out: a caller that takes none of its news would hold up all others."""
+    """gRPC's health service. It has no Watch: a caller that does not read its updates would hold up all others."""
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not offered here; use Check")
 
 
 class Presence:
-    """What one peer says of itself, as long as it stays at its stage."""
+    """What one peer says of itself while it stays at its stage."""
 
     def __init__(
         self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions, callers: Callers
@@ -59,41 +59,41 @@ class Presence:
         self._announced: Callable[[], Announced] = Announced
         self._callers = callers
         self._trainers: Sequence[TrainerRecord] = ()
-        """As the DHT last told of them."""
+        """The trainers' records that were last read from the DHT."""
         self._will_leave = False
 
     def listens(self, announced: Callable[[], Announced]) -> None:
-        """Others reach this peer from now on, in the ways that are given by the call."""
+        """Announce from now on that others reach this peer in the ways that a call of `announced` gives."""
         self._announced = announced
 
     @property
     def announced(self) -> Announced:
-        """How others reach it now."""
+        """In which ways others reach this peer now."""
         return self._announced()
 
     @property
     def endpoint(self) -> str:
-        """The best of these ways; empty while it does not listen."""
+        """The best endpoint of this peer; empty while it does not listen."""
         return self.announced.endpoints[0]
 
     async def serves(self) -> None:
-        """The peer takes microbatches from now on."""
+        """Say from now on that the peer takes microbatches."""
         self.state = PeerState.SERVING
         await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def leaves(self) -> None:
-        """The peer takes no more of them."""
+        """Say from now on that the peer takes no more microbatches."""
         self.state = PeerState.LEAVING
         await self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def will_leave(self) -> None:
-        """Say to those who ask that this peer leaves, though it serves on: others are not to leave because of it."""
+        """Answer from now on that this peer leaves, though it still serves: no other may leave in reliance on it."""
         self._will_leave = True
 
     # -- in the DHT --------------------------------------------------------------------------------------------------
 
     def record(self) -> PeerRecord:
-        """What is announced."""
+        """The record that is announced in the DHT."""
         identity, options, stage, announced = self._membership.identity, self._options, self._stage, self.announced
         return PeerRecord(
             peer_id=identity.peer_id,
@@ -121,14 +121,14 @@ class Presence:
         )
 
     async def announce(self) -> None:
-        """Announce it once; where that fails, it is one line in the log."""
+        """Announce the record once; a failure is logged."""
         try:
             await self._membership.directory.announce_peer(self.record(), RECORD_SECONDS)
         except PeerUnavailable as error:
             logger.warning("not announced: %s", error)
 
     async def keep_announced(self) -> None:
-        """Announce it again and again, at once after a commit, at other endpoints, and where the DHT is back."""
+        """Announce the record at intervals; at once after a commit, with new endpoints, and when the DHT is back."""
         while True:
             announced = self._occasion
             await self.announce()
@@ -138,7 +138,7 @@ class Presence:
                     break
 
     async def look_around(self, news: StageNews) -> None:
-        """Tell the user what is seen of the others, now and then, until cancelled."""
+        """Tell the user at intervals what concerns this peer in what others say, until cancelled."""
         while True:
             await self._membership.clock.sleep(ANNOUNCE_SECONDS)
             news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"], await self._around())
@@ -166,11 +166,11 @@ class Presence:
 
     @property
     def _occasion(self) -> tuple[int, int, Sequence[str]]:
-        """Changes when it is to be announced at once."""
+        """A value whose change means that the record is to be announced at once."""
         return self._stage.round, self._membership.directory.num_returns, self.announced.endpoints
 
     async def withdraw(self) -> None:
-        """Be gone for the others."""
+        """Withdraw the record from the DHT; a failure is logged."""
         try:
             await self._membership.directory.withdraw()
         except PeerUnavailable as error:
@@ -181,7 +181,7 @@ class Presence:
     def describe(
         self, averager: Averager, generation: pb.GenerationCounters | None = None, lines: pb.Lines | None = None
     ) -> pb.DescribeReply:  # fmt: skip
-        """What this peer answers."""
+        """This peer's answer to Describe."""
         stage, progress, averaging = self._stage, self._member.progress(), averager.statistics()
         return pb.DescribeReply(
             peer_id=self._membership.peer_id,

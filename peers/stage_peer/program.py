@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
     name = options.name or default_name()
-    # Where the stage is fixed, it tells more than a process id.
+    # If the stage is fixed, log lines name it: that tells more than a process id.
     process.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock = SystemClock()
     if options.lan:
@@ -135,7 +135,7 @@ def enter_dht(
             announce=[(one.host, one.port) for one in outside], identity_path=libp2p_path,
         )  # fmt: skip
     except OwnAddress:
-        # Either the process that has this address has died, or its key files were copied to here.
+        # Either this peer had the address in an earlier start, or its key files were copied from a process that has it.
         with contextlib.suppress(PeerUnavailable):
             node = dht_node.start(clock=clock, initial_peers=initial_peers, client_mode=True)
             try:
@@ -148,7 +148,7 @@ def enter_dht(
 
 
 def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | None:
-    """What writes checkpoints, if they are wanted. Raises ValueError if the folder to resume from is not there."""
+    """Make the writer of checkpoints, if they are wanted. Raises ValueError if --resume names no folder."""
     writer = None
     if options.checkpoint is not None:
         writer = CheckpointWriter(
@@ -172,7 +172,7 @@ class Start:
     model: OwnModel | None
     entrance: Entrance
     addresses: Sequence[str]
-    """Where the DHT is entered; none for a new run."""
+    """Addresses at which the DHT is entered; none for a new run."""
     identity: Identity
     node: DhtNode
     listen: Listen
@@ -186,7 +186,12 @@ class Start:
         self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves,
         own_figures: OwnFigures,
     ) -> ServerOptions:  # fmt: skip
-        """What a server is told; `moved` where the peer comes from another stage."""
+        """The options of one stage's server.
+
+        Args:
+            moves: how often the peer has moved.
+            moved: whether it comes from another stage.
+        """
         options, checkpoints = self.options, self.checkpoints
         resume = ResumeOptions(
             folder=options.resume,
@@ -226,7 +231,7 @@ async def run(start: Start) -> None:
 
 
 async def enter(start: Start) -> Membership:
-    """Be in the run. Raises what agree_on_config, require_allowed_class and require_stage raise."""
+    """Enter the run. Raises what agree_on_config, require_allowed_class and require_stage raise."""
     options, identity, clock = start.options, start.identity, SystemClock()
     config = await agree_on_config(
         start.node, start.config, start.addresses, clock, identity.authority, run=start.entrance.run
@@ -238,7 +243,7 @@ async def enter(start: Start) -> Membership:
 
 
 def arrival_of(start: Start, member: Membership, announcer: Announcer | None) -> Arrival:
-    """What the peer tells once it serves."""
+    """Make the part that tells others that the peer serves."""
     options = start.options
     return Arrival(
         options=options, membership=member, device=str(start.device), token=start.entrance.token,
@@ -247,7 +252,7 @@ def arrival_of(start: Start, member: Membership, announcer: Announcer | None) ->
 
 
 def reach_of(start: Start, member: Membership) -> Reach:
-    """The ways by which others will reach the peer."""
+    """Make the part that finds out in which ways others reach the peer."""
     options = start.options
     router_ports = None if options.no_port_mapping else RouterPorts(member.clock, own_routers())
     return Reach(member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports)
@@ -285,12 +290,12 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         return StageServer(member, stage, tasks, local)
 
     async with asyncio.TaskGroup() as tasks:
-        # Before it is waited for anything: joiners look for the run now.
+        # This comes before anything that waits: joiners look for the run now.
         background = [tasks.create_task(republish(member.directory, member.config))]
         background.append(tasks.create_task(member.waits.run(clock)))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         await say_what_is_wrong(options, member, start.device)
-        # Before anything is announced, which would take the place of what the other one has announced.
+        # This comes before anything is announced: that would replace the records of another process with this identity.
         await rivals.require_alone()
         watching = member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS)
         background += map(tasks.create_task, (watching, reach.keep()))
@@ -298,7 +303,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         background.append(tasks.create_task(claim.keep()))
         with member.waits.on("a stage that needs this peer"):
             stage = await first_stage(options, rebalancer)
-        # Not before: until here nobody looks at it, and Ctrl-C and SIGTERM end the process by themselves.
+        # Until here nothing would look at a stop event, and Ctrl-C and SIGTERM end the process by themselves.
         stop = process.stop_event()
         said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=stage)
         begin(start.events, options.events, said)
@@ -315,13 +320,13 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
 
 def meeting_limits(megabits_per_second: int) -> MeetingLimits:
-    """What the peer does for others that are not reached, if it may carry so much."""
+    """How much the peer does as a meeting point if it may carry so many megabits per second; nothing for 0."""
     limits = MeetingLimits(bytes_per_second=max(1, megabits_per_second) * 125_000.0)
     return limits if megabits_per_second else dataclasses.replace(limits, max_waiting=0)
 
 
 async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:
-    """The stage to begin with, claimed: the one that was asked for, 0 of a new run, or the neediest."""
+    """Claim the stage to begin with: the one that the user named, 0 of a new run, or the one that needs a peer most."""
     if options.first_stage == "auto" and options.joins:
         return await rebalancer.choose_stage()
     stage = 0 if options.first_stage == "auto" else options.first_stage

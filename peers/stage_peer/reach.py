@@ -1,8 +1,8 @@
-"""How others reach this peer: it has them dial back, and waits at meeting points where they get no answer.
+"""Finds out how others reach this peer: it has them dial back, and waits at meeting points if they get no answer.
 
-Run by swarm-peer from before it announces anything until it ends. What others say decides what is announced: direct
-endpoints that one of them reached, and tunnels if one of them did not. A peer without either is not announced, and its
-user is told why. Nothing here serves, and what meeting points do is in swarm/rpc/meeting.
+Run by swarm-peer from before it announces anything until it ends. The peer announces direct endpoints that one of the
+others reached, and tunnels if one of them did not. A peer without either is not announced, and its user is told why.
+What meeting points do is in swarm/rpc/meeting.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 NUM_ASKED = 3
-"""Peers that dial back."""
+"""How many peers are asked to dial back."""
 LOOK_SECONDS = 5.0
-"""Time between two looks for a peer to ask, while none has answered."""
+"""Time between two attempts to ask other peers, while none has answered."""
 AGAIN_SECONDS, DOUBT_SECONDS = 300.0, 15.0
-"""Time between two questions. It is shorter while an answer differs from the one before, which may have been an
-accident."""
+"""Time between two times that others are asked. It is shorter after a result that differs from the one before: that may
+have been an accident."""
 SAY_SECONDS = 15.0
-"""A peer that nobody can reach says so at this interval."""
+"""Time between two log lines that nobody can reach this peer."""
 _EVERYWHERE = ("", "0.0.0.0", "::")
-"""Hosts to listen on that are all addresses of a machine."""
+"""Values of --host that stand for all addresses of the machine."""
 
 
 class Reach:
-    """How one peer is reached."""
+    """Finds out, and keeps up, the ways in which others reach one peer."""
 
     def __init__(
         self, membership: Membership, node: DhtNode, listen: Listen, *, insecure: bool,
@@ -57,9 +57,9 @@ class Reach:
     ) -> None:  # fmt: skip
         """
         Args:
-            listen: where its server is to listen, and where others may reach that. If any port will do, a free one is
-                taken and kept for this process.
-            router_ports: asks the router to forward the ports where nobody reaches them; None never asks it.
+            listen: where the peer's server will listen, and where others may reach that. If any port will do, a free
+                one is taken and kept for this process.
+            router_ports: asks the router to forward the ports if nobody reaches them; None never asks it.
         """
         self._membership = membership
         self._node = node
@@ -75,10 +75,10 @@ class Reach:
         self._dht_addresses = listen.dht_addresses
         self._dht_ports = dict.fromkeys(str(_host_and_port(address)[1]) for address in listen.dht_addresses)
         self._is_hidden = False
-        """Whether some of those that dialled back did not reach this peer."""
+        """Whether some of the peers that dialled back did not reach this one."""
         self._is_bridged = False
-        """Whether only one version of IP leads to it: those who have the other one alone need a meeting point that has
-        both."""
+        """Whether this peer is reached by one version of IP only: peers that have only the other one need a meeting
+        point that has both."""
         self._serves = False
         self._rng = random.Random(membership.peer_id)
         self._dialler = Dialler()
@@ -94,7 +94,7 @@ class Reach:
         return (*(self._direct or ()), *(self._waiting.endpoints if self._is_hidden or self._is_bridged else ()))[:8]
 
     def announced(self, own_port: int) -> Announced:
-        """What is told now, of the server, which listens on `own_port`."""
+        """What others are told now. Called once the server listens on `own_port`."""
         self._serves = True
         return Announced(
             endpoints=self.endpoints or ("",),
@@ -104,7 +104,7 @@ class Reach:
         )
 
     async def found_out(self) -> None:
-        """Return once there is a way to this peer; says again and again that there is none."""
+        """Return once there is a way to this peer; until then, log at intervals that there is none."""
         clock = self._membership.clock
         said_at = clock.monotonic()
         while not self.endpoints:
@@ -117,7 +117,11 @@ class Reach:
             await clock.sleep(0.05)
 
     async def keep(self) -> Never:
-        """Find out, and keep what was found out true, until cancelled. Raises ValueError if the port is in use."""
+        """Find out how others reach this peer, again and again, until cancelled.
+
+        Raises:
+            ValueError: the port is in use.
+        """
         waiting: asyncio.Task[Never] | None = None
         former: Verdict | None = None
         try:
@@ -145,12 +149,12 @@ class Reach:
                 self._reserved.close()
 
     async def _with_router(self, verdict: Verdict, tasks: asyncio.TaskGroup) -> Verdict:
-        """What others reach if the router forwards the ports on request: it is asked once."""
+        """Ask the router, once, to forward the ports, and then the peers again; gives what they reach."""
         self._may_ask_router = False
         assert self._router_ports is not None
         if not await self._router_ports.ask([self.port, *map(int, self._dht_ports)]):
             return verdict
-        # Those that were asked a moment ago dial nobody back so soon again.
+        # Peers that were asked a moment ago do not dial back again so soon.
         await self._membership.clock.sleep(GAP_SECONDS + 0.1)
         found = await self._verdict()
         if found is None or not found.endpoints:
@@ -205,7 +209,7 @@ class Reach:
     # -- asking ------------------------------------------------------------------------------------------------------
 
     async def _verdict(self) -> Verdict | None:
-        """What some peers say; None if none of them does. Raises ValueError if the port is in use."""
+        """Ask some peers to dial back; None if none of them answers. Raises ValueError if the port is in use."""
         own = versions(self._candidates)
         others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
         if not others:
@@ -224,7 +228,7 @@ class Reach:
         return Verdict.of(request, told) if told else None
 
     async def _replies(self, asked: Sequence[PeerRecord], request: pb.CheckRequest) -> list[pb.CheckReply]:
-        """What those say that answer; once one does, the others have as long as it takes to dial."""
+        """The replies of the peers that answer. After each, the others have as long as it takes to dial."""
         told = list[pb.CheckReply]()
         left = {asyncio.ensure_future(self._ask(record, request)) for record in asked}
         try:
@@ -248,7 +252,7 @@ class Reach:
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
-        """Have somebody answer at this peer's port, with its certificate, while its server is not there yet."""
+        """Answer at this peer's port, with its certificate, while its server is not there yet."""
         if self._serves:
             yield
             return
@@ -258,7 +262,7 @@ class Reach:
     def _points(self) -> Sequence[Entry]:
         """Peers that may be meeting points, with all of their endpoints, in an order of this peer's own.
 
-        For those that all others reach, but for those with another version of IP, these are peers that have both.
+        A peer that is out of reach only for those with the other version of IP needs meeting points with both versions.
         """
         own_id = self._membership.peer_id
         others = sorted(

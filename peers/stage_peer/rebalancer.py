@@ -1,8 +1,8 @@
-"""Which stage a newcomer takes, and when a peer moves to another one.
+"""Decides which stage a newcomer takes, and when a peer moves to another one.
 
-Used by mover.py. Reads the DHT, asks swarm.rebalancing.judgement, and claims in the DHT what it is about to do; the
-move itself is the mover's. The DHT may be wrong about which peers are alive, so no peer leaves a stage before one that
-stays has answered, nor goes to a stage whose state no other peer would give it.
+Used by mover.py, which carries out the move. This reads the DHT, asks swarm.rebalancing.judgement, and claims the stage
+in the DHT. The DHT may be wrong about which peers are alive. So no peer leaves a stage before another one that stays
+has answered, nor goes to a stage whose state no peer would give it.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 ASKED = 8
-"""Peers of a stage that are asked whether they are there; one that answers will do."""
+"""How many peers of a stage are asked whether they serve, where one that does is enough."""
 
 
 class Rebalancer:
@@ -39,8 +39,8 @@ class Rebalancer:
     ) -> None:  # fmt: skip
         """
         Args:
-            every_seconds: mean time between two checks; 0 never moves.
-            checkpoints: folder from which a stage that nobody holds can be restored.
+            every_seconds: mean time between two checks whether to move; 0 never moves.
+            checkpoints: folder from which a stage that nobody holds can be restored; None if there is none.
         """
         self._config = membership.config
         self._own_id = PeerId(membership.peer_id)
@@ -58,11 +58,11 @@ class Rebalancer:
     # -- joining -----------------------------------------------------------------------------------------------------
 
     async def choose_stage(self) -> int:
-        """The stage that this newcomer should serve; it is claimed then.
+        """Choose the stage that this newcomer should serve, and claim it.
 
         Raises:
-            PeerUnavailable: no DHT.
-            Fatal: there is a run, but no stage that could be entered.
+            PeerUnavailable: the DHT does not answer.
+            Fatal: nobody holds any stage of the run any more.
         """
         records, claims = await self._look()
         first = _some(self._judgement.first_choice(records, claims, self._lost()))
@@ -77,7 +77,11 @@ class Rebalancer:
     # -- moving ------------------------------------------------------------------------------------------------------
 
     async def next_move(self, stage: int, rate: Callable[[], float]) -> int:
-        """Wait until this peer, which serves `stage`, should move; gives the new stage, claimed. May take for ever."""
+        """Wait until this peer, which serves `stage`, should move, possibly for ever; gives the new stage, claimed.
+
+        Args:
+            rate: gives the samples per second that this peer computes.
+        """
         self._judgement.serves()
         while True:
             if self._every_seconds <= 0:
@@ -114,7 +118,7 @@ class Rebalancer:
             return target
         finally:
             if not is_confirmed:
-                # Also where the DHT is gone, or this peer is to stop: it would count where it does not go.
+                # This includes errors and cancellation: with its claim, others would count this peer at `target`.
                 await self._claim.withdraw()
 
     async def can_spare(
@@ -122,12 +126,12 @@ class Rebalancer:
     ) -> bool:
         """Whether another peer of the stage answers that it serves, at this round at least, and does not leave.
 
-        Where a round needs a majority, whether enough of them do for the next one.
+        Where a round needs a majority: whether enough of them answer so for the next round.
 
         Args:
-            lineage: of the state at this very round; one of another lineage, which began the stage anew, say, has not
-                learnt what this peer has. Empty: of any.
-            last_members: ids of those who took part in the round before; without any, all that are announced count.
+            lineage: of the state of this peer. A peer at this very round with another lineage, because it began the
+                stage anew, say, has not learnt what this one has. Empty: any lineage will do.
+            last_members: ids of the peers that took part in the last round; if empty, all announced ones count.
         """
         holders = await self._holders(stage, round_number, lineage)
         return bool(holders) and has_quorum(
@@ -136,9 +140,9 @@ class Rebalancer:
         )  # fmt: skip
 
     async def is_awaited(self, stage: int, *, round_number: int, lineage: str) -> bool:
-        """Whether a peer is on its way to the stage that can have its state from this peer alone; see `can_spare`.
+        """Whether a peer is on its way to the stage that can get its state from this peer alone; see `can_spare`.
 
-        Raises PeerUnavailable: no DHT.
+        Raises PeerUnavailable if the DHT does not answer.
         """
         claims = await self._directory.claims()
         coming = (claim.peer_id for claim in claims if claim.stage == stage and claim.state is ClaimState.CONFIRMED)
@@ -147,7 +151,8 @@ class Rebalancer:
         return not await self._holders(stage, round_number, lineage)
 
     async def _holders(self, stage: int, round_number: int, lineage: str) -> set[str]:
-        """Ids of the stage's other peers that stay and hold what this one does, as far as it takes to know enough."""
+        """Ids of other peers of the stage that stay and hold this one's state: of all if there must be a majority, or
+        else of the few that were asked."""
         _, claims = await self._look()
         leaving = {
             claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
@@ -163,12 +168,12 @@ class Rebalancer:
     async def _can_enter(self, stage: int) -> bool:
         others = self._known.others(stage)
         if not others:
-            # Nothing was learnt yet, or there is a checkpoint: else it would be closed.
+            # Nothing was learnt yet, or there is a checkpoint: otherwise the stage would be among the lost ones.
             return True
         return bool(await self._ask(others))
 
     async def _ask(self, records: Sequence[PeerRecord], *, num_asked: int = ASKED) -> list[pb.DescribeReply]:
-        """What those say that serve, and are not about to leave, of so many of these."""
+        """Ask so many of these peers; gives the replies of those that serve and are not about to leave."""
         asked = self._rng.sample(records, min(num_asked, len(records)))
         replies = await answers(self._config, asked, self._channels)
         return [reply for reply in replies if reply.state == PeerState.SERVING]
@@ -176,23 +181,23 @@ class Rebalancer:
     # -- claims ------------------------------------------------------------------------------------------------------
 
     async def goes(self, stage: int, *, from_stage: int | None) -> None:
-        """This peer goes to a stage that nobody else can take from it: it was told to, or goes back."""
+        """Claim a stage, confirmed at once: this peer was told to serve it, or goes back to it."""
         await self._claim.make(stage, from_stage=from_stage, confirmed=True)
 
     async def arrived(self, stage: int, *, move_seconds: float | None = None) -> None:
-        """The peer serves there now; the next move is expected to take as long as this one did."""
+        """Note that the peer serves the stage now, and that its next move may take as long as this one did."""
         self._judgement.arrived(stage, move_seconds=move_seconds)
         await self._claim.withdraw()
 
     async def gave_up(self, stage: int) -> None:
-        """The peer could not leave for a stage, or not enter it: that is not tried again for a while."""
+        """Note that the peer could not leave for this stage, or not enter it, so that it does not try soon again."""
         self._judgement.gave_up(stage, self._clock.monotonic())
         await self._claim.withdraw()
 
     # -- what the DHT tells ------------------------------------------------------------------------------------------
 
     async def _look(self) -> tuple[dict[int, Sequence[PeerRecord]], list[ClaimRecord]]:
-        # Claims first: a peer that arrives in between is then counted once, where it is.
+        # Claims are read first: a peer that arrives meanwhile then has a record as well, and is counted once, there.
         claims = await self._directory.claims()
         await self._known.look(self._directory, range(len(self._costs)))
         records = dict(self._known.records)
@@ -202,7 +207,7 @@ class Rebalancer:
         return records, claims
 
     def _lost(self) -> Collection[int]:
-        """Stages that nobody can enter: what they learnt is not to be had."""
+        """Stages that nobody can enter: no peer and no checkpoint has what they learnt."""
         rows = self._known.records
         if not any(record.round for row in rows.values() for record in row):
             return ()

@@ -1,9 +1,9 @@
 """The state with which a stage peer begins: a checkpoint's, the initial one, or that of the peers that hold the stage.
 
-Called once by server.py, before anything is served, with what others.py has found out. What living peers hold is
-downloaded afterwards, by the averager. Nothing here takes another peer's round back: where that is needed, it says so
-and ends the program. What may differ between a checkpoint's configuration and the run's, swarm/checkpoint/changes.py
-decides; it is told here.
+Called once by own_state.py, before anything is served, with what others.py has found out. The state that living peers
+hold is downloaded afterwards, by the averager. If a peer could begin only if others went back to an earlier round, this
+raises an error that says so. swarm/checkpoint/changes.py decides what may differ between a checkpoint's configuration
+and the run's; this module logs the differences.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
-    """What the command line says.
+    """How a peer may begin, as the command line says.
 
     Attributes:
-        folder: of checkpoints.
-        round_number: resume at no other round.
-        had_checkpoints: the folder that will be written to holds some already.
-        joins: the run is there, as far as the command line knows.
+        folder: checkpoints to resume from.
+        round_number: the only round to resume at; None for any.
+        had_checkpoints: the folder to write checkpoints to held some already.
+        joins: the run exists, as far as the command line knows.
         moves: the peer comes from another stage. It does not bring initial weights to a run that has gone on.
-        has_weights: the weights that the run begins with are here, if they are not drawn.
-        starts_over: the user wants initial weights where nobody holds the stage of a run that has gone on, and there is
-            no checkpoint.
+        has_weights: the weights that the run begins with, if they are not drawn from the seed, are on this machine.
+        starts_over: the user wants initial weights if nobody holds the stage of a run that has gone on, and there is no
+            checkpoint.
     """
 
     folder: Path | None = None
@@ -56,7 +56,8 @@ class ResumeOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Beginning:
-    """A state that no living peer holds, and where it enters the run; without `restored`, the initial one."""
+    """A state that no living peer holds, and the round at which it enters the run. The initial state if `restored` is
+    None."""
 
     restored: Restored | None
     round: int
@@ -64,11 +65,11 @@ class Beginning:
     lineage: str
     highest_microbatch: int
     parent: str | None = None
-    """The lineage that the state had, if it has a new one."""
+    """The lineage that the state had before it got a new one; None if it keeps its own."""
 
 
 def genesis(config: RunConfig, stage: int) -> str:
-    """Lineage of a stage that has committed nothing."""
+    """The lineage of a stage that has committed no round."""
     return hashlib.sha256(f"{config.run_id} stage {stage}".encode()).hexdigest()
 
 
@@ -76,20 +77,20 @@ async def begin(
     config: RunConfig, stage: int, member: StageMember, shapes: Mapping[str, torch.Size], others: Others,
     options: ResumeOptions, *, checkpoints: CheckpointWriter | None,
 ) -> None:  # fmt: skip
-    """Have a stage begin: with a checkpoint's state, if there is one and nobody holds the stage, or with its own.
+    """Begin a stage with a checkpoint's state, if there is one and nobody holds the stage, or with its initial state.
 
     Args:
         shapes: of the stage's parameters.
-        checkpoints: what writes them from now on; it is told if the run went back.
+        checkpoints: writes them from now on, and is told the round to which the run went back.
 
     Raises:
         What choose raises.
     """
-    # Not before the others were found: a peer that was waited for may have written its last state here.
+    # The folder is read only now: while `others` were sought, a leaving peer may have written its last checkpoint here.
     folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
     beginning = await asyncio.to_thread(choose, config, stage, shapes, others, folder, options)
     if beginning is None:
-        # Its stage may have had ids granted, in this very round, that nobody is left to tell of.
+        # Peers of this stage that are gone may have granted ids in this very round, of which nobody can tell any more.
         await member.begin(highest_microbatch=0 if others.has_begun else -1)
         return
     restored = beginning.restored
@@ -115,17 +116,18 @@ def choose(
     config: RunConfig, stage: int, shapes: Mapping[str, torch.Size], others: Others, folder: CheckpointFolder | None,
     options: ResumeOptions,
 ) -> Beginning | None:  # fmt: skip
-    """What a peer brings into the run; None if it begins as most do, and downloads what others hold.
-
-    Blocks while checkpoints are read.
+    """Choose the state that a peer brings into the run. Blocks while checkpoints are read.
 
     Args:
         shapes: of the stage's parameters.
-        folder: to resume from.
+        folder: the checkpoints to resume from.
+
+    Returns:
+        None if the peer brings none: it downloads what others hold, or has the initial state of a run at round 0.
 
     Raises:
-        Fatal: the checkpoints do not fit where the run is, or there are none, and the stage is not to start over; the
-            message says what to do.
+        Fatal: no checkpoint fits the run's round, or there is none, and the stage is not to start over. The message
+            says what to do.
         PeerUnavailable: a moving peer would bring initial weights.
         ValueError: the run would begin anew beside its own checkpoints.
     """
@@ -167,11 +169,12 @@ def choose(
 
 
 def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run_samples: int) -> None:
-    """Name every field that differs, with the old value and the new one, and what that makes of the learning rate.
+    """Log every field that differs, with the old and the new value, and how that changes the learning rate.
 
     Args:
         checkpoint: the configuration that was written with the state.
-        run: the one under which the state goes on, from `round_number`, which is after `run_samples` samples.
+        run: the configuration with which the state goes on.
+        round_number, run_samples: the round at which the state goes on, and the run's samples until then.
     """
     differing = changes.allowed(checkpoint, run)
     if not differing:
@@ -189,7 +192,7 @@ def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run
 def known(
     config: RunConfig, shapes: Mapping[str, torch.Size], tensors: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """A checkpoint's state without what another optimizer remembered."""
+    """A checkpoint's state without the optimizer state that the run's optimizer does not have."""
     known = set[str]()
     optimizer = round_optimizer(config)
     for name, shape in shapes.items():
@@ -201,12 +204,12 @@ def _at_their_round(
     stage: int, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions,
     *, can_repeat: bool,
 ) -> Restored:  # fmt: skip
-    """The checkpoint of the round at which the stages stand that commit together with this one.
+    """The checkpoint of the round at which the other stages are that commit together with this one.
 
-    In the synchronous setting the one before will do as well, where they have committed it themselves: they keep its
-    weights, and the stage catches up by having its microbatches run again.
+    In the synchronous setting a checkpoint of the round before will do, if the other stages have committed that round
+    themselves: they keep its weights, and its microbatches are run again for this stage.
     """
-    # Some may have committed a round that others, and this stage, have yet to commit.
+    # If `rounds` has two, some stages have committed a round that others, and this one, have yet to commit.
     wanted = [max(rounds)] if len(rounds) == 1 else []
     if can_repeat:
         wanted.append(max(rounds) - 1)
@@ -244,7 +247,7 @@ def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOp
                 f"stage {stage} was held by {others.silent}: what it has learnt is with them, so start this peer again "
                 "when they are back"
             )
-        # A mate may be about to bring its checkpoint, and would find this peer as the stage's holder.
+        # Another peer of the stage may be about to bring a checkpoint. It would take these initial weights instead.
         raise Fatal(
             f"nobody holds stage {stage} any more: if its peers are only frozen or cut off, start this one again when "
             "they are back; if they are gone for good, begin with a checkpoint (--resume DIR). Without one, "
@@ -258,7 +261,7 @@ def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOp
 
 
 def require_weights(config: RunConfig, stage: int, options: ResumeOptions) -> None:
-    """Raise Fatal if the stage would have other weights than the run's model, or PeerUnavailable where a peer moves."""
+    """Raise Fatal (if the peer moves, PeerUnavailable) if the weights that the run begins with are not here."""
     if config.model.weights and not options.has_weights:
         raise (PeerUnavailable if options.moves else Fatal)(
             f"no peer that answers has the weights with which stage {stage} begins: start a peer where the run's model "
@@ -275,14 +278,14 @@ def _enter_late(config: RunConfig, stage: int, restored: Restored, others: Other
 
 
 def _late(config: RunConfig, restored: Restored | None, lineage: str, others: Others) -> Beginning:
-    """Enter at the others' round with an older state. All peers that do so from the same state are on one branch."""
+    """Enter at the others' round with an older state. Peers that do so from the same state get the same lineage."""
     num_rounds = others.latest - (restored.round if restored else 0)
     highest = restored.highest_microbatch if restored else -1
-    # When the checkpoint was written, rounds may have had another length.
+    # Rounds may have been longer or shorter when the checkpoint was written.
     longest = max(c.microbatches_per_round for c in (config, restored.config if restored else config))
     return Beginning(
         restored=restored, round=others.latest, run_samples=others.samples,
         lineage=hashlib.sha256(f"{lineage} again at {others.latest}".encode()).hexdigest(), parent=lineage,
-        # Nobody knows how many microbatches were trained on since: it is better to leave some out than to repeat one.
+        # Nobody knows how many microbatches were trained on since then: better leave some out than repeat one.
         highest_microbatch=highest + 2 * max(0, num_rounds) * longest,
     )  # fmt: skip

@@ -1,9 +1,8 @@
-"""TCP ports that this machine's router forwards to it, if it does so on request: by NAT-PMP, or else by UPnP.
+"""Asks this machine's router to forward TCP ports to it: by NAT-PMP, or else by UPnP.
 
-Used by reach.py where others do not reach the peer. A forwarding has a lease, which is renewed, and is taken back when
-the peer leaves. What a router grants is a claim like any other: only what others then reach is announced, and the
-address outside is the one at which they see the peer. NAT-PMP (RFC 6886) is two datagrams; for UPnP there is miniupnpc,
-if it is installed.
+Used by reach.py where others do not reach the peer. A forwarding has a lease, which is renewed, and is ended when the
+peer leaves. A router's answer is a claim like any other: the peer announces only endpoints that others then reach, at
+the outer address from which they see it call. NAT-PMP (RFC 6886) takes two datagrams; UPnP needs miniupnpc.
 """
 
 import asyncio
@@ -20,28 +19,28 @@ from swarm.machine.clock import Clock
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 1200
-"""How long a forwarding lasts if nobody renews it: so long it outlives a peer that was killed."""
+"""How long a forwarding lasts unless it is renewed; a killed peer's forwarding stays for at most this long."""
 RENEW_SECONDS = 400.0
 ASK_SECONDS = 5.0
-"""The longest wait for an answer of the router, to any question."""
+"""The longest wait for the router's answer to one call."""
 _TRIES_SECONDS = (0.25, 0.5)
-"""How long each datagram of NAT-PMP waits for its answer: the first two waits of RFC 6886."""
+"""How long to wait for an answer after each of two datagrams of NAT-PMP: the first two waits of RFC 6886."""
 _NAT_PMP_PORT, _MAP_TCP, _ANSWER = 5351, 2, 128
 _ROUTES = Path("/proc/net/route")
 _IS_GATEWAY = 0x2
 _UPNP_MILLISECONDS = 1000
-"""How long a router has time to answer a search for UPnP."""
+"""How long routers may take to answer a search for UPnP."""
 
 
 class Router(Protocol):
-    """Something that forwards ports. Both methods block, for some seconds at most, and raise OSError if it refuses."""
+    """A router that forwards ports. Both methods block for some seconds at most, and raise OSError if it refuses."""
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """Forward a port of the router to a port of this machine. Gives that port: `outer_port` if it is free."""
+        """Forward a port of the router to `port` of this machine; gives the former: `outer_port` if it is free."""
         ...
 
     def end(self, port: int, outer_port: int) -> None:
-        """End a forwarding."""
+        """End the forwarding of `outer_port` to `port`."""
         ...
 
 
@@ -115,7 +114,7 @@ class Upnp:
 
 
 def own_routers() -> list[Router]:
-    """This machine's router, once for each protocol in which it may be asked."""
+    """This machine's router, once for each protocol in which it can be asked."""
     gateway = default_gateway(_ROUTES.read_text()) if _ROUTES.exists() else None
     return [*([NatPmp((gateway, _NAT_PMP_PORT))] if gateway is not None else []), Upnp()]
 
@@ -135,7 +134,7 @@ class RouterPorts:
     def __init__(self, clock: Clock, routers: Sequence[Router]) -> None:
         """
         Args:
-            routers: are asked in turn, until one grants something.
+            routers: asked in this order until one forwards all ports.
         """
         self._clock = clock
         self._routers = routers
@@ -144,7 +143,8 @@ class RouterPorts:
         """The router's port for each port of this machine that is forwarded now."""
 
     async def ask(self, ports: Sequence[int]) -> bool:
-        """Have ports forwarded, all of them or none. A question that is under way goes on when this is cancelled."""
+        """Have all of these ports forwarded, or none; gives whether they are. A cancelled call to a router still ends
+        by itself in its thread."""
         for router in self._routers:
             self._router = router
             if await self._forward(ports):

@@ -1,7 +1,7 @@
 """A stage peer's parts, wired together: weights, compute thread, hop, averager and the gRPC server over them.
 
-Used by mover.py, which runs one after another. Nothing is announced before it is served, and nothing is served before
-the stage's state is here: bind -> get the state -> announce, average, write checkpoints -> drain -> leave.
+Used by mover.py, which runs one server after another. A stage is served only once its state is here, and announced only
+once it is served: bind -> get the state -> announce, average, write checkpoints -> drain -> leave.
 """
 
 import asyncio
@@ -63,17 +63,17 @@ from swarm.stage.staging import staging_of
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 5.0
-"""How long a peer that ends waits, at most, until acknowledgements are passed on: each of them takes no longer."""
+"""The longest that an ending peer waits until it has passed on acknowledgements: each of them takes no longer."""
 
 
 class StageServer:
-    """One stage peer, as long as it stays at its stage."""
+    """One stage peer while it stays at its stage."""
 
     def __init__(self, membership: Membership, stage: int, tasks: asyncio.TaskGroup, options: ServerOptions) -> None:
         self._config = config = membership.config
         self._known = membership.known
         self._clock = clock = membership.clock
-        # Its own, which end with it: at another stage the peer has other neighbours.
+        # The channels end with this server: at another stage the peer has other neighbours.
         channels = ChannelPool(insecure=options.insecure, identity=membership.identity, clock=clock)
         self._membership = membership = dataclasses.replace(membership, channels=channels)
         self._options = options
@@ -84,7 +84,7 @@ class StageServer:
         staging = staging_of(options.device)
         self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
         if config.lora.is_on:
-            # The frozen ones are no part of what is downloaded from those that hold the stage.
+            # Frozen base weights are not part of the state that is downloaded from peers that hold the stage.
             require_weights(config, stage, options.resume)
         backend = own_backend(
             config, stage, device=options.device, staging=staging, given=options.weights,
@@ -130,12 +130,12 @@ class StageServer:
 
     @asynccontextmanager
     async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
-        """Have the stage's state and serve it inside the block; gives what others are told of where.
+        """Get the stage's state and serve the stage inside the block; gives the addresses that others are told.
 
         Raises:
             ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
             Fatal, PeerUnavailable: as of OwnState.begin.
-            ExceptionGroup: of a NotReady: the stage's state could not be had from the peers that hold it.
+            ExceptionGroup: of a NotReady: the stage's state could not be downloaded from the peers that hold it.
         """
         identity, channels = self._membership.identity, self._membership.channels
         guard = Guard(
@@ -189,7 +189,7 @@ class StageServer:
             self._runtime.stop(timeout_seconds=2.0)
 
     def _context(self, channels: ChannelPool) -> Context:
-        """What averaging is given."""
+        """Make the context of the averager."""
         return Context(
             config=self._config, own=self.presence.record(), endpoints=lambda: self.presence.announced.endpoints,
             peers=self._known.peers, transport=GrpcTransport(channels), clock=self._clock, events=self._options.events,
@@ -197,13 +197,13 @@ class StageServer:
         )  # fmt: skip
 
     async def _settle(self) -> None:
-        """Let what was acknowledged to this peer be acknowledged to those behind it, or they would roll it back."""
+        """Wait until acknowledgements are passed on to the peers downstream, which would else roll back."""
         deadline = self._clock.monotonic() + SETTLE_SECONDS
         while self.stage.answers.num_settling and self._clock.monotonic() < deadline:
             await self._clock.sleep(0.02)
 
     async def _watch_connections(self) -> None:
-        """The peers of the next stage, if there is one."""
+        """Watch the connections to the peers of the next stage, if there is one."""
         if self.stage.number + 1 < self._config.stages.num_stages:
             await watch_connections(
                 stage=self.stage.number + 1, router=self._known.router, channels=self._membership.channels,
@@ -237,7 +237,7 @@ class StageServer:
 
     @property
     def round(self) -> int:
-        """The round that it is at."""
+        """The round that this peer is at."""
         return self.stage.round
 
     @property
@@ -247,7 +247,7 @@ class StageServer:
 
     @property
     def last_members(self) -> Collection[str]:
-        """Ids of the peers that took part in the round before; empty where this peer does not know them."""
+        """Ids of the peers that took part in the round before; empty if this peer does not know them."""
         return self.averager.last_members
 
     @property
@@ -260,11 +260,11 @@ class StageServer:
         await self.stage.admission.gives_up()
 
     async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
-        """Serve until the present round is closed, and wait for its commit; to be followed by `drain`.
+        """Serve until the present round is closed, and wait for its commit. Call `drain` next.
 
-        Returns sooner after so many seconds, where no other peer would take this one's samples or there are none, where
-        another stage is empty, or once nothing has been under way here for `quiet_seconds`, with all members there:
-        nobody trains.
+        Returns sooner if `seconds` have passed, if this peer has no samples in the round, if no other peer serves some
+        stage, this one included, or if nothing has been under way here for `quiet_seconds` while all members are there:
+        then nobody trains.
         """
         with self._membership.waits.on(f"the end of round {self.stage.round}, to leave after it"):
             await self._end_of_round(seconds, quiet_seconds)
@@ -278,14 +278,14 @@ class StageServer:
             and all(self._known.others(stage) for stage in self._membership.stages)
         ):
             closed = self.stage.is_closed
-            # What comes between the close and the commit is the next round's, and would go with this peer.
+            # Microbatches between the close and the commit belong to the next round, and would be lost with this peer.
             if closed:
                 self.stage.admission.close()
             else:
                 self.stage.admission.open()
             now = self._clock.monotonic()
             if closed or self.stage.is_busy or self.averager.misses_member():
-                # A round that waits for a silent member is quiet, and goes on all the same.
+                # While a round waits for a silent member, nothing is under way, though somebody trains.
                 busy_at = now
             quiet = min(now - busy_at, self.averager.view().quiet_seconds)
             if now >= deadline or quiet >= quiet_seconds:
@@ -293,10 +293,10 @@ class StageServer:
             await self._clock.sleep(0.05)
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more microbatches, and finish those in flight: up to the acknowledgement, and until it is passed on.
+        """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on.
 
         Returns:
-            Whether that was done in so many seconds.
+            Whether all were finished within so many seconds.
         """
         self.stage.admission.close()
         await self.presence.leaves()
@@ -314,12 +314,12 @@ class StageServer:
         await self.presence.announce()
 
     async def leave(self) -> None:
-        """Be gone for the others, once drained or not; with what a checkpoint lacks written, unless the disk hangs."""
+        """Write a last checkpoint if the newest one is older, unless the disk hangs, and withdraw from the DHT."""
         await self.checkpoints.last()
         await self.presence.withdraw()
 
     def _waits_for_round(self, _: float) -> str:
-        """What the peer waits for at the end of a round. With DiLoCo training goes on meanwhile."""
+        """What the peer waits for at the end of a synchronous round. With DiLoCo training goes on meanwhile."""
         is_held_up = self._config.rounds.synchronous and self.stage.is_closed
         return f"the commit of round {self.stage.round}" if is_held_up else ""
 

@@ -1,4 +1,4 @@
-"""What a stage's server is told that concerns this machine alone."""
+"""The options of a stage's server that concern this machine alone: the run's configuration says nothing of them."""
 
 from dataclasses import dataclass, field
 
@@ -17,32 +17,32 @@ from swarm.stage.places import SessionLimits
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What concerns this machine alone."""
+    """The options of one stage's server."""
 
     name: str
     device: torch.device
     insecure: bool
     max_in_flight: int
     graph_bytes: int | None
-    """What autograd graphs may take; None for a share of what is free."""
+    """Bytes that autograd graphs may take; None for a share of what is free."""
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
     compiles: bool = False
     """Whether layers are compiled."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
-    """How much text it helps to write."""
+    """How many texts this peer helps to write at a time, and with how much memory."""
     weights: Weights | None = None
-    """What the run begins with, if it is here."""
+    """The weights with which the run begins, if they are on this machine."""
     shelves: Shelves = field(default_factory=Shelves)
-    """What it gives to others."""
+    """The content that this peer gives to others."""
     meeting: MeetingLimits = field(default_factory=MeetingLimits)
-    """What it does for peers that others do not reach."""
+    """How much this peer does as a meeting point."""
     movable: bool = False
-    """Whether the peer may be needed elsewhere and go there."""
+    """Whether the peer moves to another stage that needs it more."""
     moves: int = 0
-    """How often it has done so."""
+    """How often the peer has moved."""
     own_figures: OwnFigures = field(default_factory=OwnFigures)
-    """Where the peer says what it does."""
+    """Given the peer's figures, for --metrics-port."""
     incarnation: Incarnation = field(default_factory=Incarnation)
     """This start of the process."""

@@ -1,7 +1,4 @@
-"""What a stage peer answers over gRPC: each service on its server.
-
-Used by server.py, which makes the servicers. Answers nothing itself.
-"""
+"""Adds each service of a stage peer to its gRPC server. Used by server.py, which makes the servicers."""
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
@@ -33,7 +30,7 @@ def add_services(
     averaging: AveragingServicer, directory: DirectoryServicer, content: ContentServicer, meeting: MeetingPoint,
     probe: ProbeServicer, health: Health,
 ) -> None:  # fmt: skip
-    """Have a server answer with these. To be called before it starts."""
+    """Add these servicers to a server, before it starts."""
     add_StageServiceServicer_to_server(stage, server)
     add_GenerationServiceServicer_to_server(generation, server)
     add_LeaseServiceServicer_to_server(lease, server)
@@ -46,7 +43,7 @@ def add_services(
 
 
 def group_lead(averager: Averager) -> GroupLead:
-    """Who leads the stage's peers, with the round as leases see it if that is this one."""
+    """The leader of the stage's group; if that is this peer, with the leases' view of the round."""
     view = averager.view()
     if not view.is_leader:
         return GroupLead(leader_id=PeerId(view.leader_id), view=None)

@@ -1,4 +1,4 @@
-"""What peers found that dialled this one back, summed up. Used by reach.py, which asks them. Pure."""
+"""Sums up which addresses of this peer others reached when they dialled it back. Used by reach.py. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ from swarm.rpc.v1 import meeting_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What those that dialled back reached.
+    """What the peers that dialled back reached.
 
     Attributes:
-        endpoints: direct ones, the best first; behind them those that nobody had a way to, if others were reached.
-        dht_endpoints: of the DHT's node, likewise.
-        num_asked: how many dialled back.
+        endpoints: direct endpoints that were reached, the best first. If there are any, those that no peer could try
+            follow.
+        dht_endpoints: likewise, of the DHT's node.
+        num_asked: how many peers dialled back.
         num_reached: how many of them reached an endpoint.
     """
 
@@ -27,9 +28,11 @@ class Verdict:
 
     @classmethod
     def of(cls, named: pb.CheckRequest, replies: Sequence[pb.CheckReply]) -> Self:
-        """Sum up the answers: of what was named one yes counts, and of addresses that a peer was seen at most of them.
+        """Sum up the answers.
 
-        Nothing else that is answered counts. What none of those could try, who have another version of IP, stays named.
+        An endpoint that this peer named counts if one peer reached it. An endpoint at the address from which this peer
+        was seen to call counts if more than half of the peers reached it. An endpoint that none of them could try,
+        because they have another version of IP, stays named. Other endpoints in the answers are ignored.
         """
         untried = [end for end in (*named.endpoints, *named.dht_endpoints) if all(end in r.untried for r in replies)]
         return cls(
