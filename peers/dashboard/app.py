@@ -1,4 +1,4 @@
-"""A dashboard's web server: the page, which is files, and the WebSocket over which the page gets all that it shows.
+"""A dashboard's web app: the page's static files, and the WebSocket over which the page gets all that it shows.
 
 Used by program.py. It is read-only: a viewer sends its token, once, and nothing else.
 """
@@ -22,11 +22,12 @@ from peers.dashboard.hub import Hub
 
 MOST_VIEWERS = 100
 _TOKEN_SECONDS = 10.0
-"""How long a viewer has time to send its token."""
+"""How long a viewer may take to send its token."""
 _SEND_SECONDS = 20.0
-"""How long a viewer may read nothing."""
+"""How long a message to a viewer may take, because it reads nothing."""
 CLOSE_REFUSED, CLOSE_FULL, CLOSE_UNASKED = 4401, 1013, 1008
-"""Codes with which viewers are sent away: the token is wrong, there is no room, or they sent something else."""
+"""Codes with which viewers' connections are closed: the token is wrong, there are too many viewers, or the viewer sent
+something else than its token."""
 _STATIC = Path(__file__).parent / "static"
 
 
@@ -59,7 +60,7 @@ class Viewers:
         self._room = MOST_VIEWERS
 
     async def serve(self, socket: WebSocket) -> None:
-        """Send one viewer the state and all changes until it goes."""
+        """Send one viewer the state and its changes until it goes."""
         await socket.accept()
         if self._room == 0:
             await socket.close(CLOSE_FULL)
@@ -82,7 +83,7 @@ class Viewers:
             self._room += 1
 
     async def _is_admitted(self, socket: WebSocket) -> bool:
-        """Raises WebSocketDisconnect or TimeoutError where the viewer says nothing."""
+        """Whether the viewer sends the right token. Raises WebSocketDisconnect or TimeoutError if it sends nothing."""
         async with asyncio.timeout(_TOKEN_SECONDS):
             message = await socket.receive()
         if message["type"] == "websocket.disconnect":
@@ -99,6 +100,6 @@ class Viewers:
 
 
 async def _until_heard(socket: WebSocket) -> None:
-    """Return once the viewer has gone; one that speaks is sent away."""
+    """Return once the viewer has gone. If it sends anything, close its connection."""
     if (await socket.receive())["type"] != "websocket.disconnect":
         await socket.close(CLOSE_UNASKED)

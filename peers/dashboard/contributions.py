@@ -1,7 +1,7 @@
-"""What each peer has given to a run as long as it was watched, over its restarts and moves.
+"""What each peer has contributed to a run while the dashboard watched, over the peer's restarts and moves.
 
-Kept by history.py. A peer's own figures begin again when its process or its stage does; here they add up. They are what
-peers say of themselves.
+Kept by history.py. A peer's own figures begin again when it restarts or moves; here they add up. All of them are
+the peers' own claims.
 """
 
 from dataclasses import dataclass, field
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from peers.status.view import SwarmView
 
 MOST_PEERS = 1024
-"""How many peers are kept: those that were seen last."""
+"""The most peers that are kept: those that were seen last."""
 
 
 @dataclass
 class Contribution:
-    """What one peer has given.
+    """What one peer has contributed.
 
     Attributes:
-        stage: where it was seen last.
+        stage: the stage at which it was seen last.
         first_seen, last_seen: when it was seen first and last, in seconds since the epoch.
-        serving_seconds: how long it was seen to serve.
-        microbatches: how many microbatches count through it.
+        serving_seconds: for how long it was seen to serve.
+        microbatches: how many microbatches counted at its stage through it.
         exchanged_bytes: how many bytes it sent and received for averages.
-        told_microbatches, told_bytes, told_start: its own figures when it was seen last.
+        told_microbatches, told_bytes, told_start: its own figures and its start when it was seen last.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Contribution:
 
 @dataclass
 class Contributions:
-    """What all peers have given, by their ids."""
+    """What all peers have contributed, by their ids."""
 
     peers: dict[str, Contribution] = field(default_factory=dict)
 
     def add(self, view: SwarmView, at: float, *, seconds: float) -> None:
-        """Count what peers have done since the last look, which was so many seconds ago."""
+        """Add what peers have done since the last view, which was taken `seconds` ago."""
         for row in view.stages:
             for peer in row.peers:
                 if peer.state != "serving" or not peer.peer_id:
@@ -52,7 +52,7 @@ class Contributions:
                 known = self.peers.pop(peer.peer_id, None)
                 is_known = known is not None
                 known = known or Contribution(name=peer.name, stage=row.stage, first_seen=at, last_seen=at)
-                # It moves to the end, where the peers are that were seen last.
+                # The peer moves to the end of the dict, whose order is that in which peers were last seen.
                 self.peers[peer.peer_id] = known
                 begins = known.stage != row.stage or peer.started_at != known.told_start
                 known.microbatches += _gain(known.told_microbatches, peer.committed, begins=begins)
@@ -65,11 +65,11 @@ class Contributions:
             del self.peers[peer_id]
 
     def to_json(self) -> dict[str, dict[str, object]]:
-        """What the page shows, by peer id."""
+        """The contributions as the page shows them, by peer id."""
         shown = ("name", "stage", "first_seen", "last_seen", "serving_seconds", "microbatches", "exchanged_bytes")
         return {peer_id: {name: getattr(each, name) for name in shown} for peer_id, each in self.peers.items()}
 
 
 def _gain(before: int, now: int, *, begins: bool) -> int:
-    """By how much a counter has grown; its whole value if it has begun again."""
+    """By how much a peer's counter has grown; its whole value if it has begun again at 0."""
     return now if begins or now < before else now - before

@@ -1,4 +1,4 @@
-"""Which requests a dashboard answers, and what its answers tell browsers about scripts.
+"""Decides which requests a dashboard answers, and adds security headers to its answers.
 
 Every request to app.py passes here first. Another site can have its own name resolve to this machine (DNS rebinding),
 so the Host of a request must be an IP address, or a name that the user gave.
@@ -30,7 +30,7 @@ _HEADERS = {
 
 
 class Door:
-    """Refuses what was meant for another host, and WebSockets that another site's page opens."""
+    """Refuses requests to another host's name, and WebSockets that another site's page opens."""
 
     def __init__(self, app: ASGIApp, *, names: Collection[str]) -> None:
         """

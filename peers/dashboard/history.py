@@ -1,6 +1,6 @@
 """What a dashboard remembers of a run, all of it bounded, and the file that keeps it between two starts.
 
-Used by watcher.py, which adds every look at the run, and by program.py, which opens the file.
+Used by watcher.py, which adds every view of the run, and by program.py, which opens the file.
 """
 
 import logging
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 MOST_EVENTS = 200
 LONGEST_GAP_SECONDS = 60.0
-"""Beyond this time between two looks, nothing is counted for the time between them."""
+"""If two views are further apart than this, the time between them does not count as serving time."""
 
 
 @dataclass
 class Event:
-    """Something that happened; `at` is when it was seen, in seconds since the epoch."""
+    """Something that happened, and when it was seen (`at`), in seconds since the epoch."""
 
     at: float
     kind: Kind
@@ -48,7 +48,7 @@ class History:
 
     Attributes:
         series: figures over time, by how far they go back.
-        last_look: when the run was looked at last, in seconds since the epoch.
+        last_look: when the last view was taken, in seconds since the epoch.
     """
 
     run: str
@@ -59,11 +59,11 @@ class History:
     last_look: float = 0.0
 
     def add(self, before: SwarmView | None, view: SwarmView, at: float) -> dict[str, float | None]:
-        """Count a look.
+        """Add a view.
 
         Args:
-            before: the look before it; None for the first that this process had.
-            at: seconds since the epoch.
+            before: the view before it; None for the first that this process took.
+            at: when the view was taken, in seconds since the epoch.
 
         Returns:
             The figures that are followed over time.
@@ -86,7 +86,7 @@ class History:
 
 
 def figures_over_time(view: SwarmView) -> dict[str, float | None]:
-    """The whole run in a few numbers: those of the trainer that is farthest, and sums over the peers."""
+    """The whole run in a few numbers: figures of the trainer that is furthest on, and of all peers together."""
     farthest = max(view.trainers, key=lambda row: (row.step, row.name), default=None)
     peers = [peer for row in view.stages for peer in row.peers]
     rates = [sum(peer.samples_per_second for peer in row.peers) for row in view.stages]
@@ -100,7 +100,7 @@ def figures_over_time(view: SwarmView) -> dict[str, float | None]:
 
 
 class HistoryFile:
-    """Where a run's history is kept between two starts of a dashboard."""
+    """The file that keeps a run's history between two starts of a dashboard."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -108,7 +108,7 @@ class HistoryFile:
         self._is_failing = False
 
     def read(self, run: str) -> History:
-        """What was written last, or nothing. A file that cannot be read is renamed. Raises OSError."""
+        """The history that was written last, or an empty one. A file that is no history is renamed. Raises OSError."""
         try:
             found = self._type.validate_json(self._path.read_bytes())
         except FileNotFoundError:
@@ -126,7 +126,7 @@ class HistoryFile:
         return found if found.run == run else History(run=run)
 
     def write(self, history: History) -> None:
-        """Replace the file. If the disk is full, that is one line in the log, and the former file stays."""
+        """Replace the file. If that fails (the disk is full, say), the former file stays, and the log says so once."""
         temporary = self._path.with_suffix(".tmp")
         try:
             with temporary.open("wb") as file:
@@ -143,5 +143,5 @@ class HistoryFile:
 
 
 def to_json(history: History) -> dict[str, Any]:
-    """What the page is told when it opens; afterwards it adds new figures itself."""
+    """The series as the page gets them when it opens; afterwards it adds new figures itself."""
     return {name: series.to_json() for name, series in history.series.items()}

@@ -1,7 +1,7 @@
-"""What all viewers see: one state and its changes. Each message is made once for all viewers.
+"""Gives the dashboard's state and its changes to all viewers. Each message is made once for all of them.
 
-Filled by watcher.py, followed by app.py. A viewer that is slow is not waited for: it misses changes, and gets the whole
-state instead.
+program.py publishes the state, and app.py follows it. Nobody waits for a slow viewer: it misses changes, and gets the
+whole state instead.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ class Hub:
     def __init__(self, history: Callable[[], State]) -> None:
         """
         Args:
-            history: gives what a viewer is told only when it comes, because later changes are additions at the end.
+            history: gives the figures over time. Viewers get them only with the whole state: they add later figures
+                themselves.
         """
         self._history = history
         self._state: State = {}
@@ -49,7 +50,7 @@ class Hub:
             if seen == self._number - 1:
                 text = self._patch
             else:
-                # Made once for all viewers that come before the next look.
+                # This text serves all viewers that come before the next publish.
                 self._whole = self._whole or _text(
                     {"number": self._number, "whole": self._state, "history": self._history()}
                 )

@@ -1,4 +1,4 @@
-"""How people join the run that is shown: the commands, each with its purpose. They hold no token.
+"""The commands with which people join the run that is shown, each with its purpose. They hold no token.
 
 Used by program.py.
 """
@@ -15,7 +15,7 @@ def how_to_join(config: RunConfig, records: Mapping[int, Sequence[PeerRecord]], 
     """The commands by their purpose; none while no peer serves.
 
     Args:
-        records: what is announced at each stage.
+        records: the records that are announced at each stage.
     """
     entries = entries_of(row for _, row in sorted(records.items()))
     if not entries:

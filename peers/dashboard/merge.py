@@ -1,6 +1,6 @@
-"""What has changed in a JSON object, as a JSON Merge Patch (RFC 7386), which the page applies.
+"""Compares two JSON objects, and gives the change as a JSON Merge Patch (RFC 7386), which the page applies.
 
-Used by hub.py. A value of null counts as a missing one.
+Used by hub.py. A field that is null counts as missing.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""What happened to a swarm between two looks at it, in words.
+"""Says in words what happened to a swarm between two views of it.
 
-Used by history.py. Compares views and nothing else.
+Used by history.py.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
 
 MOST_AT_ONCE = 24
-"""The most lines about one look; beyond them only their number is told."""
+"""The most lines about one view; of further ones only the number is told."""
 
 Kind = Literal["good", "bad", "plain"]
 
@@ -23,7 +23,7 @@ class Line(NamedTuple):
 
 
 def news(before: SwarmView | None, now: SwarmView) -> list[Line]:
-    """The lines about what has changed between two looks."""
+    """The lines that tell what has changed between two views."""
     if before is None:
         num_peers = sum(peer.stays for row in now.stages for peer in row.peers)
         return [Line("plain", f"this page begins to watch: peers {num_peers}, trainers {len(now.trainers)}")]
@@ -93,7 +93,7 @@ def _of_refusals(before: SwarmView, now: SwarmView) -> Iterator[Line]:
 
 
 def _by_id(view: SwarmView) -> dict[str, tuple[int, PeerRow]]:
-    """The peers by id. One that moves is listed at two stages, and counts at the one that it serves or goes to."""
+    """The stage and row of each peer by its id. Of a moving peer, which has two rows, the one at its new stage."""
     found: dict[str, tuple[int, PeerRow]] = {}
     for row in view.stages:
         for peer in row.peers:

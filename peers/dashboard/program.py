@@ -3,8 +3,9 @@
     swarm-dashboard INVITE... [--port 8080]
     swarm-dashboard INVITE --host 0.0.0.0 --view-token @FILE
 
-Looks at each run as swarm-status does, for all viewers at once, and keeps what it has seen in a file for each. Changes
-nothing. Reads top to bottom: options -> take the page's address -> find the runs -> look and serve until Ctrl-C.
+It takes views of each run as swarm-status does, for all viewers at once, and keeps what it has seen in a file for each
+run. It changes nothing. Reads top to bottom: options -> take the page's address -> find the runs -> look and serve
+until Ctrl-C.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 PROG = "swarm-dashboard"
 SAVE_SECONDS = 30.0
-"""Time between two writes of the history: at most so much of it is lost if the process is killed."""
+"""Time between two writes of the history; a killed process loses at most this much of it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,10 +52,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def take_address(options: DashboardOptions, *, is_locked: bool) -> "tuple[Listener, str | None]":
-    """The page's address, and what must be known to see it.
+    """Take the page's address; gives it, and the token that viewers must have, if any.
 
     Raises:
-        ValueError: the libraries are not installed, the address cannot be had, or a locked run would be shown to
+        ValueError: the libraries are not installed, the address cannot be taken, or a locked run would be shown to
             everybody.
         OSError: the file with the token cannot be read.
     """
@@ -151,7 +152,7 @@ async def keep(runs: Sequence[Watched]) -> None:
 
 
 async def stop_after_stdin(stop: asyncio.Event) -> None:
-    """Set `stop` once stdin ends: then the process that started this one has ended."""
+    """Set `stop` once stdin ends, which tells that the process that started this one has ended."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     try:

@@ -1,7 +1,7 @@
 """The newest rounds of a run, and which peers took part in each stage's average.
 
-Kept by history.py. A peer took part if it says so, and was missing if it was there while the round ran and never says
-so.
+Kept by history.py. A peer took part if it says so. It was missing if it served while the round ran, and never says that
+it took part.
 """
 
 import statistics
@@ -12,14 +12,14 @@ from peers.status.view import StageRow, SwarmView
 
 MOST_ROUNDS = 48
 MOST_FOLLOWED = 256
-"""The most peers that are followed, over all stages; of each stage those with the lowest ids."""
+"""The most peers that are followed, over all stages: at each stage those with the lowest ids."""
 FARTHEST = 64
-"""How many rounds a peer may be away from most others; what it says of rounds beyond that is not believed."""
+"""What a peer says of a round is ignored if that is further than this from the median of all peers' rounds."""
 
 
 @dataclass
 class Part:
-    """Who took part at one stage, and who was there, by peer id."""
+    """One stage's part in a round: the ids of the peers that took part, and of those that served."""
 
     took_part: list[str] = field(default_factory=list)
     was_there: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Part:
 
 @dataclass
 class Round:
-    """One round; `at` is when it was first seen to be over, in seconds since the epoch."""
+    """One round, and when it was first seen to be over (`at`), in seconds since the epoch."""
 
     at: float
     stages: dict[int, Part] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Rounds:
                 found.stages[stage].took_part.append(peer.peer_id)
 
     def to_json(self) -> dict[str, object]:
-        """What the page shows, by number."""
+        """The rounds as the page shows them, by number."""
         return {
             str(number): {
                 "at": found.at,

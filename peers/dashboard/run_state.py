@@ -1,6 +1,6 @@
-"""One run as the page is told of it: a JSON object made of the view that swarm-status has, and of the history.
+"""Makes the JSON object that the page gets of one run, from a view as swarm-status has it, and from the history.
 
-Used by watcher.py. It names no figure: all that peers/status defines is there, with its help and its unit.
+Used by watcher.py. It names no figure: the object has all that peers/status defines, with help and unit.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from swarm.machine.words import counted
 
 
 def about(config: RunConfig) -> dict[str, Any]:
-    """What stays the same throughout the run."""
+    """The part that stays the same throughout the run."""
     model, rounds = config.model, config.rounds
     stages, tokens = counted(config.stages.num_stages, "stage"), counted(config.data.sequence_length, "token")
     return {
@@ -35,7 +35,7 @@ def about(config: RunConfig) -> dict[str, Any]:
 
 
 def present(view: SwarmView, history: History) -> dict[str, Any]:
-    """What a look has shown, with all of the history but the series."""
+    """The part that changes with each view: the view, and all of the history except its series."""
     rows = [(row.stage, peer) for row in view.stages for peer in row.peers]
     columns = needed_columns(PeerRow, [peer for _, peer in rows])
     trainer_columns = needed_columns(TrainerRow, view.trainers)

@@ -1,6 +1,6 @@
-"""Figures over time, as means over spans of equal length: a bounded number of them, however long a run lasts.
+"""Figures over time, as means over spans of equal length. The number of spans is bounded, however long a run lasts.
 
-Kept by history.py, at three lengths. Computes nothing else.
+Kept by history.py, at three lengths of spans.
 """
 
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Series:
-    """The newest spans; or, where it `coarsens`, all of them, which become longer as they become many.
+    """The newest spans; or, if it `coarsens`, all spans, which become twice as long whenever there are too many.
 
     Attributes:
         span_seconds: length of a span.
         at: when each span began, in seconds since the epoch.
-        columns: the means of each figure, one for each span; None where it was not known.
+        columns: for each figure, its mean in each span; None if it was not known.
         counts: how many values of each figure are in the last span's mean.
     """
 
@@ -30,7 +30,7 @@ class Series:
             raise ValueError("a series has as many values of each figure as spans, two at least, of some length")
 
     def add(self, at: float, values: Mapping[str, float | None]) -> None:
-        """Add the values of a moment. They count to the last span if the moment is before it (a clock was set)."""
+        """Add the values of a moment. They count for the last span, also if a clock was set back to before it."""
         began = at - at % self.span_seconds
         if not self.at or began > self.at[-1]:
             self.at.append(began)
@@ -63,7 +63,7 @@ class Series:
         }
 
     def to_json(self) -> dict[str, object]:
-        """What the page draws."""
+        """The series as the page draws it."""
         return {"span_seconds": self.span_seconds, "at": self.at, "columns": self.columns}
 
 

@@ -1,6 +1,6 @@
-"""Looks at one run again and again, for all viewers at once, whether there are any or not.
+"""Takes a view of one run again and again, for all viewers at once, also while there are none.
 
-Used by program.py. What it has seen goes into the history, and is told to the part that publishes it.
+Used by program.py. Each view is added to the history, and becomes the run's part of the state that is published.
 """
 
 import logging
@@ -19,23 +19,23 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 SECONDS_PER_PEER = 0.01
-"""The time between two looks is at least this for each peer, since looking at many peers costs this machine more."""
+"""The time between two views is at least this for each peer, because it costs this machine more to ask many peers."""
 
 Records = Mapping[int, Sequence[PeerRecord]]
 
 
 class Place(Protocol):
-    """A run as a watcher sees it; see Lookout."""
+    """What a watcher needs of a Lookout."""
 
     config: RunConfig
 
     @property
     def records(self) -> Records:
-        """What was announced at each stage, as the last view saw it."""
+        """The records that were announced at each stage, when the last view was taken."""
         ...
 
     async def view(self) -> SwarmView:
-        """The run now. Raises SwarmError."""
+        """Take a view of the run now. Raises SwarmError."""
         ...
 
 
@@ -48,7 +48,7 @@ class Watcher:
     ) -> None:  # fmt: skip
         """
         Args:
-            how_to_join: the lines with which others come to the run, by what they do there.
+            how_to_join: gives the commands with which others join the run, by their purpose.
         """
         self.history = history
         self._place = place
@@ -61,7 +61,7 @@ class Watcher:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the page is told of the run; a new object after each look."""
+        """The run's part of the published state; a new object after each view."""
         return self._state
 
     @property
@@ -70,7 +70,7 @@ class Watcher:
         return to_json(self.history)
 
     async def watch(self, publish: Callable[[], None]) -> Never:
-        """Look until cancelled, and publish after each look. One that fails is told, and the next one follows."""
+        """Take views and publish after each, until cancelled. If one fails, the state says why."""
         while True:
             began = self._clock.monotonic()
             await self.look()
@@ -81,7 +81,7 @@ class Watcher:
             await self._clock.sleep(max(wait, self._interval_seconds / 2))
 
     async def look(self) -> None:
-        """Look once, and add what is seen to the history."""
+        """Take a view, and add it to the history."""
         try:
             view = await self._place.view()
         except SwarmError as error:

@@ -1,7 +1,7 @@
-"""Everything that an examination looks at, in the order in which it is told.
+"""All that an examination checks, in the order of its findings.
 
-`thoroughly` is what swarm-doctor does; `in_passing` is what swarm-peer does once it knows its run, before it prepares
-or downloads anything: what costs next to nothing, and of that only what is wrong.
+swarm-doctor calls `thoroughly`. swarm-peer calls `in_passing` once it knows its run, before it prepares or downloads
+anything: that makes only the checks that cost next to nothing, and tells only what is wrong.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerRecord
 
 MOMENT_SECONDS = 2.0
-"""How long a peer that joins waits for others' answers to this."""
+"""How long `in_passing`, in a peer that joins, waits for others' answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Plan:
 
     Attributes:
         stage: the stage that it is to serve.
-        device: as --device names it.
-        checkpoint: folder for checkpoints, if they are written.
-        keep_checkpoints: how many of them.
+        device: the device, as --device names it.
+        checkpoint: folder for checkpoints; None if none are written.
+        keep_checkpoints: how many checkpoints are kept.
         ports: where it is to listen.
     """
 
@@ -49,13 +49,13 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is known of the run that it is to join."""
+    """What is known of the run that this machine is to join."""
 
     config: RunConfig
     known: KnownPeers
     channels: ChannelPool
     identity: Identity
-    """The identity with which this process calls them."""
+    """The identity with which this process calls the run's peers."""
     insecure: bool
 
     @property
@@ -65,10 +65,10 @@ class Run:
 
 
 async def thoroughly(plan: Plan, run: Run | str, clock: Clock) -> list[Finding]:
-    """Everything, in 20 s at most.
+    """Check everything, in 20 s at most.
 
     Args:
-        run: or why nothing is known of it: nobody was asked, or what went wrong.
+        run: the run, or text that says why nothing is known of it.
     """
     on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device))
     on_line = [] if isinstance(run, str) else await _on_line(plan, run, clock)
@@ -82,7 +82,7 @@ async def thoroughly(plan: Plan, run: Run | str, clock: Clock) -> list[Finding]:
 
 
 async def in_passing(plan: Plan, run: Run, device: Device, clock: Clock) -> list[Finding]:
-    """What is wrong, of what can be seen in a moment."""
+    """Check what takes only a moment; gives what is wrong."""
     found = await line.distances(run.peers, run.channels, clock, seconds=MOMENT_SECONDS)
     on_line = [versions(run.peers), line.judge_clock(found), line.judge_round_trip(found)]
     return [finding for finding in (*_for_run(plan, run, device), *on_line) if finding.state is State.WRONG]
@@ -90,7 +90,7 @@ async def in_passing(plan: Plan, run: Run, device: Device, clock: Clock) -> list
 
 async def _on_line(plan: Plan, run: Run, clock: Clock) -> list[Finding]:
     found = await line.distances(run.peers, run.channels, clock, seconds=line.DISTANCE_SECONDS)
-    # Not at the same time, since what goes there and back to measure a rate would be in the way.
+    # Rates are measured afterwards: what they send would delay the answers that tell the distances.
     rates = await line.rates([peer for peer in run.peers if peer.endpoint in found], run.channels, clock)
     return [
         *await from_outside(plan.ports, run.peers, run.channels, run.identity, insecure=run.insecure),
@@ -100,7 +100,7 @@ async def _on_line(plan: Plan, run: Run, clock: Clock) -> list[Finding]:
 
 
 def _for_run(plan: Plan, run: Run, device: Device | None) -> list[Finding]:
-    """What the run takes of this machine."""
+    """Check this machine against what the run needs."""
     findings = [machine.files(len(run.peers))]
     if run.config.model.custom_class:
         return [*findings, machine.custom("memory"), machine.custom("disk")]
@@ -114,14 +114,14 @@ def _for_run(plan: Plan, run: Run, device: Device | None) -> list[Finding]:
         findings.append(machine.memory(needs, device, is_auto=plan.stage == "auto"))
     findings.append(machine.disk(cache_folder(), max(need.cache for need in needs.values()), "what is fetched may"))
     if plan.checkpoint is not None:
-        # The next one is whole before the oldest is deleted.
+        # There is one more for a while: the next checkpoint is whole before the oldest is deleted.
         most = (plan.keep_checkpoints + 1) * max(need.checkpoint for need in needs.values())
         findings.append(machine.disk(plan.checkpoint, most, f"{plan.keep_checkpoints + 1} checkpoints"))
     return findings
 
 
 def versions(peers: Sequence[PeerRecord]) -> Finding:
-    """Whether the run's peers have this release. That they speak its protocol is checked before anything else."""
+    """Whether the run's peers have this release. An earlier check made sure that they speak the same protocol."""
     others = sorted({peer.software_version for peer in peers} - {"", __version__})
     if not others:
         return fine("version", f"{__version__}, as the run's peers have" if peers else __version__)

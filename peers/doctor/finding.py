@@ -7,12 +7,12 @@ from typing import Any
 
 
 class State(StrEnum):
-    """How a thing is."""
+    """The outcome of a check."""
 
     FINE = "fine"
     WRONG = "wrong"
     NOT_CHECKED = "not checked"
-    """The text says why."""
+    """The finding's text says why it was not checked."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Finding:
 
     Attributes:
         what: what was looked at, in a word or two.
-        text: how it is; if it is wrong, also what to change.
+        text: what was found; if it is wrong, also what to change.
     """
 
     what: str
@@ -37,20 +37,20 @@ class Finding:
 
 
 def fine(what: str, text: str) -> Finding:
-    """A thing that is as it has to be."""
+    """Make a finding that a thing is as it has to be."""
     return Finding(what, State.FINE, text)
 
 
 def wrong(what: str, text: str) -> Finding:
-    """A thing that has to be changed; the text says how."""
+    """Make a finding that a thing has to be changed; the text says how."""
     return Finding(what, State.WRONG, text)
 
 
 def not_checked(what: str, text: str) -> Finding:
-    """A thing that nothing is known of; the text says why."""
+    """Make a finding that a thing was not checked; the text says why."""
     return Finding(what, State.NOT_CHECKED, text)
 
 
 def is_well(findings: Iterable[Finding]) -> bool:
-    """Whether nothing is wrong."""
+    """Whether no finding says that something is wrong."""
     return all(finding.state is not State.WRONG for finding in findings)

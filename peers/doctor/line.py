@@ -1,6 +1,6 @@
-"""What is found on the way to other peers: clocks, round trips, and how fast the lines are.
+"""Checks the lines to other peers: clocks, round trips, and rates.
 
-Used by examination.py. It asks a few peers at once, and measures a rate with one of them. The functions that judge are
+Used by examination.py. It asks a few peers at once, and measures rates with one of them. The functions that judge are
 pure.
 """
 
@@ -22,21 +22,21 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 MOST_PEERS = 4
-"""How many are asked."""
+"""The most peers that are asked."""
 DISTANCE_SECONDS, RATE_SECONDS = 4.0, 9.0
 CLOCK_SECONDS = 3.0
-"""By how much clocks may differ; hivemind's DHT refuses more."""
+"""By how many seconds clocks may differ; hivemind's DHT refuses more."""
 LONG_SECONDS = 1.0
 """A round trip beyond this is wrong: leases and rounds count in seconds."""
 SLOW_SECONDS = 5.0
-"""Time for one microbatch on the line beyond which it is too slow."""
+"""A line is too slow if a microbatch takes longer than this on it."""
 
 Distances = Mapping[str, Distance | str]
-"""The distance to each peer, by its endpoint; or why it is not known."""
+"""The distance to each peer, by the peer's endpoint; or text that says why it is not known."""
 
 
 async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock, *, seconds: float) -> Distances:
-    """The distances to some peers, asked at the same time, with so much time to answer. Cancellation ends the calls."""
+    """Measure the distances to some peers at the same time, for so many seconds. Cancellation ends the calls."""
 
     async def ask(peer: PeerRecord) -> Distance | str:
         try:
@@ -52,8 +52,8 @@ async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: C
 
 
 async def rates(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock) -> Rates | str:
-    """The rates of the line to the first of some peers that has time for it; or why there are none. Cancellation ends
-    the call."""
+    """Measure the rates of the line to the first of these peers that has time for it; if none has, gives text that says
+    why. Cancellation ends the call."""
     fault = "nobody is there to measure it with"
     try:
         async with asyncio.timeout(RATE_SECONDS):
@@ -77,7 +77,7 @@ def reached(found: Distances) -> list[Distance]:
 
 
 def judge_peers(found: Distances) -> Finding:
-    """Whether those that were asked answer."""
+    """Whether the peers that were asked answer."""
     silent = {endpoint: why for endpoint, why in found.items() if isinstance(why, str)}
     if not found:
         return not_checked("peers", "no other peer serves")
@@ -90,7 +90,7 @@ def judge_peers(found: Distances) -> Finding:
 
 
 def judge_clock(found: Distances) -> Finding:
-    """Compare this machine's clock with theirs: the middle one of them is believed."""
+    """Compare this machine's clock with the median of the peers' clocks."""
     answers = reached(found)
     if not answers:
         return not_checked("clock", "no peer to compare it with answers")
@@ -105,7 +105,7 @@ def judge_clock(found: Distances) -> Finding:
 
 
 def judge_round_trip(found: Distances) -> Finding:
-    """Whether others are near enough."""
+    """Whether the median round trip to other peers is short enough."""
     answers = [distance.round_trip_seconds for distance in reached(found)]
     if not answers:
         return not_checked("round trip", "no peer answers")
@@ -120,7 +120,7 @@ def judge_round_trip(found: Distances) -> Finding:
 
 
 def activation_bytes(config: RunConfig) -> int:
-    """What a microbatch brings to a stage, and takes back as a gradient."""
+    """Bytes of a microbatch's activations at the stage where they are largest; its gradients are as large."""
     stages = range(config.stages.num_stages)
     return max(sum(spec.num_bytes for spec in request_specs(config, stage).values()) for stage in stages)
 

@@ -1,4 +1,4 @@
-"""What is found on this machine alone: its device and driver, memory, disk, and how many files a process may open.
+"""Checks this machine alone: its device and driver, memory, disk, and how many files a process may open.
 
 Used by examination.py. The functions that compare are pure; the others ask the system.
 """
@@ -17,12 +17,12 @@ from swarm.machine.out_of_memory import in_words
 from swarm.machine.words import counted
 
 OWN_FILES, FILES_OF_A_PEER = 192, 8
-"""What a stage peer has open itself, and for each other peer of the run, at the most."""
+"""The most files that a stage peer opens: for itself, and for each other peer of the run."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def device(name: str) -> tuple[Finding, Device | None]:
-    """The device that `--device name` means, and whether it can be computed on. Imports torch, which takes seconds."""
+    """Find the device that `--device name` means, and check that PyTorch can use it. Imports torch, for seconds."""
     import random
 
     import torch
@@ -44,7 +44,7 @@ def device(name: str) -> tuple[Finding, Device | None]:
 
 
 def driver_version(text: str) -> str:
-    """The version of NVIDIA's kernel module, as it says itself; empty if there is none."""
+    """The version of NVIDIA's kernel module in the text of /proc/driver/nvidia/version; empty if there is none."""
     match = re.search(r"Kernel Module\D*(?:for x86_64|for aarch64)?\s+(\d+(?:\.\d+)+)", text)
     return match[1] if match else ""
 
@@ -63,7 +63,7 @@ def _why_no_gpu(driver: str, cuda: str | None, complaints: Sequence[str]) -> str
 
 
 def files(num_peers: int) -> Finding:
-    """How many files, and so connections, a process may have open."""
+    """Whether a process may have enough files, and so connections, open for a run with so many peers."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return judge_files(limit if limit != resource.RLIM_INFINITY else None, num_peers)
 
@@ -77,12 +77,12 @@ def judge_files(limit: int | None, num_peers: int) -> Finding:
 
 
 def memory(needs: Mapping[int, Needs], found: Device, *, is_auto: bool) -> Finding:
-    """Whether there is room for the stages, any of which will do if it is `auto`."""
+    """Whether there is memory for the stages: for each of them, since with `is_auto` the peer may serve any."""
     return judge_memory(needs, found, free_ram_bytes(), is_auto=is_auto)
 
 
 def judge_memory(needs: Mapping[int, Needs], found: Device, free_ram: int, *, is_auto: bool) -> Finding:
-    """Compare what each stage needs with what is free on its device and beside it."""
+    """Compare what each stage needs with what is free on the device, and of RAM beside a GPU."""
     lacking = [stage for stage, need in needs.items() if need.device > found.free_bytes or need.ram > free_ram]
     least, most = (choose(need.device for need in needs.values()) for choose in (min, max))
     stages = f"stage {next(iter(needs))} takes" if len(needs) == 1 else "a stage takes"
@@ -118,5 +118,5 @@ def judge_disk(folder: Path, needed_bytes: int, free_bytes: int, what: str) -> F
 
 
 def custom(what: str) -> Finding:
-    """What a model of the run's own needs."""
+    """Make the finding for a model of a custom class, whose needs are not known."""
     return not_checked(what, "the run has a model of its own, whose size only its code knows")

@@ -1,6 +1,6 @@
 """What a stage takes of a machine: the formulas of docs/operations.md, by arithmetic. Pure.
 
-Without what is in flight: graphs and activations take what is left, and no more than a peer allows them.
+Microbatches in flight are not counted: their graphs and activations take what is left, up to the peer's limits.
 """
 
 import math
@@ -15,7 +15,7 @@ PROGRAM_BYTES = 512 << 20
 """Python, PyTorch and the DHT."""
 _FLOAT_BYTES, _FROZEN_BYTES = 4, 2
 _TOKENIZER_BYTES = 32 << 20
-"""The largest that a run may have."""
+"""The largest tokenizer that a run may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,10 @@ class Needs:
     """What one stage needs, in bytes.
 
     Attributes:
-        device: where it computes; on a CPU that is all of the memory.
-        ram: beside a GPU's own memory.
-        cache: on disk, for what is fetched before it begins.
-        checkpoint: on disk, for one checkpoint.
+        device: memory of the device; if that is the CPU, all memory.
+        ram: memory of the machine, besides a GPU's own; 0 if the device is the CPU.
+        cache: disk for what is fetched before the stage begins.
+        checkpoint: disk for one checkpoint.
     """
 
     device: int
@@ -50,10 +50,10 @@ class Needs:
         frozen = _FROZEN_BYTES * own if config.lora.is_on else 0
         is_last = stage == config.stages.num_stages - 1
         loss = loss_bytes(config.model, config.data.tokens_per_microbatch) if is_last else 0
-        # Weights and their copy, gradients and the round's first weights; and for a short while a gradient.
+        # Per trained parameter: weights, their copy, gradients and the round's first weights; briefly, one gradient.
         held, once_a_round = 4 + 1, 6
         if not config.rounds.synchronous:
-            # A second version for a short while; the round's first weights twice, and the outer momentum.
+            # Besides: briefly, a second version of the weights; the round's first weights again; outer momentum.
             held, once_a_round = 3 + 2, 3 + 6
         device = _FLOAT_BYTES * (held * trained + moments) + frozen + loss
         ram = _FLOAT_BYTES * once_a_round * trained + PROGRAM_BYTES

@@ -59,12 +59,12 @@ class DoctorOptions:
 
     @property
     def ports(self) -> Ports:
-        """Where it is to listen, and where others are to reach that."""
+        """Where the peer is to listen, and where others are to reach its ports."""
         outside = tuple(Outside.parse(text, option="--announce") for text in self.announce)
         outside_dht = tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
         return Ports(host=self.host, port=self.port, dht_port=self.dht_port, outside=outside, outside_dht=outside_dht)
 
     @property
     def initial_peers(self) -> tuple[str, ...]:
-        """None: what is looked up comes from the peers that an invite names, without the DHT."""
+        """Empty: the doctor looks the run up through peers that an invite names, without entering the DHT."""
         return ()

@@ -1,7 +1,7 @@
-"""What is found of this machine's two ports: whether they are free, and whether others reach them from outside.
+"""Checks this machine's two ports: whether they are free, and whether others reach them from outside.
 
-Used by examination.py. While it asks, something answers at both ports as a peer would: a gRPC server that shows this
-process's certificate, and a node of the DHT that says no more than its first word. Other peers dial that back.
+Used by examination.py. Other peers dial both ports back. Meanwhile both answer as a peer's would: on one a gRPC server
+with this process's certificate, on the other a listener that sends only the first line of a DHT node's protocol.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from swarm.types import PeerRecord
 
 GRPC, DHT = "gRPC port", "DHT port"
 NUM_ASKED = 2
-"""Peers that dial back."""
+"""How many peers are asked to dial back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """Where a peer is to listen, and where others are told that they reach that."""
+    """Where a peer is to listen, and the addresses at which others are told that they reach its ports."""
 
     host: str
     port: int
@@ -41,7 +41,7 @@ class Ports:
 
     @property
     def taken(self) -> list[Finding]:
-        """A finding for each port that was chosen and cannot be had."""
+        """A finding for each port that the user chose and that is not free."""
         found = []
         for what, option, port in ((GRPC, "--port", self.port), (DHT, "--dht-port", self.dht_port)):
             try:
@@ -51,7 +51,7 @@ class Ports:
         return found
 
     def free(self) -> tuple[int, int]:
-        """Both ports, a free one where the port was left open. Raises ValueError if one cannot be had."""
+        """Both ports; for each that is 0, a free one. Raises ValueError if a port is not free."""
         return self._free(self.port), self._free(self.dht_port)
 
     def _free(self, port: int) -> int:
@@ -61,7 +61,7 @@ class Ports:
 
 
 def unasked(ports: Ports) -> list[Finding]:
-    """What is known of both without others."""
+    """The findings about both ports when no peer was asked."""
     taken = ports.taken
     known = {finding.what for finding in taken}
     why = "whether others reach it is for the peers of a run to say"
@@ -71,7 +71,7 @@ def unasked(ports: Ports) -> list[Finding]:
 async def from_outside(
     ports: Ports, peers: Sequence[PeerRecord], channels: ChannelPool, own: Identity, *, insecure: bool
 ) -> list[Finding]:
-    """Have peers dial both ports back. Cancellation ends that, and nothing listens any more."""
+    """Have peers dial both ports back; gives the findings. On cancellation nothing listens any more."""
     if ports.taken or not peers:
         return unasked(ports)
     port, dht_port = ports.free()
@@ -98,11 +98,12 @@ async def from_outside(
 def judge(
     port: int, dht_port: int, reached: Sequence[str], reached_dht: Sequence[str], num_asked: int
 ) -> list[Finding]:
-    """The findings about the way by which others will reach this machine.
+    """The findings about how others will reach this machine.
 
     Args:
-        reached: endpoints of gRPC that those that dialled back got an answer at; likewise of the DHT.
-        num_asked: how many dialled back.
+        reached: endpoints of gRPC at which the peers that dialled back got an answer.
+        reached_dht: likewise, endpoints of the DHT.
+        num_asked: how many peers dialled back.
     """
     asked = counted(num_asked, "peer")
     opened = "--port and --dht-port fix both, and a firewall or router has to let them in"
@@ -121,7 +122,7 @@ def judge(
 
 
 def _named(outside: Sequence[Outside], port: int) -> list[str]:
-    """What is to be dialled: what was announced, and that port of the address that the question comes from."""
+    """The endpoints to dial: those that --announce names, and `:PORT` for the address from which the caller is seen."""
     named = [endpoint_of(one.host, one.port or port) for one in outside]
     return [*named, f":{port}"][:MAX_ENDPOINTS]
 

@@ -29,7 +29,7 @@ from swarm.rpc.channels import ChannelPool
 
 PROG = "swarm-doctor"
 LOOK_SECONDS = 6.0
-"""How long the run is looked for."""
+"""How long to look for the run."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, or in a pipe: a line is a message, and the answer comes as it is written."""
+"""A conversation in the terminal, or in a pipe: a line is a message, and its answer is printed as it is written."""
 
 import sys
 
@@ -15,7 +15,7 @@ _MARK = "> "
 
 
 class Conversation:
-    """What has been said, and the model that answers."""
+    """The messages so far, and the model that answers."""
 
     def __init__(self, model: TextModel, options: GenerateOptions) -> None:
         """Raises ValueError: the model has no chat template."""
@@ -27,20 +27,20 @@ class Conversation:
         self._messages = self._beginning
 
     async def require_beginning(self) -> None:
-        """Raise ValueError if no first message can be answered, whatever it is."""
+        """Raise ValueError if the chat template refuses any first message, for example because of --system."""
         await self._model.conversation([*self._beginning, {"role": "user", "content": "Hello"}])
 
     def reset(self) -> None:
-        """Forget what has been said, but for --system."""
+        """Forget all messages except --system's."""
         self._messages = self._beginning
 
     async def answer(self, text: str) -> None:
-        """Print the answer to a message as it comes. If it is cancelled, what has been printed was the answer.
+        """Print the answer to a message as it comes. If cancelled, the conversation goes on from what was printed.
 
         Raises:
-            ValueError: the template refuses the message, or the conversation is too long: the message has not been
-                said.
-            SwarmError: there is no answer, or no more of it.
+            ValueError: the template refuses the message, or the conversation is too long. The conversation is then as
+                it was before the message.
+            SwarmError: there is no answer, or it broke off.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = await self._model.conversation(messages)

@@ -1,4 +1,4 @@
-"""What a person, or a pipe, has to say to a program that runs an event loop: lines of stdin, and Ctrl-C."""
+"""Input of a person, or a pipe, to a program that runs an event loop: lines of stdin, and Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ class Keyboard:
 
     def __init__(self) -> None:
         self.is_over = False
-        """Whether the program is to end, since SIGTERM came."""
+        """Whether the program is to end because SIGTERM came."""
         self._interrupt = asyncio.Event()
         self._read_ahead = b""
         loop = asyncio.get_running_loop()
@@ -33,7 +33,7 @@ class Keyboard:
         return await self.before_interrupt(self._next_line())
 
     async def before_interrupt(self, work: Coroutine[Any, Any, Result]) -> Result | None:
-        """What `work` gives; None if Ctrl-C or SIGTERM came before: then it was cancelled, and has ended."""
+        """Run `work` and give its result. If Ctrl-C or SIGTERM comes first, cancel it, wait for its end, give None."""
         self._interrupt.clear()
         if self.is_over:
             self._interrupt.set()
@@ -57,13 +57,14 @@ class Keyboard:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(tell, line)
 
-        # It may wait for ever. A daemon does not keep the process from ending, as the loop's own threads would.
+        # The thread may wait for ever. A daemon thread does not keep the process from ending; the loop's threads would.
         threading.Thread(target=wait_for_line, daemon=True).start()
         line: str | None = await read
         return line
 
     def _read_line(self) -> str | None:
-        """Blocks. Reads the file itself: Python's buffer has a lock, which a process cannot end with."""
+        """Read the next line; blocks. This reads the descriptor, because a process cannot end while a thread holds the
+        lock of Python's buffer."""
         while b"\n" not in self._read_ahead and (piece := os.read(sys.stdin.fileno(), _READ_BYTES)):
             self._read_ahead += piece
         line, mark, self._read_ahead = self._read_ahead.partition(b"\n")

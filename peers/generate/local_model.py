@@ -26,10 +26,10 @@ from swarm.model.transformer import Transformer
 
 @asynccontextmanager
 async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]:
-    """Load what --checkpoint or --model names, and have it compute inside the block.
+    """Load the model that --checkpoint or --model names, and run its engine inside the block.
 
     Raises:
-        ValueError, IntegrityError, CorpusMismatch: it cannot be loaded, or its tokenizer cannot.
+        ValueError, IntegrityError, CorpusMismatch: the model or its tokenizer cannot be loaded.
     """
     found = _origin(options)
     config = found.config
@@ -67,6 +67,6 @@ def _origin(options: GenerateOptions) -> Origin:
 
 
 def _text_folders(options: GenerateOptions, tokenizer: str) -> list[Path]:
-    """Where the chat template and the end tokens may be told: beside the tokenizer, and in the model's folder."""
+    """The folders that may have the chat template and end tokens: the tokenizer's, and the model's."""
     beside = [] if tokenizer == ByteTokenizer.identity else [tokenizer_files.located(tokenizer).parent]
     return beside + [Path(folder) for folder in (options.model, options.base) if folder is not None]

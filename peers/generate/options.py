@@ -1,4 +1,4 @@
-"""What swarm-generate is told on its command line."""
+"""The options of swarm-generate."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ class GenerateOptions:
         if "" in self.stop:
             raise ValueError("--stop must not be empty")
         cli.require_text(self, ["prompt", "system", "stop"])
-        # Their rules are their own.
+        # Sampling and `address` check their own values.
         _ = self.sampling
         if self.serve is not None:
             _ = self.address

@@ -6,8 +6,8 @@
     swarm-generate --model run/ --chat
     swarm-generate --model run/ --serve 127.0.0.1:8000
 
-With addresses of peers a running swarm writes the text. Else the whole model is loaded into this process, from
-checkpoints of all stages, a run folder, or a model of Hugging Face: a folder, or a name on the hub.
+With an INVITE or addresses of peers, a running swarm writes the text. Otherwise the whole model is loaded into this
+process: from checkpoints of all stages, a run folder, or a model of Hugging Face (a folder, or a name on the hub).
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     process.setup_logging(PROG, "warning")
     if options.threads:
         torch.set_num_threads(options.threads)
-    # What a server lacks is to be told before anything is loaded.
+    # If something keeps the server from starting, the user learns it before anything is loaded.
     server = _server(options) if options.serve is not None else None
     with process.interruptible():
         options = with_invite(options)
@@ -47,12 +47,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _folder(place: str | None) -> str | None:
-    """Where a model is that the user names, if they do; one of the hub is downloaded."""
+    """The folder of the model that the user names, if any; a model on the hub is downloaded."""
     return None if place is None else str(located(place, terminal.tell)[0])
 
 
 async def _run(options: GenerateOptions, server: "Server | None") -> int:
-    """Gives the exit code."""
+    """Open the model and do what the options ask for; gives the exit code."""
     from_swarm = joins(options)
     terminal.tell("looking for the swarm" if from_swarm else "loading the model")
     async with (open_swarm if from_swarm else open_local_model)(options) as model:
@@ -66,7 +66,7 @@ async def _run(options: GenerateOptions, server: "Server | None") -> int:
 
 
 def _server(options: GenerateOptions) -> "Server":
-    """Raises ValueError if its libraries are not installed, or it cannot have its address."""
+    """Make the server. Raises ValueError if its libraries are not installed, or its address cannot be taken."""
     try:
         from peers.generate.server import Server
     except ModuleNotFoundError as error:

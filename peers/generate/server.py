@@ -1,4 +1,4 @@
-"""--serve: the model over HTTP, until Ctrl-C or SIGTERM."""
+"""--serve: serves the model over HTTP, until Ctrl-C or SIGTERM."""
 
 import random
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ from swarm.machine.clock import SystemClock
 
 TOKEN_VARIABLE = "SWARM_SERVE_TOKEN"
 MOST_WAITING = 64
-"""Requests that wait while others are answered; one more is told to come again."""
+"""The most requests that wait while others are answered; further ones are told to try again later."""
 
 
 class Server:
-    """An address that has been taken, to serve a model at."""
+    """Takes an address, and serves a model there."""
 
     def __init__(self, options: GenerateOptions, environment: Mapping[str, str]) -> None:
         """Take the address.
 
         Raises:
-            ValueError: the address cannot be had, or the token is none.
+            ValueError: the address cannot be taken, or the token is malformed.
             OSError: the file with the token cannot be read.
         """
         self._most_tokens = options.most_tokens
@@ -58,6 +58,6 @@ class Server:
         api = Api(model, default_tokens=self._most_tokens, clock=SystemClock(), numbers=numbers)
         gate = Gate(api.app(), token=self._token, most_requests=self._most_requests)
         if self._token is None and self._listener.is_local:
-            # A page in a browser may have its own name stand for this machine, and would then be let in.
+            # A web page could have its own name resolve to this machine (DNS rebinding), and so reach the model.
             return TrustedHostMiddleware(gate, allowed_hosts=LOCAL_NAMES)
         return gate

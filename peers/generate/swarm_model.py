@@ -1,4 +1,4 @@
-"""The model of a running swarm, asked over the network: nothing of it is in this process."""
+"""The model of a running swarm, used over the network: this process holds none of its weights."""
 
 import asyncio
 import dataclasses
@@ -28,12 +28,12 @@ from swarm.pipeline.swarm_engine import SwarmEngine
 
 @asynccontextmanager
 async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
-    """Enter the DHT as a client, and write text with the run that is found there, until the block ends.
+    """Enter the DHT as a client, and give a model that the run found there computes, until the block ends.
 
     Raises:
         ValueError: a token is missing, or the model generates no text.
-        CorpusMismatch: the tokenizer is another one.
-        PeerUnavailable: nobody answers, or gives the run's tokenizer.
+        CorpusMismatch: the tokenizer is not the run's.
+        PeerUnavailable: no peer answers, or none gives the run's tokenizer.
     """
     clock = SystemClock()
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
@@ -48,13 +48,13 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
 
 
 def _beside(tokenizer: str) -> list[Path]:
-    """Where the chat template and the end tokens may be told."""
+    """The folder that may have the chat template and end tokens: the tokenizer's, if it has one."""
     return [] if tokenizer == ByteTokenizer.identity else [tokenizer_files.located(tokenizer).parent]
 
 
 @asynccontextmanager
 async def _engine(member: Membership) -> AsyncIterator[SwarmEngine]:
-    """An engine that knows the peers of stage 0 as they come and go."""
+    """Make an engine, and inside the block keep its peers of stage 0 up to date."""
     known, channels, clock = member.known, member.channels, member.clock
     hop = Hop(run_id=member.config.run_id, stage=0, reply_specs={}, router=known.router, channels=channels, clock=clock)
     watcher = RoundWatcher(

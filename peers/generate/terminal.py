@@ -1,4 +1,4 @@
-"""Text in the terminal, as it comes."""
+"""Prints text as the model writes it."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ from swarm.machine.words import counted
 
 
 async def write(model: TextModel, options: GenerateOptions) -> None:
-    """Print the prompt, and what follows, as it comes, and then how fast that was and who wrote it.
+    """Print the prompt, its continuation as it is written, and then how fast that was and which model wrote it.
 
     Raises:
         ValueError: the prompt is too long.
@@ -29,14 +29,14 @@ async def write(model: TextModel, options: GenerateOptions) -> None:
             async for piece in text.pieces():
                 say(piece)
     finally:
-        # Also where it breaks off: what is wrong is a line of its own.
+        # This is also printed where the text breaks off, so that the error begins a line.
         say("\n")
     seconds = loop.time() - began_at
     tell(f"{counted(text.num_tokens, 'token')} by {model.name}, {text.num_tokens / seconds:.1f} a second")
 
 
 def say(text: str) -> None:
-    """Print at once. A terminal gets nothing that it would take for a command."""
+    """Print at once; to a terminal, without control characters, which it would take for commands."""
     sys.stdout.write(printable(text, keep="\n\t") if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

@@ -1,6 +1,6 @@
-"""The kill and the join that a local swarm is asked for.
+"""The kill and the join that --kill-at and --join-at ask for.
 
-Used by swarm.py, which tells how far the run is.
+Used by swarm.py, which calls it after each step.
 """
 
 import random
@@ -11,7 +11,7 @@ from peers.local.peers import LocalPeer, LocalPeers
 
 
 class Drama:
-    """Kills a peer at one step and starts another at the next, once each."""
+    """Kills a peer at one step and starts another at another step, once each."""
 
     def __init__(self, options: LocalOptions, peers: LocalPeers) -> None:
         self.num_killed = 0
@@ -36,7 +36,7 @@ class Drama:
         return happened
 
     def _kill(self) -> list[str]:
-        # Peers may have died by themselves: one that is the last of its stage is spared.
+        # Peers may have died by themselves, so the last one of a stage is not killed.
         serving = self._peers.serving
         stages = Counter(peer.stage for peer in serving)
         victims = [peer for peer in serving if stages[peer.stage] > 1]

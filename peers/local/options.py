@@ -8,7 +8,7 @@ import tyro
 from peers.shared import cli
 
 PRESET = "tiny"
-"""Taken where neither --preset nor --config is given."""
+"""The preset if neither --preset nor --config is given."""
 
 
 @dataclass(frozen=True, kw_only=True)

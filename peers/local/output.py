@@ -1,4 +1,4 @@
-"""A local swarm's output folder: what an earlier run left in it, what the trainer has written so far, and the end.
+"""A local swarm's output folder: clears it of an earlier run, reads what the trainer writes, and adds the summary.
 
 Used by swarm.py.
 """
@@ -19,19 +19,19 @@ class Output:
     def __init__(self, folder: Path, *, goes_on: bool) -> None:
         """
         Args:
-            goes_on: whether metrics.jsonl is kept, for the run goes on from a checkpoint.
+            goes_on: whether metrics.jsonl is kept, because the run goes on from a checkpoint.
         """
         self.folder = folder
         self.logs = folder / "logs"
         self.metrics = folder / "metrics.jsonl"
         self.first_step = 0
-        """Step of the whole training from which this run goes on."""
+        """The step of the whole training at which this run began."""
         self._goes_on = goes_on
         self._num_old_rows = 0
-        """Lines of metrics.jsonl that are an earlier run's."""
+        """How many lines of metrics.jsonl an earlier run wrote."""
 
     def clear(self, logs_in_use: Collection[Path]) -> None:
-        """Delete what an earlier run left, now that this one has begun; metrics that it goes on with are kept."""
+        """Delete what an earlier run left, now that this one has begun; keep metrics.jsonl if this run goes on."""
         if not self._goes_on:
             self.metrics.unlink(missing_ok=True)
         elif self.metrics.exists() and (rows := list(metrics_log.read(self.metrics))):
@@ -41,7 +41,7 @@ class Output:
             path.unlink(missing_ok=True)
 
     def trainer_rows(self) -> tuple[TrainerRow, ...]:
-        """Where the trainer is, by the last step that it has written down."""
+        """The trainer's row in the table, by the last step in metrics.jsonl; empty before its first step."""
         rows = list(metrics_log.read(self.metrics))[self._num_old_rows :] if self.metrics.exists() else []
         steps = [row for row in rows if "train/loss" in row]
         if not steps:
@@ -51,11 +51,11 @@ class Output:
         return (TrainerRow(name="trainer", step=last["step"], loss=last["train/loss"], tokens_per_second=rate),)
 
     def finish(self, figures: Mapping[str, int]) -> None:
-        """Add to the trainer's summary, and print it with the sample and where everything is."""
+        """Add figures to the trainer's summary, and print it, with the sample and where the files are."""
         path = self.folder / "summary.json"
         summary = json.loads(path.read_text(encoding="utf-8")) | dict(figures)
         path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        # The plot is drawn once more, with the last events in it.
+        # The trainer's plot lacks our last events, so it is drawn again.
         plot_loss(self.metrics, self.folder / "loss.png")
         sample = self.folder / "sample.txt"
         if sample.exists():

@@ -1,6 +1,6 @@
-"""The peers of a local swarm: started, seen to serve, killed.
+"""The peers of a local swarm: starts them, sees when they serve, kills them.
 
-Used by swarm.py and drama.py. It never decides when.
+Used by swarm.py and drama.py, which decide when.
 """
 
 import json
@@ -20,7 +20,7 @@ from swarm.config import RunConfig
 from swarm.types import PeerRecord, PeerState
 
 MOST_ADDRESSES = 4
-"""How many addresses of serving peers a joining process is told."""
+"""The most addresses of serving peers that a joining process is given."""
 
 
 @dataclass(eq=False)
@@ -31,11 +31,11 @@ class LocalPeer:
     stage: int
     ready_file: Path
     record: PeerRecord | None = None
-    """What it is known by, once it serves."""
+    """The peer's record, with which it can be asked, once it serves."""
     dht_address: str = ""
 
     def is_ready(self) -> bool:
-        """Whether it serves, by the file that it writes then."""
+        """Whether the peer serves: it writes its ready file then."""
         if self.record is None and self.ready_file.exists():
             ready = json.loads(self.ready_file.read_text())
             self.dht_address = next(iter(ready["dht_addresses"]), "")
@@ -60,7 +60,7 @@ class LocalPeers:
     ) -> None:
         """
         Args:
-            folder: for their keys and ready files.
+            folder: for the peers' keys and ready files.
             places: the device of each peer, in the order in which they start.
         """
         self.num_stages = options.stages or config.stages.num_stages
@@ -73,7 +73,7 @@ class LocalPeers:
         self._num_started = 0
 
     def start(self, stage: int) -> LocalPeer:
-        """Start one more, and do not wait for it."""
+        """Start one more peer, and do not wait until it serves."""
         self._num_started += 1
         name = f"peer-{self._num_started}"
         device = self._places[self._num_started - 1]
@@ -101,7 +101,7 @@ class LocalPeers:
         return peer
 
     def _run_options(self) -> dict[str, Any]:
-        """How a peer joins the run: at the addresses of those that serve, or as the first, which begins it."""
+        """The options with which the next peer joins at peers that serve; if none does, begins the run."""
         options = self._options
         if addresses := self.addresses:
             return {"initial_peers": addresses, "allow_class": self._custom_class or None}
@@ -110,7 +110,7 @@ class LocalPeers:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where others enter the DHT."""
+        """The addresses at which others enter the DHT."""
         return tuple(peer.dht_address for peer in self.running if peer.dht_address)[:MOST_ADDRESSES]
 
     @property
@@ -119,16 +119,16 @@ class LocalPeers:
         return [peer for peer in self.running if peer.record is not None]
 
     def counts(self) -> Counter[int]:
-        """How many each stage has, whether they serve yet or not."""
+        """The number of running peers of each stage, whether they serve yet or not."""
         return Counter({stage: 0 for stage in range(self.num_stages)} | Counter(peer.stage for peer in self.running))
 
     def kill(self, peer: LocalPeer) -> None:
-        """Kill one as a power cut would."""
+        """Kill a peer as a power cut would."""
         self.running.remove(peer)
         self._children.kill9(peer.child)
 
     def ended(self, name: str) -> LocalPeer:
-        """Forget one that has ended by itself; gives it."""
+        """Forget a peer that has ended by itself; gives it."""
         gone = next(peer for peer in self.running if peer.child.name == name)
         self.running.remove(gone)
         return gone

@@ -27,7 +27,7 @@ from swarm.machine.clock import SystemClock
 
 PROG = "swarm-local"
 CHECKPOINT_GRACE_SECONDS = 120.0
-"""How long peers may take to end that finish a round first, and write a checkpoint."""
+"""How long peers may take to end if they write checkpoints: they finish their round first, and write one more."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,14 +40,14 @@ def main(argv: Sequence[str]) -> int:
     clock = SystemClock()
     _, token = find_token(options.token, (), os.environ, role=Role.PEER, insecure=options.insecure, clock=clock)
     if token is not None:
-        # For the children, whose command lines every user of this machine can read.
+        # Children get the token in the environment: every user of this machine can read their command lines.
         os.environ[VARIABLE] = str(token)
     num_peers = (options.stages or config.stages.num_stages) * options.peers_per_stage
     places = devices.spread(devices.named(options.device), num_peers + (options.join_at is not None))
     logs = options.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     require_sole_writer(logs, f"--output {options.output}")
-    # The folder itself is our trainer's, later on: we write to metrics.jsonl beside it. Now nobody else may have it.
+    # Our trainer will lock the folder itself, so we check that no other process has it now, and lock `logs` instead.
     os.close(require_sole_writer(options.output, f"--output {options.output}"))
     grace_seconds = CHECKPOINT_GRACE_SECONDS if options.checkpoint else GRACE_SECONDS
     with (
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def run(swarm: LocalSwarm) -> int:
-    """Run it until it has trained, or is told to stop; gives the exit code."""
+    """Run the swarm until it has trained, or this program is told to stop; gives the exit code."""
     stop = process.stop_event()
     exit_code = await process.before(stop, swarm.run())
     if exit_code is None:

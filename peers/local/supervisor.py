@@ -1,8 +1,7 @@
 """Child processes that never outlive their launcher.
 
-Used by swarm-local, the benches and the end-to-end tests. Each child leads a process group of its own, so that what it
-starts (p2pd) goes with it, and the kernel kills it should the launcher die. Knows nothing about
-what the children do.
+Used by swarm-local, the benches and the end-to-end tests. Each child leads a process group of its own, so that its own
+children (p2pd) are killed with it, and the kernel kills it if the launcher dies.
 """
 
 import logging
@@ -59,7 +58,11 @@ class Supervisor:
     """
 
     def __init__(self, log_folder: Path, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Logs go to `log_folder`; on leaving, a child that SIGTERM has not ended gets SIGKILL after the grace."""
+        """
+        Args:
+            log_folder: for the children's logs.
+            grace_seconds: how long after SIGTERM children get SIGKILL when the block ends.
+        """
         self._log_folder = log_folder
         self._grace_seconds = grace_seconds
         self._running: list[Child] = []
@@ -74,7 +77,7 @@ class Supervisor:
 
     @property
     def running(self) -> list[Child]:
-        """The children whose end nobody has asked for or been told of."""
+        """The children that were not killed here, and whose end `exits` has not told."""
         return list(self._running)
 
     def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
@@ -85,14 +88,14 @@ class Supervisor:
         """
         self._log_folder.mkdir(parents=True, exist_ok=True)
         log = self._log_folder / f"{name}.log"
-        # For the user alone: the lines with which others join a locked run have the token in them.
+        # Only this user may read the log: the lines with which others join a locked run have the token in them.
         with open(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # Unbuffered, or a killed child's last lines would be lost.
+                # Output is unbuffered, because a killed child's last lines would be lost in a buffer.
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
@@ -102,25 +105,25 @@ class Supervisor:
         return child
 
     def kill9(self, child: Child) -> None:
-        """Kill a child and all it forked, as a power cut would. Returns when it is gone."""
+        """Kill a child and all that it forked, as a power cut would, and wait until it is gone."""
         self._running.remove(child)
         _reap(child)
 
     def exits(self) -> list[Exit]:
-        """The children that ended by themselves since the last call. What they left behind in their group is killed."""
+        """The children that ended by themselves since the last call. The rest of their process groups is killed."""
         ended = [child for child in self._running if _has_ended(child)]
         self._running = [child for child in self._running if child not in ended]
         return [Exit(name=child.name, returncode=_reap(child), reason=_reason(child)) for child in ended]
 
     def terminate_all(self, grace_seconds: float) -> None:
-        """SIGTERM for every child, then SIGKILL for what is left after the grace; a Ctrl-C in between cuts it short.
+        """Send SIGTERM to every child, and SIGKILL to those that are left after the grace; Ctrl-C shortens the grace.
 
-        The log names those that had to be killed: what they were to write before their end is not written.
+        The log names those that had to be killed: they have not written what they write at their end.
         """
         children, self._running = self._running, []
         try:
             for child in children:
-                # Only the group's leader gets it: it still needs its DHT process in order to say goodbye.
+                # Only the group's leader gets SIGTERM: it needs its child p2pd to withdraw its records.
                 os.kill(child.pid, signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds
             while not all(map(_has_ended, children)) and time.monotonic() < deadline:
@@ -141,7 +144,7 @@ def last_line(log: Path) -> str:
 
 
 def _has_ended(child: Child) -> bool:
-    # Left unreaped, so that its id cannot become another process's before its group has been killed.
+    # The child stays unreaped, so that no other process can get its id before its group has been killed.
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -27,8 +27,8 @@ from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerRecord
 
 START_SECONDS, START_SECONDS_PER_PEER = 120.0, 20.0
-"""Longest wait for the peers that follow the first: all at once import, look and connect. The first may take its time:
-it may have to fetch the text and prepare it."""
+"""Longest wait until the peers after the first serve: they import and connect all at once. The first may take any time,
+because it may have to download and prepare the text."""
 LOOK_SECONDS = 0.5
 
 
@@ -40,7 +40,7 @@ class LocalSwarm:
     ) -> None:
         """
         Args:
-            identity: the identity with which the peers are asked how they are.
+            identity: the identity with which this process asks the peers for their status.
         """
         self.peers = peers
         self.output = Output(options.output, goes_on=options.resume is not None)
@@ -72,12 +72,12 @@ class LocalSwarm:
         return 0
 
     async def start_first_peer(self) -> None:
-        """Start it and wait until it serves: the others join through it.
+        """Start the first peer and wait until it serves: the others join through it.
 
         Raises:
             PeerUnavailable: it ended instead.
         """
-        # Children append to their logs, and the last line says why one ended: it must be this one's.
+        # A log's last line says why its child ended, and children append: an earlier run's line must not be taken.
         (self.output.logs / "peer-1.log").unlink(missing_ok=True)
         first = self.peers.start(0)
         while not first.is_ready():
@@ -113,7 +113,7 @@ class LocalSwarm:
         return self._children.start("trainer", command_line("trainer", cli.arguments(own)))
 
     async def watch(self, trainer: Child, table: LiveTable, metrics: MetricsLog) -> None:
-        """Show the swarm until the trainer has trained, and do what was asked for meanwhile.
+        """Show the swarm until the trainer has trained, and meanwhile kill and start peers as the options say.
 
         Raises:
             PeerUnavailable: the trainer failed, or a stage has lost its last peer.
@@ -126,7 +126,7 @@ class LocalSwarm:
                 if end.name == trainer.name:
                     await self._show(table)
                     if end.returncode != 0:
-                        # Whether before its last step or, where a file could not be written, after it.
+                        # It failed before its last step or, if a file could not be written, after it.
                         raise PeerUnavailable(f"the trainer failed: {_why(end)}")
                     return
                 gone = self.peers.ended(end.name)
@@ -140,7 +140,7 @@ class LocalSwarm:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _show(self, table: LiveTable) -> int:
-        """Show where all peers and the trainer are; gives the trainer's step."""
+        """Update the table; gives the trainer's step."""
         view = await self._view()
         table.show(view)
         return view.trainers[0].step if view.trainers else self.output.first_step
@@ -150,13 +150,13 @@ class LocalSwarm:
         for peer in self.peers.running:
             if peer.record is not None:
                 stages[peer.stage].append(peer.record)
-        # Which run that is, the first peer decides, with the digest of the text: it is known here by its name alone.
+        # The run's id has the digest of the text, which the first peer computes; here only the run's name is known.
         view = await observe("", stages, (), self._channels, self._events)
         rows = tuple(dataclasses.replace(row, peers=row.peers + self._starting(row.stage)) for row in view.stages)
         return SwarmView(run=self._run_name, stages=rows, trainers=self.output.trainer_rows(), events=view.events)
 
     def _starting(self, stage: int) -> tuple[PeerRow, ...]:
-        """Our peers of a stage that cannot be asked yet."""
+        """Rows for the peers of a stage that were started and cannot be asked yet."""
         return tuple(
             PeerRow(name=peer.child.name, peer_id="", state="joining")
             for peer in self.peers.running
@@ -174,5 +174,5 @@ class LocalSwarm:
 
 
 def _why(end: Exit) -> str:
-    """A child's last line without its beginning (program; or time, name and level), which says nothing new here."""
+    """A child's last line, without the program, time, name and level at its beginning."""
     return re.split(r": error: | ERROR: ", end.reason, maxsplit=1)[-1]

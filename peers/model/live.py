@@ -1,8 +1,8 @@
-"""The model that a running swarm has: the weights with which one round begins, from the peers of every stage.
+"""Downloads the model that a running swarm has: the weights with which one round begins, from peers of every stage.
 
-Used by `swarm-model export INVITE`. They come as newcomers have them, in segments of which every one is
-checked, and are written as checkpoints are, so that an export goes on from files. Most holders of a stage have to offer
-the same bits. Peers keep one snapshot for this, as they do for a newcomer, and training goes on.
+Used by `swarm-model export INVITE`. The weights are downloaded as newcomers do it, in segments that are each checked,
+and written as checkpoints, so that the export then works on files. More than half of the peers asked at a stage have to
+offer the same bits. Peers keep one snapshot for this, as they do for a newcomer, and training goes on.
 """
 
 import asyncio
@@ -47,22 +47,22 @@ logger = logging.getLogger(__name__)
 
 ANCHOR = "anchor/"
 SIZE_FACTOR = 4
-"""A stage's snapshot may be so many times as large as its parameters: it has optimizer state as well."""
+"""How many times as large as its parameters a stage's snapshot may be: it has optimizer state as well."""
 MOST_MISSES = 6
-"""How often the stages may get past the round that was to be kept, before this gives up."""
+"""How often the stages may get past the round that they were asked to keep, before this gives up."""
 QUIET_SECONDS = 600.0
-"""How long a stage that stands behind the others is waited for while no round ends anywhere."""
+"""How long to wait for a stage behind the others while no stage ends a round."""
 NEXT_SECONDS = 10.0
-"""How long the next round is waited for likewise, where the present one was missed: rounds are short then."""
+"""The same for the next round after the present one was missed: rounds are short then."""
 SAY_SECONDS = 10.0
 
 
 class Quiet(PeerUnavailable):
-    """The swarm does not go on."""
+    """The wanted round does not come, because nobody trains."""
 
 
 class StageReader:
-    """One stage's weights, from its peers."""
+    """Downloads one stage's weights from its peers."""
 
     def __init__(self, member: Membership, stage: int, transport: Transport) -> None:
         self._member = member
@@ -81,7 +81,7 @@ class StageReader:
         self._pinned: PartialSnapshot | None = None
 
     async def rounds(self) -> list[int]:
-        """Where the stage's peers are that answer. Raises PeerUnavailable if none does."""
+        """The rounds of the stage's peers that answer. Raises PeerUnavailable if none does."""
         member = self._member
         replies = await answers(member.config, member.known.others(self.stage), member.channels)
         if not replies:
@@ -92,8 +92,8 @@ class StageReader:
         """Have the stage's peers keep the state with which a round begins, or keep it for longer.
 
         Raises:
-            PeerUnavailable: they are not there, or not any more.
-            IntegrityError: no state is offered by more than half of those that were asked.
+            PeerUnavailable: they are not at this round, or no longer.
+            IntegrityError: no state is offered by more than half of the peers that were asked.
         """
         num_asked = min(MAX_SOURCES, len(await self.rounds()))
         wanted = Wanted(
@@ -112,11 +112,11 @@ class StageReader:
         self._pinned = pinned
 
     async def fetch(self) -> Snapshot:
-        """The weights that were pinned: `anchor/NAME` for each parameter.
+        """Download the pinned weights: `anchor/NAME` for each parameter.
 
         Raises:
-            PeerUnavailable: they are not to be had any more.
-            IntegrityError: they are not those of this stage.
+            PeerUnavailable: no peer has them any more.
+            IntegrityError: they are not the parameters of this stage.
         """
         assert self._pinned is not None
         snapshot = (await self._transfer.fetch(self._pinned)).snapshot
@@ -130,7 +130,7 @@ class StageReader:
 
 
 class LiveModel:
-    """All stages of a running swarm."""
+    """Downloads the weights of all stages of a running swarm."""
 
     def __init__(self, member: Membership, *, transport: Transport | None = None) -> None:
         self._member = member
@@ -139,14 +139,14 @@ class LiveModel:
         self._readers = [StageReader(member, stage, transport) for stage in member.stages]
 
     async def write_checkpoints(self, folder: Path, round_number: int | None = None) -> int:
-        """Write the weights of one round, of every stage a file; gives the round. One stage is in memory at a time.
+        """Write the weights of one round, a file for each stage; gives the round. One stage is in memory at a time.
 
         Args:
-            round_number: if given, of this round: it is waited for.
+            round_number: wait for this round; None for the present one.
 
         Raises:
             Fatal: the swarm is past this round.
-            PeerUnavailable: a stage has no peer that answers, or they get past every round that they are asked for.
+            PeerUnavailable: no peer of a stage answers, or stages get past every round before all could keep it.
             IntegrityError: a stage's peers do not agree.
             OSError: the files cannot be written.
         """
@@ -182,16 +182,17 @@ class LiveModel:
                     raise
                 faults.append(error)
                 logger.info("round %d was missed: %s", chosen, error)
-                # The next one is waited for, where rounds are short.
+                # Every second time the next round is tried: where rounds are short, the present one is missed.
                 lead = 0 if lead else 1
-        # That peers do not agree is not for lack of time.
+        # An IntegrityError is the better report: peers that do not agree were not merely too fast.
         raise next((fault for fault in faults if isinstance(fault, IntegrityError)), faults[-1])
 
     async def _pin(self, chosen: int, *, quiet_seconds: float) -> None:
-        """Pin every stage at a round. Stages that have not got there are waited for, and the others keep theirs.
+        """Pin every stage at a round. Wait for stages that have not reached it, while the others keep their state.
 
         Raises:
-            PeerUnavailable: a stage is past it, or, as Quiet, does not get there.
+            PeerUnavailable: a stage is past the round.
+            Quiet: a stage does not reach it.
         """
         pinned = set[int]()
         quiet_since, said_at, before = self._clock.monotonic(), self._clock.monotonic(), list[int]()
@@ -219,14 +220,14 @@ class LiveModel:
                 logger.info("waiting until stage %d, at round %d, is at %d", behind[0], rounds[behind[0]], chosen)
 
     async def _keep(self, reader: StageReader, chosen: int) -> None:
-        """Have a stage keep what is fetched later, until cancelled."""
+        """Have a stage keep its state, which is fetched later, until this is cancelled."""
         while True:
             await self._clock.sleep(SAY_SECONDS)
             with suppress(PeerUnavailable):
                 await reader.pin(chosen)
 
     async def _newest(self) -> list[int]:
-        """The newest round of each stage; looks for peers for a while where there is none."""
+        """The newest round of each stage; for a while, looks for peers of stages where none answers."""
         member = self._member
         deadline = self._clock.monotonic() + SAY_SECONDS
         while True:
@@ -248,11 +249,11 @@ class LiveModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveOrigin:
-    """What an export needs besides a running swarm's checkpoints.
+    """What an export from a running swarm needs besides its checkpoints.
 
     Attributes:
-        tokenizer: names the run's on this machine.
-        base: the frozen weights that adapters belong to, if the export is to have them.
+        tokenizer: the run's tokenizer on this machine: `bytes`, a folder or a name.
+        base: the frozen weights that adapters belong to; None if the export does not need them from the swarm.
     """
 
     tokenizer: str

@@ -1,6 +1,6 @@
 """The losses that a trainer has measured, for a model's card.
 
-A trainer writes them into metrics.jsonl, by the step, which is a round of the whole swarm.
+A trainer writes them into metrics.jsonl, each with its step, which is a round of the whole swarm.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ from swarm.metrics.log import OF_SOURCE
 
 METRICS = "metrics.jsonl"
 _NAMES = {"train/loss": "training", "val/loss": "held-out"}
-"""What is taken, and what it is called; also the held-out losses of single datasets."""
+"""The names in a model's card of the figures that are taken; held-out losses of single datasets are taken as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLoss:
-    """One figure.
+    """A loss at one round.
 
     Attributes:
-        name: what it is the loss of.
-        loss: nats a token.
+        name: on what it was measured: training, held-out, or one dataset's held-out text.
+        loss: nats per token.
     """
 
     name: str
@@ -50,13 +50,13 @@ def read_losses(path: Path) -> list[MeasuredLoss]:
 
 
 def _name(key: str) -> str:
-    """What a loss is called; empty for another figure."""
+    """The name of a loss, by its key in metrics.jsonl; empty for another figure."""
     if key.startswith(OF_SOURCE):
         return f"held-out, {key.removeprefix(OF_SOURCE)}"
     return _NAMES.get(key, "")
 
 
 def losses_until(losses: Sequence[MeasuredLoss], round_number: int) -> Mapping[str, float]:
-    """The last of each kind that was measured by a round, under a name that says when."""
+    """The last loss of each name that was measured up to a round, under a name that says at which."""
     last = {loss.name: loss for loss in sorted(losses, key=lambda loss: loss.round) if loss.round <= round_number}
     return {f"Loss, {loss.name}, at round {loss.round}": loss.loss for loss in last.values()}

@@ -147,11 +147,11 @@ COMMANDS: dict[str, type[Any]] = {
     "show": ShowModelOptions,
     "push": PushModelOptions,
 }
-"""By the word that chooses them."""
+"""The options of each command, by the word that chooses it."""
 
 
 def explain(argv: Sequence[str]) -> None:
-    """Print the help that is asked for, and end the process. Returns if none is."""
+    """Print the help that the command line asks for, and end the process. Return if it asks for none."""
     asked_to_run = list[object]()
     commands = {name: Command(options, asked_to_run.append) for name, options in COMMANDS.items()}
     exit_code = subcommands.run(PROG, ABOUT, commands, argv)

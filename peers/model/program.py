@@ -65,7 +65,7 @@ def import_(options: ImportModelOptions) -> None:
 def export(options: ExportModelOptions) -> None:
     """Make a folder for transformers, or for peft. Raises ValueError, IntegrityError, OSError, PeerUnavailable."""
     process.setup_logging(PROG, "info")
-    # Before anybody is asked, or anything large is read.
+    # These checks come before any peer is asked, and before anything large is read.
     require_new(options.output)
     for source in (options.checkpoint, options.model, options.base):
         if source is not None:
@@ -77,7 +77,7 @@ def export(options: ExportModelOptions) -> None:
     elif options.checkpoint is not None:
         _export(origin.from_checkpoints(options.checkpoint, options.round, base), options, losses)
     else:
-        # Beside the output, where there has to be room for a model.
+        # The temporary folder is beside the output, because there has to be room for a model there anyway.
         with TemporaryDirectory(dir=_existing(options.output.absolute().parent), prefix=".swarm-export-") as folder:
             live = fetch_model(options, Path(folder))
             found = origin.from_checkpoints(Path(folder), None, base or live.base)
@@ -172,7 +172,7 @@ def _lora_rows(config: RunConfig) -> dict[str, object]:
 
 
 def push(options: PushModelOptions) -> None:
-    """Upload a folder. Raises ValueError for what is no export or no name, PeerUnavailable if the hub refuses it."""
+    """Upload a folder. Raises ValueError if it is no export or the name is none, PeerUnavailable if the hub refuses."""
     is_model = any((options.folder / name).is_file() for name in ("config.json", adapter.CONFIG))
     if not is_model or not any(options.folder.glob("*.safetensors")):
         raise ValueError(f"{options.folder} is no exported model: make one with {PROG} export")
@@ -183,11 +183,11 @@ def push(options: PushModelOptions) -> None:
         print(f"  {path.name}  {path.stat().st_size:,} bytes")
     total = sum(path.stat().st_size for path in files)
     if options.dry_run:
-        # A bare name is taken for one of the account that the token belongs to, which only the hub knows.
+        # The hub takes a bare name as one of the token's account, which only the hub knows.
         place = options.repository if "/" in options.repository else f"YOUR-ACCOUNT/{options.repository}"
         print(f"{counted(len(files), 'file')}, {total:,} bytes, would go to https://huggingface.co/{place}")
         return
-    # Only now: it takes a while to import, and nothing else needs it.
+    # It is imported only here, because that takes a while, and no other command needs it.
     import huggingface_hub
 
     if huggingface_hub.get_token() is None:

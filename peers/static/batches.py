@@ -1,8 +1,8 @@
-"""Batches: what one worker computes of a step, or of an evaluation: microbatches, all of one shape.
+"""Batches: the microbatches, all of one shape, that one worker computes in a step or in an evaluation.
 
-The microbatches of a step are those of a swarm's round, dealt to the workers of the axis dp in turns. Every worker has
-as many, because some of torch's exchanges belong to each: what is missing is filled up with microbatches without a
-target, of which neither loss nor gradient comes.
+The microbatches of a step are those of a swarm's round, dealt to the workers of the axis dp in turns. Every worker must
+compute the same number, because each microbatch has exchanges between workers. So batches are filled up with
+microbatches without targets, which add neither loss nor gradient.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from swarm.training import samples
 from swarm.training.samples import TOKENS, Samples
 
 NO_DROPOUT = -1
-"""Stands for a microbatch's number where there is no dropout."""
+"""Used in the place of a microbatch's number where there must be no dropout."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,8 +27,8 @@ class Batch:
     """Several microbatches.
 
     Attributes:
-        inputs: of each microbatch, the arguments of a Part at a stage that has both ends of the model.
-        num_targets: how many targets all of them have.
+        inputs: for each microbatch, the arguments of a Part with all layers of the model.
+        num_targets: how many targets all microbatches together have.
     """
 
     inputs: Sequence[dict[str, torch.Tensor]]
@@ -47,13 +47,13 @@ class Batches:
         self.size = max(-(-config.microbatches_per_round // self._dp), workers.shape.pp)
 
     def of_step(self, step: int) -> Batch:
-        """What this worker computes of a step."""
+        """This worker's microbatches of a step."""
         num = self._config.microbatches_per_round
         numbers = range(step * num + self._place, (step + 1) * num, self._dp)
         return self._batch([self._data.samples(number) for number in numbers], numbers)
 
     def of_evaluation(self, held_out: Sequence[Samples]) -> list[Batch]:
-        """What this worker computes of held-out samples, without dropout. Every worker has as many batches."""
+        """This worker's batches of held-out samples, without dropout. Every worker has the same number of batches."""
         num_batches = -(-len(held_out) // (self._dp * self.size))
         own = held_out[self._place :: self._dp]
         parts = [own[first * self.size : (first + 1) * self.size] for first in range(num_batches)]
@@ -71,7 +71,7 @@ class Batches:
         tensors = {"inputs": found[TOKENS][:, :-1].long(), "targets_BT": samples.targets(found, NO_TARGET)}
         if (documents_BT := samples.documents(found)) is not None:
             tensors["documents_BT"] = documents_BT
-        # The last batch of a held-out part may have fewer rows.
+        # The last microbatch of held-out samples may have fewer rows, so it is padded.
         rows = self._config.data.microbatch_size - len(tensors["inputs"])
         filled = {
             name: F.pad(tensor, (0, 0, 0, rows), value=NO_TARGET if name == "targets_BT" else 0).to(self._device)

@@ -1,4 +1,4 @@
-"""Checkpoints of a static run: those of a swarm, by the names of the whole model. Either goes on from the other's.
+"""Checkpoints of a static run. They have a swarm's format, so a swarm can go on from them, and the other way round.
 
 A stage of the pipeline is one file, which the first of its workers writes and all of them read. Used by the loop.
 """
@@ -35,7 +35,7 @@ class Progress:
     Attributes:
         step: the next step.
         run_samples: how many samples were trained on before it.
-        lineage: hash chain over the checkpoints before; empty at the beginning.
+        lineage: hash chain over the checkpoints so far; empty at the beginning.
     """
 
     step: int = 0
@@ -71,10 +71,10 @@ class Checkpoints:
             )
 
     def restore(self, optimizer: optim.Optimizer) -> Progress:
-        """Take the newest checkpoint's state, if there is one. All workers call it.
+        """Take the newest checkpoint's state, if there is one. All workers call this.
 
         Raises:
-            Fatal: what is there is of another run, or damaged, or not the same for all workers.
+            Fatal: the checkpoints are of another run, or damaged, or not the same for all workers.
         """
         folders = [CheckpointFolder(path, self._config) for path in self._folders]
         folder = next((folder for folder in folders if not folder.is_empty), None)
@@ -103,18 +103,19 @@ class Checkpoints:
         return Progress(step=restored.round, run_samples=restored.run_samples, lineage=restored.lineage)
 
     def require_written(self) -> None:
-        """Raise Fatal if this worker could not write the newest state, as the log then says."""
+        """Raise Fatal if this worker could not write the newest state; the log says why."""
         if not self._is_newest_kept:
             raise Fatal(f"the last state of this run is in no checkpoint: step {self._written} could not be written")
 
     def is_due(self, step: int) -> bool:
-        """Whether the state with which a step begins is to be written."""
+        """Whether a checkpoint of the state with which a step begins is due."""
         return self._is_on and step % self._every == 0
 
     def write(self, progress: Progress, optimizer: optim.Optimizer) -> Progress:
-        """Write the state, unless that was done. All workers call it.
+        """Write the state, unless that was done. All workers call this.
 
-        Gives the progress, which has its new lineage at the worker that writes.
+        Returns:
+            The progress; at the worker that writes, with its new lineage.
         """
         if not self._is_on or progress.step == self._written:
             return progress

@@ -1,8 +1,8 @@
 """Gradients averaged with a swarm's codecs: a communication hook for DDP, with error feedback.
 
-Made by program.py. All gradients are one vector, laid out as a stage lays out its own. Few workers with a sparse
-codec gather: each gets what all others encoded. Otherwise each worker sums a part of the vector for all (butterfly), as
-the members of a swarm's round do; docs/protocol.md has the sizes.
+Made by program.py. All gradients are one vector, laid out as a swarm's stage lays out its own. With a sparse codec and
+few workers, each gets what all others encoded (gather). Otherwise each worker sums a part of the vector for all
+(butterfly), as the members of a swarm's round do; docs/protocol.md has the sizes.
 
 Shapes: D elements of the vector, P of a part.
 """
@@ -26,7 +26,8 @@ from swarm.config import AveragingConfig, RunConfig
 
 
 def average_compressed(model: Spread, config: RunConfig, options: StaticOptions, workers: Workers) -> Callable[[], int]:
-    """Have DDP average with the codec of `--compress`; gives what counts the bytes sent since it was called last."""
+    """Have DDP average with the codec of `--compress`; gives a function that tells how many bytes were sent since its
+    last call."""
     assert options.compress is not None
     assert isinstance(model.module, DistributedDataParallel)
     averaging = dataclasses.replace(config.averaging, codec=options.compress)
@@ -54,16 +55,16 @@ class CompressedAverage:
         self._feedback = ErrorFeedback(config.feedback_decay)
 
     def bytes_sent(self) -> int:
-        """What this worker has sent since this was asked last."""
+        """The bytes that this worker has sent since the last call."""
         num_sent, self._num_sent = self._num_sent, 0
         return num_sent
 
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls when a bucket's gradients are there; with one bucket these are all."""
+        """Average a bucket's gradients. DDP calls this when they are there; there is one bucket, with all of them."""
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients = {self._names[parameter]: gradient for parameter, gradient in pairs}
         tiled = self._codec.tile == layout.TILE
-        # Each part has whole tiles, and all parts are of one size; what is too much stays 0.
+        # The vector is padded with zeros, so that all parts have the same number of whole tiles.
         num_elements = sum(gradient.numel() for gradient in gradients.values())
         unit = self._codec.tile * self._num_workers
         vector_D = torch.zeros(-(-num_elements // unit) * unit)
@@ -88,7 +89,7 @@ class CompressedAverage:
         encoded = [self._codec.encode(part_P) for part_P in torch.split(vector_D, length)]
         residual_D = vector_D - torch.cat([self._codec.decode(part, length) for part in encoded])
         parts = [self._codec.decode(part, length) for part in self._exchanged(encoded)]
-        # What does not travel is summed as it is.
+        # A worker's own part does not travel, so it is summed without encoding.
         parts[self._place], residual_D[own] = vector_D[own], 0.0
         sum_P = torch.stack(parts).sum(dim=0) / self._num_workers
         if (owed_P := self._feedback.owed(own)) is not None:
@@ -102,7 +103,7 @@ class CompressedAverage:
             self._feedback.commit(Residual(contribution_D=residual_D, part=part, sum_P=sum_P))
 
     def _all_of(self, own: Buffer) -> list[Buffer]:
-        """What each worker has; all have as much."""
+        """The buffers of all workers, which are of equal size."""
         bytes_N = _tensor(own)
         received = [torch.empty_like(bytes_N) for _ in range(self._num_workers)]
         dist.all_gather(received, bytes_N, group=self._group)
@@ -110,7 +111,7 @@ class CompressedAverage:
         return [each.numpy().data for each in received]
 
     def _exchanged(self, parts: list[Buffer]) -> list[Buffer]:
-        """What each worker has for this one; all have as much."""
+        """Send each worker its part; gives the parts that all workers have for this one. All are of equal size."""
         sent_N = torch.cat([_tensor(part) for part in parts])
         received_N = torch.empty_like(sent_N)
         dist.all_to_all_single(received_N, sent_N, group=self._group)

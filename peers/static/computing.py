@@ -1,7 +1,7 @@
 """How one worker computes a batch: microbatch by microbatch, or as one stage of a pipeline. The loop calls it.
 
-Each sums gradients in the parameters; losses are known to workers that have the end of the model. The gradients are
-averaged over the axis dp on the way, by DDP with the last microbatch, and by FSDP with each, since it cuts them.
+Either way gradients are summed in the parameters, and only workers with the last stage know losses. On the way the
+gradients are averaged over the axis dp: by DDP with the last microbatch, by FSDP, which cuts them, with each one.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from swarm.config import RunConfig
 
 
 class OneByOne:
-    """Computes microbatch by microbatch, where all layers are here."""
+    """Computes microbatch by microbatch, at a worker that has all layers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def backward(self, batch: Batch, weight: float) -> torch.Tensor:
-        """Add the gradients of a batch's losses, summed over targets, times `weight`; gives that sum, a scalar."""
+        """Add the gradients of `weight` times the sum of all targets' losses; gives that product, a scalar."""
         losses, ddp = [], self._module if isinstance(self._module, DistributedDataParallel) else None
         for number, inputs in enumerate(batch.inputs, 1):
             is_last = number == len(batch.inputs)
@@ -34,13 +34,13 @@ class OneByOne:
         return torch.cat(losses).sum()
 
     def losses(self, batch: Batch) -> torch.Tensor:
-        """The losses of its microbatches, each summed over its targets [N], without gradients."""
+        """The loss of each of the batch's N microbatches, summed over its targets [N], without gradients."""
         with torch.no_grad():
             return torch.cat([self._module(**inputs) for inputs in batch.inputs])
 
 
 class Pipeline:
-    """One stage of several, which work on different microbatches at the same time."""
+    """Computes one stage of several, which work on different microbatches at the same time."""
 
     def __init__(self, module: nn.Module, config: RunConfig, workers: Workers, num_microbatches: int) -> None:
         self._place, self._num_stages = workers.place("pp"), workers.shape.pp
@@ -61,14 +61,14 @@ class Pipeline:
         self._schedule = Schedule1F1B(stage, num_microbatches, loss_fn=_weighted, scale_grads=False)
 
     def backward(self, batch: Batch, weight: float) -> torch.Tensor:
-        """Add gradients, as OneByOne does."""
+        """Add gradients as OneByOne does; gives 0 unless this is the last stage."""
         losses: list[torch.Tensor] = []
         inputs, others = self._arguments(batch)
         self._schedule.step(*inputs, losses=losses, return_outputs=False, loss_kwargs={"weight": weight}, **others)
         return torch.stack(losses).detach().sum() if losses else torch.zeros(())
 
     def losses(self, batch: Batch) -> torch.Tensor:
-        """The losses, as OneByOne gives them."""
+        """The losses as OneByOne gives them; zeros unless this is the last stage."""
         losses: list[torch.Tensor] = []
         inputs, others = self._arguments(batch)
         with torch.no_grad():
@@ -76,9 +76,9 @@ class Pipeline:
         return torch.stack(losses) if losses else torch.zeros(len(batch.inputs))
 
     def _arguments(self, batch: Batch) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """What this stage gets of all microbatches, one behind the other."""
+        """This stage's arguments for all microbatches, concatenated."""
         whole = {name: torch.cat([inputs[name] for inputs in batch.inputs]) for name in batch.inputs[0]}
-        # The last stage gives losses by itself; torch wants a target of each nevertheless.
+        # The last stage computes the losses itself, but torch wants a target for each microbatch.
         whole["target"] = whole["microbatch_1"]
         tokens = whole.pop("inputs")
         if not self._is_last:

@@ -1,7 +1,7 @@
 """The train loop of a static run, to be read from top to bottom. Every worker runs it, and all take the same steps.
 
-A step is what a synchronous swarm calls a round: the gradient of the mean loss over all targets of some microbatches,
-and one step of the optimizer with it. A swarm that goes through the same microbatches ends with the same weights.
+A step is what a synchronous swarm calls a round: workers compute the gradient of the mean loss over all targets of some
+microbatches, and take one optimizer step with it. A swarm that runs the same microbatches ends with the same weights.
 """
 
 import math
@@ -31,7 +31,7 @@ class Run:
 
     Attributes:
         dtype: the type of matrix products, as --dtype says.
-        report: tells of steps, at the first worker alone.
+        report: reports steps; None at all workers but the first.
     """
 
     config: RunConfig
@@ -50,8 +50,8 @@ def train(
     """Train up to a step, from the newest checkpoint or the beginning; gives whether it was told to stop before.
 
     Args:
-        held_out: what to evaluate on.
-        stops: whether this worker was told to stop. Then all do, after the step that they are in.
+        held_out: the text to evaluate on.
+        stops: whether this worker was told to stop. If one was, all stop after their present step.
 
     Raises:
         Fatal: the gradient is not finite, the checkpoints do not fit, or the last one could not be written.
@@ -61,18 +61,18 @@ def train(
     progress = run.checkpoints.restore(optimizer)
     if run.report is not None:
         run.report.begin(progress.step)
-    # Which microbatches are this worker's, and how many targets all workers have together.
+    # Get this worker's microbatches of the step, and the number of targets of all workers.
     loss, batch = None, run.batches.of_step(progress.step)
     all_targets, num_stopping = run.workers.total(batch.num_targets, stops())
     while progress.step < last_step and num_stopping == 0:
-        # Forward and backward. What is averaged over the axis dp here is a sum, in the end: hence that factor.
+        # Forward and backward. Gradients are averaged over the axis dp, and a sum is wanted: hence the factor dp.
         num_targets = max(1.0, all_targets / (shape.tp * shape.pp))
         weight = scale.factor * shape.dp
         with computing_in(run.dtype, run.workers.device):
             own_loss = run.computing.backward(batch, weight / num_targets)
         gradients = run.model.gradients()
 
-        # The norm of the whole gradient, and the mean loss; and what has to be known of the next step.
+        # In one exchange: the norm of the whole gradient, the mean loss, the next step's targets, and who was stopped.
         batch = run.batches.of_step(progress.step + 1)
         own_norm = run.model.squared_norm(gradients)
         scaled_norm, scaled_loss, all_targets, num_stopping = run.workers.total(
@@ -89,7 +89,7 @@ def train(
             optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
         run.model.clear_gradients()
 
-        # The state with which the next step begins; now and then it is written, and evaluated.
+        # The next step begins with this state. If it is due, write a checkpoint of it, and evaluate it.
         progress = progress.after(config.rounds.round_samples)
         if run.checkpoints.is_due(progress.step):
             progress = run.checkpoints.write(progress, optimizer)
@@ -116,7 +116,7 @@ def _end(run: Run, progress: Progress, loss: float | None, evaluation: HeldOutLo
 
 
 def evaluate(run: Run, held_out: Sequence[HeldOut]) -> HeldOutLoss:
-    """The loss on held-out text. All workers call it, and compute a part each."""
+    """The loss on held-out text. All workers call this, and each computes a part."""
     found = [batch for source in held_out for batch in source.batches]
     own: list[float] = []
     with computing_in(run.dtype, run.workers.device):

@@ -1,4 +1,4 @@
-"""In which type matrix products are computed, and the scale of losses that float16 needs. Used by the loop."""
+"""The type in which matrix products are computed, and the loss scale that float16 needs. Used by the loop."""
 
 import contextlib
 import logging
@@ -10,16 +10,16 @@ import torch
 logger = logging.getLogger(__name__)
 
 FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000
-"""The scale at first, and the steps after which twice the scale is tried, as torch.amp.GradScaler has them."""
+"""The first scale, and after how many good steps it is doubled; torch.amp.GradScaler has the same values."""
 
 
 def computing_in(dtype: str | None, device: torch.device) -> AbstractContextManager[object]:
-    """A context for forwards: float16 where that is asked for; else the model computes as its configuration says."""
+    """A context for forwards: autocast to float16 for fp16; otherwise the model does what its configuration says."""
     return torch.autocast(device.type, torch.float16) if dtype == "fp16" else contextlib.nullcontext()
 
 
 class LossScale:
-    """What losses are multiplied by, so that their gradients do not vanish in float16, nor overflow.
+    """The factor by which losses are multiplied, so that their gradients neither vanish nor overflow in float16.
 
     A step whose gradients are not finite is left out, and the scale is halved (Micikevicius et al., arXiv 1710.03740).
     """
@@ -30,7 +30,7 @@ class LossScale:
         self._num_good = 0
 
     def accepts(self, squared_norm: float) -> bool:
-        """Whether gradients of this squared norm can be used; learns from it. Without float16 all can."""
+        """Whether gradients with this squared norm can be used; adapts the scale. Without float16 always True."""
         if not self._is_on:
             return True
         if not math.isfinite(squared_norm):

@@ -3,8 +3,8 @@
     swarm-static --preset tiny                                               alone
     torchrun --nproc-per-node 4 --no-python swarm-static --preset tiny       on several GPUs or cores
 
-It shares with the swarm the configuration, model, order of microbatches, optimizer, figures and checkpoints, and no
-more. Reads top to bottom: options -> the run -> meet the other workers -> text -> spread the model -> train (loop.py).
+It shares with the swarm the configuration, model, order of microbatches, optimizer, figures and checkpoints. Reads top
+to bottom: options -> the run -> join the other workers -> text -> spread the model -> train (loop.py).
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     environment = os.environ
     if int(environment.get("LOCAL_RANK", "0")) == 0:
         return run(cli.parse(StaticOptions, prog=PROG, argv=argv), environment)
-    # The same faults are found by all workers of a machine, and the first one says them.
+    # All workers of a machine find the same faults of the user's, and only the first one prints them.
     try:
         with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stderr(nowhere):
             options = cli.parse(StaticOptions, prog=PROG, argv=argv)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
-    """Train, as one of the workers; gives the exit code."""
+    """Train as one of the workers; gives the exit code."""
     is_first_here = int(environment.get("LOCAL_RANK", "0")) == 0
     level: process.LogLevel = options.log_level if is_first_here or options.log_level == "debug" else "error"
     process.setup_logging(f"worker {environment.get('RANK', '0')}", level)
@@ -78,7 +78,7 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
 
 
 def require_beginning(options: StaticOptions) -> None:
-    """Raise ValueError if --resume names nothing to go on from, and --checkpoint has nothing either."""
+    """Raise ValueError if neither --checkpoint nor --resume, which is given, has a checkpoint to go on from."""
     if options.resume is None or (options.checkpoint is not None and file.names(options.checkpoint)):
         return
     if not options.resume.is_dir():
@@ -119,22 +119,22 @@ def work(
 
 
 class Stop(threading.Event):
-    """Set when training is to end after its present step; says with which code."""
+    """Set when training is to end after its present step; has the exit code."""
 
     exit_code = process.EXIT_INTERRUPTED
 
 
 @contextlib.contextmanager
 def stopping(environment: Mapping[str, str]) -> Iterator[Stop]:
-    """Notes Ctrl-C and SIGTERM, for as long as the block runs. A second Ctrl-C ends a worker that is alone at once.
+    """Set the event on Ctrl-C and SIGTERM inside the block. A second Ctrl-C ends a worker that is alone at once.
 
-    With SIGTERM torchrun also ends workers that wait for one that has died: among several it ends them at once.
+    Under torchrun, SIGTERM ends a worker at once: torchrun uses it for workers that wait for one that has died.
     """
     is_alone = "WORLD_SIZE" not in environment
     stop = Stop()
 
     def note(number: int, frame: object) -> None:
-        # torchrun passes on what the terminal has sent to all: with several workers each hears it twice.
+        # The terminal sends Ctrl-C to all workers, and torchrun sends it to them again: each gets it twice.
         if stop.is_set() and is_alone and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.exit_code = 128 + number

@@ -1,4 +1,4 @@
-"""What a static run tells of its steps: log, metrics.jsonl, Weights & Biases. The first worker alone has a report.
+"""Reports a static run's steps: log, metrics.jsonl, Weights & Biases, TensorBoard. Only the first worker has a report.
 
 The names of the figures are those of a swarm's trainer.
 """
@@ -21,11 +21,11 @@ from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 logger = logging.getLogger(__name__)
 
 SAY_SECONDS = 1.0
-"""Least time between two lines about steps."""
+"""Least time between two log lines about steps."""
 
 
 class Report:
-    """Writes down what it is given."""
+    """Logs steps, and writes their figures to metrics.jsonl and the services that the options name."""
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class Report:
         self._said_at = self._stepped_at = time.monotonic()
 
     def begin(self, step: int) -> None:
-        """Training begins at this step."""
+        """Note that training begins at this step."""
         self._metrics.event(step, BEGINS)
         self._stepped_at = time.monotonic()
 
     def step(
         self, progress: Progress, loss: float, gradient_norm: float, rate: float, held_out: HeldOutLoss | None
     ) -> None:
-        """A step was taken.
+        """Report a step.
 
         Args:
-            progress: how far the run is after it.
+            progress: how far the run is after the step.
             gradient_norm: the gradient's norm before clipping.
             rate: the learning rate.
         """
@@ -94,11 +94,11 @@ class Report:
             logger.info("step %d: loss %.3f%s  %s tokens/s", progress.step, loss, told, f"{tokens_per_second:,.0f}")
 
     def end(self, step: int, loss: float | None, held_out: HeldOutLoss | None, *, stopped: bool) -> None:
-        """Say where training has ended, and close what is open.
+        """Print where training has ended, and finish reporting.
 
         Args:
-            loss: the loss of the last step, if there was one.
-            held_out: the held-out loss at the end, if that was not told with the last step.
+            loss: the loss of the last step; None if there was no step.
+            held_out: the held-out loss at the end; None if training was stopped before.
         """
         told = "" if loss is None else f", loss {loss:.3f}"
         if held_out is not None:

@@ -1,6 +1,6 @@
-"""The configuration of the run that static workers train, and whether it fits the mesh in which they stand.
+"""The configuration of the run that static workers train, checked against their mesh.
 
-Used by program.py. A run of a swarm is trained as it is, but for its setting: see `trained`.
+Used by program.py. Any run of a swarm can be trained; if its setting is diloco, it becomes synchronous: see `trained`.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | None]:
-    """The configuration that the command line names, as a synchronous run with the mesh's stages; and where the
-    weights are with which it begins, unless they are drawn.
+    """The configuration that the command line names, as a synchronous run with the mesh's stages, and the weights with
+    which the run begins (None if they are drawn from the seed).
 
-    Of a DiLoCo run the inner steps remain, which are then those of all workers together.
+    A DiLoCo run becomes one in which all workers take each inner step together.
 
     Raises:
         ValueError: there is no such configuration or model, or it does not fit the mesh or the options.
@@ -39,7 +39,7 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
         config = dataclasses.replace(config, rounds=rounds, averaging=averaging)
         logger.info("the run's setting is diloco: a static run takes a step every %d samples, its inner batch", size)
     if options.dtype is not None:
-        # float16 is the loop's affair, which scales losses for it.
+        # For float16 the loop does the autocast, because it also scales the losses.
         autocast: Literal["off", "bf16"] = "bf16" if options.dtype == "bf16" else "off"
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
     config = _fitted(config, options, shape)
@@ -91,7 +91,7 @@ def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfi
 
 
 def in_shards(model: ModelConfig, num_workers: int) -> ModelConfig:
-    """The model with shards for the workers that share its layers. Raises ValueError if they cannot."""
+    """The model with its layers in shards for so many workers. Raises ValueError if they cannot share its layers."""
     if num_workers == 1:
         return model
     if model.block_types:

@@ -1,8 +1,8 @@
 """The model as one worker has it: its stage of the pipeline, its shards of every layer, inside torch's DDP or FSDP2.
 
-Made by program.py, used by the loop and by checkpoints.py. What `--tp` cuts is what block types cut: the worker holds
-some of the shards of swarm/model/shards.py, and the sums over shards are all-reduces. A model without block types is
-cut into shards of type `tp`, which compute what it computes (Megatron-LM, arXiv 1909.08053).
+Made by program.py, used by the loop and by checkpoints.py. `--tp` cuts layers as block types do: the worker holds some
+of the shards of swarm/model/shards.py, and the sums over shards are all-reduces. A model without block types is cut
+into shards of type `tp`, which together compute the same (Megatron-LM, arXiv 1909.08053).
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, layer_ranges, parameter_shapes, shared_parameters
 
 ONE_BUCKET_MB = 1 << 20
-"""More than any gradient: a codec gets all of them at once, as in a swarm."""
+"""The size of DDP's buckets, larger than any model: so the codec gets all gradients at once, as in a swarm."""
 
 
 class Part(nn.Module):
-    """What a worker computes of a microbatch: from tokens or the stage before, to the next one or to the loss."""
+    """Computes one stage's part of a microbatch: takes tokens or hidden states, gives hidden states or the loss."""
 
     def __init__(self, stage: nn.Module, seed: int) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Part(nn.Module):
     ) -> torch.Tensor:
         """
         Args:
-            microbatch_1: its number; below 0 there is no dropout.
-            targets_BT: for the last stage.
+            microbatch_1: the microbatch's number; below 0 there is no dropout.
+            targets_BT: given to the last stage alone.
             extra: as StageModule.forward takes it.
 
         Returns:
@@ -66,7 +66,7 @@ class Part(nn.Module):
             output = self.stage(inputs, dropout_key=key, targets_BT=targets_BT, **extra)
         else:
             output = summed_loss_of_logits(self.stage(inputs, dropout_key=key), cast(torch.Tensor, targets_BT))
-        # A tensor of its own: FSDP warns of a view.
+        # `stack` makes a new tensor, because FSDP warns of a view.
         return output if targets_BT is None else torch.stack([output])
 
 
@@ -76,7 +76,7 @@ class Spread:
     Attributes:
         module: a Part, perhaps inside DDP.
         parameters: the parameters by their names in the whole model. With FSDP they are DTensors.
-        shapes: the shapes of what all workers of the stage have of them together.
+        shapes: the parameters' whole shapes, of which workers with FSDP or tensor parallelism each have a part.
     """
 
     def __init__(self, config: RunConfig, options: StaticOptions, workers: Workers, given: Weights | None) -> None:
@@ -89,9 +89,9 @@ class Spread:
         shape, mesh = workers.shape, workers.mesh
         whole = _whole_stage(config, workers, given)
         stage = _with_own_shards(whole, config, workers).to(workers.device)
-        # A class of the user's is taken as a whole.
+        # A custom class is one unit for FSDP: its layers are not known.
         layers = [] if config.model.custom_class else list(cast(StageModule, stage).layers.values())
-        # The order is torch's: what computes layers again and compiles them, then FSDP or DDP around it all.
+        # torch wants this order: checkpointing of activations, then compilation, then FSDP or DDP around it all.
         for layer in layers if config.model.gradient_checkpointing else ():
             checkpoint(layer, preserve_rng_state=False)
         if options.compile:
@@ -131,7 +131,7 @@ class Spread:
     def squared_norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
         """This worker's share of the whole gradient's squared norm: the workers' shares add up to it."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
-        # Read together: on a GPU each reading waits for all that was queued before it.
+        # All norms are read at once, because on a GPU each reading waits for all that was queued before it.
         squares = torch.stack(norms).square().tolist() if norms else []
         return sum((square / self._num_holders(name) for name, square in zip(gradients, squares, strict=True)), 0.0)
 
@@ -146,7 +146,7 @@ class Spread:
         return self._workers.shape.tp > 1 and shards.cut_axis(name) is not None
 
     def clear_gradients(self) -> None:
-        """Forget what was summed."""
+        """Drop the gradients of the step that was taken."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -181,17 +181,17 @@ class Spread:
 
 
 def _whole_stage(config: RunConfig, workers: Workers, given: Weights | None) -> nn.Module:
-    """The stage that this worker and others have together, at the initial weights, on the CPU."""
+    """The whole stage of which this worker has its part, with the initial weights, on the CPU."""
     number = workers.place("pp")
     weights = None if given is None else given.load(parameter_shapes(config, number))
     if not config.model.custom_class:
-        # The model's own way to compute layers again binds parameters before FSDP has gathered them.
+        # The model's own gradient checkpointing would bind parameters before FSDP has gathered them.
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=False))
     return build_stage(config, number, device="cpu", weights=weights)
 
 
 def _with_own_shards(whole: nn.Module, config: RunConfig, workers: Workers) -> nn.Module:
-    """The stage with this worker's shards of the layers alone."""
+    """The stage with only this worker's shards of its layers."""
     number, place, tp = workers.place("pp"), workers.place("tp"), workers.shape.tp
     if tp == 1:
         return whole
@@ -214,7 +214,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ends(workers: Workers) -> dist.ProcessGroup | None:
-    """The workers at the two ends of this one's pipeline, if it is one of them. All workers call it."""
+    """The group of the first and the last worker of this one's pipeline; None if it is neither. All workers call it."""
     first, last = workers.mesh.mesh[0].flatten().tolist(), workers.mesh.mesh[-1].flatten().tolist()
     groups = {pair: dist.new_group(list(pair)) for pair in zip(first, last, strict=True)}
     return next((group for pair, group in groups.items() if dist.get_rank() in pair), None)

@@ -1,6 +1,6 @@
-"""The workers that torchrun has started, or this process alone, and the mesh in which they stand.
+"""The workers that torchrun has started, or this process alone, and the mesh that they form.
 
-Used by program.py, which makes them, and by whatever adds numbers of theirs up.
+Used by program.py, which joins them, and by all parts that add numbers up over workers.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ class Shape:
     """How many workers there are along each axis.
 
     Attributes:
-        dp: groups that compute different microbatches.
+        dp: groups of workers that compute different microbatches.
         tp: workers that share every layer.
-        pp: stages.
+        pp: stages of the pipeline.
     """
 
     dp: int
@@ -44,7 +44,7 @@ class Shape:
 
 
 def shape_of(options: StaticOptions, environment: Mapping[str, str]) -> Shape:
-    """The mesh of torchrun's workers. Raises ValueError if they do not make up what the options say."""
+    """The shape of the mesh. Raises ValueError if torchrun has started more or fewer workers than the options need."""
     num_workers = int(environment.get("WORLD_SIZE", "1"))
     others = options.tp * options.pp
     dp = options.dp or max(1, num_workers // others)
@@ -77,7 +77,7 @@ def device_of(name: str, environment: Mapping[str, str]) -> torch.device:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workers:
-    """All workers, from one worker's side."""
+    """All workers, as one of them sees them."""
 
     shape: Shape
     device: torch.device
@@ -85,15 +85,15 @@ class Workers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that speaks for all."""
+        """Whether this worker is the one that prints and writes figures for all (rank 0)."""
         return dist.get_rank() == 0
 
     def place(self, axis: str) -> int:
-        """Where this worker stands on the axis dp, tp or pp."""
+        """This worker's index on the axis dp, tp or pp."""
         return self.mesh.get_local_rank(axis)
 
     def one_after_another(self, work: Callable[[], Result]) -> Result:
-        """Have the first worker of each machine do something, then the others, who find it done. All call it."""
+        """Call `work` in each machine's first worker, and then in the others, which find its files. All call this."""
         waits = int(os.environ.get("LOCAL_RANK", "0")) > 0
         if waits:
             self.total()
@@ -111,8 +111,8 @@ class Workers:
 
 @contextlib.contextmanager
 def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -> Iterator[Workers]:
-    """Meet the other workers, for as long as the block runs. Raises PeerUnavailable if one of them is gone."""
-    # Small numbers are summed on the CPU, where reading them waits for no GPU.
+    """Be connected to the other workers inside the block. Raises PeerUnavailable if one of them is gone."""
+    # Small numbers are summed on the CPU (gloo), where reading them waits for no GPU.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -127,7 +127,7 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
         mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=("pp", "dp", "tp"))
         yield Workers(shape=shape, device=device, mesh=mesh)
     except RuntimeError as error:
-        # NCCL says with a DistError that an exchange failed, and gloo with no type of its own.
+        # If an exchange fails, NCCL raises a DistError, and gloo a plain RuntimeError.
         may_be_loss = isinstance(error, dist.DistError) or type(error) is RuntimeError
         if dist.get_world_size() == 1 or not may_be_loss or is_out_of_memory(error):
             raise
@@ -136,18 +136,18 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
             "--log-level debug shows where"
         ) from error
     finally:
-        # Pipelines and FSDP's modules are cycles. They would be freed after the groups that they hold, and hang.
+        # Pipelines and FSDP's modules are reference cycles. If they were freed after their groups, that would hang.
         gc.collect()
         dist.destroy_process_group()
 
 
 def _store(environment: Mapping[str, str]) -> Store:
-    """Where workers tell each other their addresses."""
+    """Make the store in which workers tell each other their addresses."""
     if "WORLD_SIZE" not in environment:
         return HashStore()
     store: Store
     store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
     if environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
         return store
-    # On one machine torchrun keeps its store when it starts the workers again, with the addresses of dead ones in it.
+    # On one machine torchrun starts workers again with the same store, which still has the dead ones' addresses.
     return PrefixStore(environment.get("TORCHELASTIC_RESTART_COUNT", "0"), store)

@@ -1,6 +1,6 @@
-"""What a peer answered when it was asked to describe itself, in the parts that figures are read from.
+"""A peer's reply to Describe, in the parts from which figures are read.
 
-Used by peer_row.py. All of it is the peer's word: texts are cut and made printable here, and lists are bounded.
+Used by peer_row.py. All of it is the peer's claim: texts are cut and made printable here, and lists are bounded.
 """
 
 import time
@@ -13,29 +13,29 @@ from swarm.training.inner_steps import InnerSteps
 from swarm.types import LONGEST_NAME, LONGEST_WAIT
 
 MOST_REFUSALS = 8
-"""Lines of a peer about others, of which no more are shown."""
+"""The most of a peer's lines about holders that it does not follow that are shown."""
 LONGEST_REFUSAL = 400
-"""Characters of each of them."""
+"""The most characters of such a line that are shown."""
 MOST_ROUNDS = 16
-"""Rounds of a peer's answer that are looked at."""
+"""The most rounds of a peer's reply that are read."""
 MOST_LINKS = 16
-"""How many of its lines to others are shown."""
+"""The most of a peer's links to others that are shown."""
 LONGEST_ID = 64
-"""Characters of the id that it gives for each."""
+"""The most characters of the id that it gives for each link."""
 LATEST = 4e9
-"""Seconds since the epoch, beyond which no time is shown."""
+"""The latest time that is shown, in seconds since the epoch; a later one is shown as this."""
 MOST_STAGES = 256
-"""Of whose last peers it tells."""
+"""The most stages of which a reply may tell the last peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastPeer:
-    """The peer that a stage had last, of one that no peer serves now.
+    """The last peer that served a stage, where no peer serves it now.
 
     Attributes:
-        name: what it is called.
+        name: the peer's name.
         last_at: when it last announced itself, in seconds since the epoch.
-        has_left: whether it said that it leaves; else it fell silent.
+        has_left: whether it said that it leaves; otherwise it fell silent.
     """
 
     name: str
@@ -44,14 +44,14 @@ class LastPeer:
 
     @property
     def in_words(self) -> str:
-        """What became of it, and when."""
+        """Text that says what became of the peer, and when."""
         did = "left" if self.has_left else "was last heard of"
         return f"{self.name} {did} at {time_of_day(self.last_at)}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A peer's answer.
+    """A peer's reply to Describe, with its last round.
 
     Attributes:
         last: the report of its last committed round.
@@ -64,18 +64,18 @@ class Answer:
 
     @classmethod
     def of(cls, reply: pb.DescribeReply) -> Self:
-        """The answer in its parts."""
+        """Split a reply into its parts."""
         last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
         return cls(reply, last, InnerSteps.read(last.inner_steps))
 
     @property
     def contributed_rounds(self) -> tuple[int, ...]:
-        """The rounds to which the peer says it has contributed, of those that it tells of."""
+        """The rounds to which the peer says that it has contributed, among the newest in the reply."""
         return tuple(report.round for report in self.reply.rounds[-MOST_ROUNDS:] if report.contributed)
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """What the peer says of others."""
+        """The peer's lines about holders of its stage that it does not follow."""
         return tuple(printable(line[:LONGEST_REFUSAL]) for line in self.reply.averaging.refusals[:MOST_REFUSALS])
 
     @property
@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def links(self) -> tuple[dict[str, Any], ...]:
-        """What the peer measures of its lines."""
+        """The peer's links to others, as it measures them."""
         return tuple(
             {
                 "peer_id": printable(link.peer_id[:LONGEST_ID]),
@@ -97,7 +97,7 @@ class Answer:
 
     @property
     def last_peers(self) -> dict[int, LastPeer]:
-        """By stage that no peer serves, as far as the peer knows, the one that did last."""
+        """For each stage that no peer serves, as far as this peer knows, the one that served it last."""
         return {
             last.stage: LastPeer(name=printable(last.name[:LONGEST_NAME]), last_at=last.last_at, has_left=last.has_left)
             for last in self.reply.last_peers[:MOST_STAGES]
@@ -105,5 +105,5 @@ class Answer:
 
 
 def time_of_day(at: float) -> str:
-    """Of a time that a peer names, in seconds since the epoch."""
+    """The local time of day of a time that a peer tells, in seconds since the epoch."""
     return time.strftime("%H:%M:%S", time.localtime(min(max(0.0, at), LATEST)))

@@ -1,6 +1,6 @@
-"""An audit's result for people: a table of figures, and a line for each thing that is refuted.
+"""Draws an audit's result for people: a table of figures, and a line for each violation.
 
-Made by swarm-status --audit. Computes nothing.
+Used by swarm-status --audit.
 """
 
 from rich.console import Group, RenderableType
@@ -17,7 +17,7 @@ _FIGURES = (
 
 
 def render(report: Report) -> RenderableType:
-    """The table, and what was found below it."""
+    """The table, and below it the violations and the verdict."""
     table = Table("figure", "value", title=f"{report.setting} run {report.run}, {counted(report.files, 'file')}")
     for name in _FIGURES:
         table.add_row(name, str(getattr(report, name)))

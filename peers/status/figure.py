@@ -1,4 +1,4 @@
-"""What is shown of a peer or a trainer: every figure is defined once, with its unit, its meaning and its source.
+"""Figures of a peer or a trainer: each is defined once, with its unit, its meaning, its source and its column.
 
 Used by peer_row.py and view.py, whose records are made of such figures. JSON has all of them; the table has those with
 a column; the page docs/status.md, which scripts/generate_status_docs writes, explains each.
@@ -17,12 +17,12 @@ class Column:
     """A column of the table.
 
     Attributes:
-        heading: above it.
-        rank: where a terminal has no room for all, the columns with the highest ranks are left out.
+        heading: the text above the column.
+        rank: where a terminal has no room for all columns, those with the highest ranks are left out.
         cell: a format string; `row` in it is the record that has the figure.
-        is_shown: the column is there only if this holds for some row: else it would take room from names.
-        is_text: left-justified.
-        least_width: characters down to which it may be cut to make room; None where all of it is needed.
+        is_shown: the table has the column only if this holds for some row, to leave more room for names.
+        is_text: whether it is left-justified.
+        least_width: characters to which it may be cut to make room; None if it must not be cut.
         styles: the style of a row's cell, by the figure's value.
     """
 
@@ -35,7 +35,7 @@ class Column:
     styles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def text(self, row: object) -> str:
-        """What a record has in this column."""
+        """The text of a record's cell in this column."""
         return self.cell.format(row=row)
 
 
@@ -44,13 +44,13 @@ class Figure:
     """One field of a record that is shown.
 
     Attributes:
-        help: what it is, in one or more sentences.
-        unit: of its value; empty where it has none.
+        help: what the figure is, in one or more sentences.
+        unit: of its value; empty if it has none.
         only_grows: whether it counts what happened since the process started.
         is_label: whether it is a word that tells this process from others.
-        announced: reads it from the announcement; None where that does not have it.
-        answered: reads it from what the peer answers when it is asked.
-        column: where the table shows it.
+        announced: reads it from the announcement; None if that does not have it.
+        answered: reads it from the peer's Answer; None if that does not have it.
+        column: its column in the table; None if the table does not show it.
     """
 
     help: str
@@ -67,7 +67,7 @@ def figure(
     is_label: bool = False, announced: Callable[[Any], Any] | None = None,
     answered: Callable[[Any], Any] | None = None, column: Column | None = None,
 ) -> Any:  # fmt: skip
-    """A dataclass's field for a figure; see Figure for the arguments."""
+    """Make a dataclass's field for a figure; see Figure for the arguments."""
     made = Figure(
         help=help, unit=unit, only_grows=only_grows, is_label=is_label, announced=announced, answered=answered,
         column=column,
@@ -79,7 +79,7 @@ def figure(
 
 
 def bans_of(record: PeerRecord | TrainerRecord) -> tuple[dict[str, Any], ...]:
-    """Which peers the sender of an announcement leaves alone."""
+    """The bans in an announcement: the peers that its sender does not choose, because they failed."""
     return tuple(ban.model_dump() for ban in record.bans)
 
 
@@ -97,7 +97,7 @@ def needed_columns(record: type, rows: Sequence[object]) -> dict[str, Column]:
 
 
 def read(record: type, announcement: object, answer: object | None) -> dict[str, Any]:
-    """The values of a record's figures; of an answer that is missing nothing is read."""
+    """The values of a record's figures. Those that only a missing answer has are left out, and keep their defaults."""
     values: dict[str, Any] = {}
     for name, each in figures(record).items():
         if answer is not None and each.answered is not None:

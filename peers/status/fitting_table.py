@@ -1,4 +1,4 @@
-"""A table with as many of its columns as the terminal has room for; elsewhere, with all of them.
+"""A table with as many of its columns as the terminal has room for; outside a terminal, with all of them.
 
 Used by live_table.py. Each column has a rank, and those of the highest ranks are left out first; a line says which.
 """
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 ANY_WIDTH = 1 << 16
-"""Characters: more than any table has."""
+"""More characters than any table is wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class Strip:
 
     Attributes:
         rank: the lower, the more important.
-        is_text: left-justified.
-        least_width: characters down to which it may be cut; None where all of it is needed.
+        is_text: whether it is left-justified.
+        least_width: characters to which it may be cut; None if it must not be cut.
     """
 
     heading: str
@@ -33,7 +33,7 @@ class Strip:
 
 
 class FittingTable:
-    """Drawn by rich, each time as wide as there is room."""
+    """A rich renderable, which chooses its columns each time it is drawn."""
 
     def __init__(self, strips: Sequence[Strip], frame: Callable[[], Table]) -> None:
         """

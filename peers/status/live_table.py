@@ -1,6 +1,6 @@
-"""Draws a SwarmView: a table that stays in place on a terminal, a line a step anywhere else.
+"""Draws a SwarmView: on a terminal a table that stays in place, elsewhere a line for each step.
 
-Used by swarm-local and by swarm-status. Never asks anybody anything.
+Used by swarm-local and by swarm-status.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class LiveTable:
             self._live.stop()
 
     def show(self, *views: SwarmView) -> None:
-        """Replace what is shown of all runs; without a terminal, print the lines that are new."""
+        """Replace the tables of all runs; without a terminal, print the lines that are new."""
         if self._live:
             self._live.update(Group(*map(render, views)), refresh=True)
             return
@@ -68,7 +68,7 @@ def render(view: SwarmView) -> RenderableType:
 
 
 def plain_lines(view: SwarmView) -> dict[str, str]:
-    """Events, warnings, and each trainer's step, under keys by which a line is known to be old news."""
+    """Lines for events, warnings and each trainer's step, under keys: a line whose key was printed is not new."""
     lines = {line: line for line in (*view.events, *_warnings(view))} | view.refusals | view.bans
     for trainer in view.trainers:
         if trainer.step:
@@ -85,7 +85,7 @@ def _peers(view: SwarmView) -> FittingTable:
         rows += [(row.stage, None)] if row.stage in view.empty_stages else []
     strips = _strips(PeerRow, [peer for _, peer in rows], if_none=Text("no peer", style="bold red"))
     stages = Strip(heading="stage", cells=[Text(str(stage)) for stage, _ in rows], rank=0)
-    # Without lines between the columns: as many as possible are to fit.
+    # There are no lines between the columns, so that more columns fit.
     frame = partial(
         Table, title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -97,11 +97,11 @@ def _trainers(rows: Sequence[TrainerRow]) -> FittingTable:
 
 
 def _strips(record: type, rows: Sequence[object | None], if_none: Text | None = None) -> list[Strip]:
-    """The columns that the rows need. A row that is None has one cell alone, `if_none`, and that in the first."""
+    """The columns that the rows need. A row that is None has `if_none` in the first column, and nothing else."""
     strips = []
     for number, (name, column) in enumerate(needed_columns(record, [row for row in rows if row is not None]).items()):
         absent = if_none if if_none is not None and number == 0 else Text()
-        # As text and not as markup: names come from strangers.
+        # Cells are Text and not markup, because names come from strangers.
         cells = [
             absent
             if row is None

@@ -1,7 +1,7 @@
-"""A place from which a run is looked at: through one of its peers, or from the DHT as a client.
+"""Views of runs, as seen through one of their peers, or from the DHT as a client.
 
-Used by swarm-status and swarm-dashboard, which look again and again. It announces nothing and changes nothing. Through
-a peer it imports neither torch nor hivemind.
+Used by swarm-status and swarm-dashboard, which take a view again and again. It announces nothing and changes nothing.
+Through a peer it needs neither torch nor hivemind.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 Outcome = TypeVar("Outcome")
 
 MOST_RUNS = 16
-"""Runs that are shown of one DHT, the one first to which the invite is: anybody there can announce more."""
+"""The most runs of one DHT that are shown, the invite's own run first: anybody there can announce more."""
 
 
 class Lookout:
-    """A view of one run."""
+    """Takes views of one run."""
 
     def __init__(
         self, config: RunConfig, directory: Directory, channels: ChannelPool,
@@ -49,7 +49,7 @@ class Lookout:
     ) -> None:  # fmt: skip
         """
         Args:
-            on_peers: told of the peers that serve, after each reading of the directory.
+            on_peers: called with the records of the peers that serve, after each reading of the directory.
         """
         self.config = config
         self._directory = directory
@@ -59,11 +59,11 @@ class Lookout:
 
     @property
     def records(self) -> Mapping[int, Sequence[PeerRecord]]:
-        """What was announced at each stage, as the last view saw it."""
+        """The records that were announced at each stage, when the last view was taken."""
         return self._records
 
     async def view(self) -> SwarmView:
-        """The run now: read the directory, and ask every peer. Raises what RecordStore.get raises."""
+        """Take a view of the run now: read the directory, and ask every peer. Raises what RecordStore.get raises."""
         numbers = range(self.config.stages.num_stages)
         rows, trainers, claims = await asyncio.gather(
             asyncio.gather(*map(self._directory.peers, numbers)), self._directory.trainers(), self._directory.claims()
@@ -76,7 +76,7 @@ class Lookout:
 
 
 async def views(lookouts: Sequence[Lookout]) -> list[SwarmView]:
-    """Views of all runs, now. A run that cannot be seen hides no other; if none can be seen, raises what Lookout.view
+    """Take views of all runs now, without those that cannot be seen. If none can be seen, raises what Lookout.view
     raises."""
     seen = await asyncio.gather(*(lookout.view() for lookout in lookouts), return_exceptions=True)
     return _what_came(seen, [lookout.config.run_id for lookout in lookouts])
@@ -86,8 +86,8 @@ class Way(NamedTuple):
     """The way to a run, or to all runs of a DHT.
 
     Attributes:
-        node: of the DHT, as a client; None where peers are asked.
-        all_runs: whether all that are announced there are looked at.
+        node: this process's node of the DHT, a client; None if peers are asked instead.
+        all_runs: whether all runs that are announced in that DHT are shown.
     """
 
     entrance: Entrance
@@ -97,9 +97,9 @@ class Way(NamedTuple):
 
 @contextmanager
 def ways_to(entrances: Sequence[Entrance], *, all_runs: bool) -> Iterator[list[Way]]:
-    """Nodes of the DHT inside the block, where they are needed: for addresses of nodes, and to find all runs.
+    """Make a way for each entrance; inside the block, run nodes of the DHT where addresses or all runs need them.
 
-    To be opened before the event loop is, since it blocks. Raises what dht_node.start and Entrance.dht_addresses raise.
+    Open this before the event loop, because it blocks. Raises what dht_node.start and Entrance.dht_addresses raise.
     """
     clock, ways = SystemClock(), []
     with ExitStack() as nodes:
@@ -115,7 +115,7 @@ def ways_to(entrances: Sequence[Entrance], *, all_runs: bool) -> Iterator[list[W
 
 @asynccontextmanager
 async def lookouts_on(ways: Sequence[Way]) -> AsyncIterator[list[Lookout]]:
-    """Places from which the runs are seen, each run once. One that is not found hides no other.
+    """Open a lookout for each run that is found, once for each run, for as long as the block runs.
 
     Raises:
         ValueError, IncompatibleVersion, PeerUnavailable: no run is found; as of discover_config, PeerStore.get and
@@ -132,7 +132,7 @@ async def lookouts_on(ways: Sequence[Way]) -> AsyncIterator[list[Lookout]]:
 
 
 def _what_came(outcomes: Sequence[Outcome | BaseException], names: Sequence[str]) -> list[Outcome]:
-    """What there is of outcomes, each about something that has a name; the rest is said, unless there is nothing."""
+    """The outcomes that are no errors. Each error is logged under its name; if there is nothing else, it is raised."""
     found = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
     for name, outcome in zip(names, outcomes, strict=True):
         if isinstance(outcome, BaseException):
@@ -167,7 +167,10 @@ async def _lookouts_at(way: Way) -> AsyncIterator[list[Lookout]]:
 
 
 async def _configs(way: Way, node: DhtNode, identity: Identity) -> list[RunConfig]:
-    """What the node is to read of from now on. It keeps nothing for others, so that it may belong to several runs."""
+    """The configurations of the runs to show, whose records the node reads from now on.
+
+    A client stores nothing for others, so it may belong to several runs.
+    """
     entrance, clock, authority = way.entrance, SystemClock(), identity.authority
     if not way.all_runs:
         return [await agree_on_config(node, None, entrance.addresses, clock, authority)]

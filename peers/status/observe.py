@@ -1,4 +1,4 @@
-"""Looking at a swarm: ask every announced peer what it is doing.
+"""Asks every announced peer of a swarm what it is doing, and makes a view of the answers.
 
 Used by swarm-status, which has the announcements from the DHT, and by swarm-local, which knows its own children.
 """
@@ -21,17 +21,17 @@ from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerR
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
-"""The first call to a peer connects as well: four round trips on the line, and TLS on a machine that computes."""
+"""Longest wait for an answer. The first call to a peer also connects: four round trips, and TLS on a busy machine."""
 
 
 async def observe(
     run_id: str, stages: Mapping[int, Sequence[PeerRecord]], trainers: Sequence[TrainerRecord], channels: ChannelPool,
     events: Sequence[str] = (), claims: Sequence[ClaimRecord] = (),
 ) -> SwarmView:  # fmt: skip
-    """Ask all peers at once; one that does not answer in time is shown as unreachable, if it is not on its way.
+    """Ask all peers at once. A peer that does not answer in time is shown as unreachable, unless it leaves or moves.
 
     Args:
-        run_id: of their run; empty where that is not known, and peers of any run are believed.
+        run_id: the peers' run; empty if it is not known, so that answers of peers of any run are taken.
     """
     numbers = sorted(stages)
     replies = await asyncio.gather(*(_replies(run_id, stages[number], channels) for number in numbers))
@@ -48,9 +48,9 @@ async def observe(
 def with_moves(
     rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], claims: Sequence[ClaimRecord]
 ) -> tuple[StageRow, ...]:
-    """Show each peer that is on its way: until it has left, where it is, and then where it goes.
+    """Mark each peer that moves: until it has left, it is listed at its old stage, and then at the new one.
 
-    One that has said that it leaves, and does not answer any more, has left: nothing is wrong with it.
+    A peer that has announced that it leaves, and no longer answers, has left: it is not shown as unreachable.
     """
     records = [record for row in stages.values() for record in row]
     leaving = {(record.peer_id, record.stage) for record in records if record.state is PeerState.LEAVING}
@@ -85,10 +85,11 @@ def with_moves(
 def with_last_peers(
     rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], told: Sequence[Mapping[int, LastPeer]]
 ) -> tuple[StageRow, ...]:
-    """Show of each stage that no peer serves which one was heard of last.
+    """Add to each stage that no peer serves the peer that served it last.
 
     Args:
-        told: by stage, what each peer that answered says of that, for stages of which nobody is announced any more.
+        told: the last peers by stage, as each peer that answered tells them. They count for stages at which no peer is
+            announced any more.
     """
 
     def last_of(stage: int) -> LastPeer | None:
@@ -107,7 +108,7 @@ def _last_announced(records: Sequence[PeerRecord]) -> LastPeer | None:
 
 
 def _as_told(told: Sequence[LastPeer]) -> LastPeer | None:
-    """What is in the middle of what peers tell: one that makes something up does not hide what the others know."""
+    """The median, by time, of what peers tell: a peer that makes something up does not hide what the others know."""
     return sorted(told, key=lambda last: last.last_at)[(len(told) - 1) // 2] if told else None
 
 
@@ -122,7 +123,7 @@ def _stage_row(stage: int, records: Sequence[PeerRecord], replies: Sequence[pb.D
 
 @lru_cache(maxsize=64)
 def warn_once(text: str) -> None:
-    """What looks would else say again and again."""
+    """Log a warning, once, though each view would log it again."""
     logger.warning("%s", text)
 
 
@@ -130,7 +131,7 @@ async def _answer(run_id: str, record: PeerRecord, channels: ChannelPool) -> pb.
     try:
         channel = channels.channel(record)
     except PeerUnavailable as error:
-        # It cannot even be asked: one side has TLS and the other has not, or its certificate is broken.
+        # The peer cannot even be asked: one side has TLS and the other has not, or its certificate is broken.
         warn_once(str(error))
         return None
     try:

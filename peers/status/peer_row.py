@@ -1,6 +1,7 @@
-"""All that is shown of one stage peer: every figure with its unit, its meaning, its source and its column.
+"""All figures that are shown of one stage peer, each with its unit, its meaning, its source and its column.
 
-To show one more figure, add a field to PeerRow: JSON, the table and docs/status.md follow.
+To show one more figure, add a field to PeerRow: JSON and the table have it then, and so has docs/status.md once it is
+generated again.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord
 
 LARGE_LAG_SECONDS = 0.2
-"""From here on the table shows that an event loop is late."""
+"""The table shows the lag of an event loop from this value on."""
 
 _ALIVE = ("joining", "moving", "serving")
 _STATE_STYLES = {
@@ -354,17 +355,17 @@ class PeerRow:
 
     @classmethod
     def of(cls, record: PeerRecord, reply: pb.DescribeReply | None) -> Self:
-        """The row of a peer by what it announces and, unless it is silent, by what it answers."""
+        """Make the row of a peer from its announcement and, unless it is silent, its answer."""
         return cls(**read(cls, record, None if reply is None else Answer.of(reply)))
 
     @property
     def way(self) -> str:
-        """The state, with where the peer goes or comes from."""
+        """The state in words, with the stage to which or from which the peer moves."""
         if self.moving_to is not None:
             return f"moving to {self.moving_to}"
         return self.state if self.moving_from is None else f"moving from {self.moving_from}"
 
     @property
     def stays(self) -> bool:
-        """Whether it serves where it is listed, or is on its way there."""
+        """Whether the peer serves the stage where it is listed, or is on its way there."""
         return self.state in _ALIVE and self.moving_to is None

@@ -5,9 +5,9 @@
     swarm-status --initial-peers ADDRESS... [--watch] [--json]
     swarm-status --audit FILES... [--json]
 
-Has a peer show what is announced in the DHT, or enters the DHT itself as a client, and then asks every peer; or reads
-event logs and proves from them that every microbatch counted as it should. Changes nothing. Without entering the DHT
-it answers in a second: the imports of torch and hivemind alone, which nothing else here needs, take several.
+It reads what is announced in the DHT through a peer, or enters the DHT itself as a client, and then asks every peer. Or
+it reads event logs and proves from them that every microbatch counted as it should. It changes nothing. Unless it
+enters the DHT, it answers in a second, because it does not import torch and hivemind, which takes several.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 PROG = "swarm-status"
 
 Look = Callable[[], Awaitable[Sequence[SwarmView]]]
-"""Looks at all runs once."""
+"""Takes views of all runs once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +88,16 @@ def audit_files(options: StatusOptions) -> int:
 
 
 async def look_from(options: StatusOptions, ways: Sequence[Way]) -> None:
-    """Look at the runs to which these lead. Raises what lookouts_on and views raise."""
+    """Show the runs to which these ways lead. Raises what lookouts_on and views raise."""
     async with lookouts_on(ways) as lookouts:
         await look(options, partial(views, lookouts))
 
 
 async def look(options: StatusOptions, view: Look) -> None:
-    """Look once, or again and again until told to stop.
+    """Take views and show them: once, or with --watch until told to stop.
 
     Raises:
-        PeerUnavailable: the directory cannot be read, at the first look.
+        PeerUnavailable: the directory cannot be read the first time.
     """
     with LiveTable() as table:
 
@@ -116,7 +116,7 @@ async def look(options: StatusOptions, view: Look) -> None:
 
 
 async def watch(view: Look, show: Callable[[Sequence[SwarmView]], None], interval_seconds: float) -> None:
-    """Look until cancelled. Once it has seen the swarm, a look that fails is passed over: the next may not."""
+    """Take views and show them until cancelled. After the first view, one that fails is skipped, with a warning."""
     has_seen = is_failing = False
     while True:
         try:

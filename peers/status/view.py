@@ -1,6 +1,6 @@
-"""What people see of a swarm at one moment: plain records, gathered by swarm-status and swarm-local.
+"""A swarm at one moment, as people see it: plain records of stages, peers and trainers.
 
-Gathered by observe.py and drawn by live_table.py. Nothing here talks to anybody.
+Made by observe.py and drawn by live_table.py. Nothing here calls a peer.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ class StageRow:
     stage: int
     peers: tuple[PeerRow, ...] = ()
     last_peer: LastPeer | None = None
-    """Where no peer serves the stage, the one that was heard of last; None if nobody knows of one."""
+    """If no peer serves the stage, the last one that did; None if nobody knows."""
 
     @property
     def is_served(self) -> bool:
-        """Whether a peer is there that stays, or is on its way there."""
+        """Whether a peer serves the stage and stays, or is on its way there."""
         return any(peer.stays for peer in self.peers)
 
 
@@ -68,7 +68,7 @@ class TrainerRow:
 
     @classmethod
     def of(cls, record: TrainerRecord) -> Self:
-        """The row of a trainer by what it announces."""
+        """Make the row of a trainer from its announcement."""
         return cls(**read(cls, record, None))
 
     @property
@@ -86,23 +86,23 @@ class SwarmView:
     """One row for each stage of the configuration, also for one without a peer."""
     trainers: tuple[TrainerRow, ...] = ()
     events: tuple[str, ...] = ()
-    """What happened, oldest first: peers killed, joined, ended."""
+    """Lines that tell what happened, oldest first: peers were killed, joined, ended."""
     join_command: str = "swarm-peer INVITE"
-    """The command with which one more peer comes to the run."""
+    """The command with which one more peer joins the run."""
 
     @property
     def empty_stages(self) -> list[int]:
-        """Stages at which no peer serves, is on its way there, or is announced and does not answer."""
+        """Stages at which no peer serves, or is on its way there, or is announced but silent."""
         return [row.stage for row in self._unserved if row.stage not in self.silent_stages]
 
     @property
     def round(self) -> int:
-        """The newest that a peer is at, or has announced."""
+        """The newest round that a peer is at, or has announced."""
         return max((peer.round for row in self.stages for peer in row.peers), default=0)
 
     @property
     def silent_stages(self) -> dict[int, list[str]]:
-        """Stages whose peers do not answer, none of them: their names, by stage."""
+        """The names of announced peers by stage, for stages at which none of them answers."""
         silent = {
             row.stage: [peer.name or peer.peer_id[:8] for peer in row.peers if peer.state == "unreachable"]
             for row in self._unserved
@@ -111,7 +111,7 @@ class SwarmView:
 
     @property
     def last_peers(self) -> dict[int, LastPeer]:
-        """By stage that no peer serves, the one that was heard of last, where that is known."""
+        """For each stage that no peer serves, the last one that did, if that is known."""
         return {row.stage: row.last_peer for row in self._unserved if row.last_peer is not None}
 
     @property
@@ -120,9 +120,9 @@ class SwarmView:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """What peers say of holders that they do not follow.
+        """Lines about holders that peers do not follow.
 
-        Keys name both peers only, since the rest changes at each look.
+        Keys name only the two peers, because the rest changes in each view.
         """
         return {
             f"{peer.peer_id} refuses {refusal.partition(' ')[0]}": f"{peer.name}: {refusal}"
@@ -133,7 +133,7 @@ class SwarmView:
 
     @property
     def bans(self) -> dict[str, str]:
-        """Which peers are left alone by whom, why and until when. Keys name both and the cause."""
+        """Lines that say which sender has banned which peer, why and until when. Keys name both and the cause."""
         names = {peer.peer_id: peer.name for row in self.stages for peer in row.peers}
         senders: list[PeerRow | TrainerRow] = [*(peer for row in self.stages for peer in row.peers), *self.trainers]
         lines = {}
@@ -147,7 +147,7 @@ class SwarmView:
 
     @property
     def waits(self) -> list[str]:
-        """What peers wait for."""
+        """Lines that say what peers wait for."""
         peers = [peer for row in self.stages for peer in row.peers]
         return [f"{peer.name} waits for {peer.waiting_for}" for peer in peers if peer.waiting_for]
 

@@ -1,6 +1,6 @@
-"""Which runs a program looks at, as its options say: by invites, by peers that are asked, or from the DHT.
+"""The options that say which runs a program shows: by invites, by peers to ask, or by addresses of the DHT.
 
-The options of swarm-status and swarm-dashboard are made of these; it imports neither gRPC nor torch.
+The options of swarm-status and swarm-dashboard extend these. This imports neither gRPC nor torch.
 """
 
 import logging
@@ -42,11 +42,11 @@ class ViewOptions:
 
     @property
     def num_ways(self) -> int:
-        """The number of ways in which the options say where the runs are."""
+        """In how many ways the options say where the runs are."""
         return [bool(self.invites), self.lan, bool(self.peer), bool(self.initial_peers)].count(True)
 
     def require_one_way(self, prog: str) -> None:
-        """Raise ValueError unless they say in one way where the runs are."""
+        """Raise ValueError unless the options say in exactly one way where the runs are."""
         if self.num_ways > 1:
             raise ValueError("INVITE, --lan, --peer and --initial-peers are ways to the same: leave all but one out")
         if self.num_ways == 0:
@@ -54,12 +54,12 @@ class ViewOptions:
 
     @property
     def asks_the_dht(self) -> bool:
-        """Whether runs are looked for in the DHT."""
+        """Whether the program looks for all runs in the DHT."""
         return self.runs and not self.lan
 
     def entrances(self, environment: Mapping[str, str], clock: "Clock") -> "list[Entrance]":
-        """One entrance for each invite; else a single one. Of the runs in the network, those are left out that need a
-        token which is not there.
+        """One entrance for each invite, or else a single one. With --lan and --runs, runs that need a token which the
+        user has not given are left out, unless no run is left.
 
         Raises:
             What find_entrance and found_invite raise.
@@ -93,7 +93,7 @@ class ViewOptions:
 
 @dataclass(frozen=True)
 class _Way:
-    """What EntranceOptions has."""
+    """One way into a run, as EntranceOptions."""
 
     invite: str | None
     initial_peers: tuple[str, ...]

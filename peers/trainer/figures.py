@@ -1,6 +1,6 @@
-"""How far a trainer is, and what it has run: figures that its steps add to.
+"""A trainer's figures, to which each of its steps adds: how far the swarm is, and what this trainer has run.
 
-Kept by report.py, read by the trainer's announcement, and written down at the end.
+Kept by report.py, read for the trainer's announcement, and written down at the end.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,11 @@ from swarm.data.held_out import HeldOutLoss
 from swarm.pipeline.train_loop import Step
 
 Figure = float | Mapping[str, float] | None
-"""One, or several by the names of datasets."""
+"""A number, or a number for each dataset by its name; None if it is not known."""
 
 
 class Figures:
-    """The figures of one run of the trainer. Microbatches, and the tokens that they predicted, are those that it ran
-    itself."""
+    """The figures of one run of the trainer. Microbatches, and their targets, are counted if this trainer ran them."""
 
     def __init__(self, config: RunConfig) -> None:
         self.first_step = 0
@@ -31,17 +30,17 @@ class Figures:
         self.tokens_per_second = 0.0
         """The tokens per second of the whole swarm, in the last step."""
         self.run_samples: int | None = None
-        """Samples of the run; not known before a step of which the stages told."""
+        """Samples of the run; None before the first step."""
         self._round_samples = config.rounds.round_samples
         self._sequence_length = config.data.sequence_length
         self._seconds = 0.0
 
     def begin(self, first_step: int) -> None:
-        """The swarm is at this step now."""
+        """Begin at this step: the swarm is there now."""
         self.first_step = self.step_number = first_step
 
     def add(self, step: Step) -> None:
-        """A step was made."""
+        """Add the figures of a step."""
         totals, report = step.totals, step.report
         self.step_number = step.number
         if (loss := totals.loss) is not None:
@@ -56,17 +55,17 @@ class Figures:
             self.run_samples = report.run_samples
         else:
             self.run_samples = step.number * usual if before is None else before + usual
-        # A stage that came back from a checkpoint has fewer than before.
+        # After a stage has come back from a checkpoint, the run has fewer samples than before.
         gained = usual if before is None else max(0, self.run_samples - before)
         self.tokens_per_second = gained * self._sequence_length / max(step.seconds, 1e-9)
 
     def evaluated(self, validation: HeldOutLoss) -> None:
-        """The loss on held-out text was computed."""
+        """Take the losses on held-out text that were just computed."""
         self.validation = validation
 
     @property
     def validation_loss(self) -> float | None:
-        """The loss on held-out text, when it was computed last."""
+        """The loss on held-out text that was computed last; None before the first."""
         return None if self.validation is None else self.validation.mean
 
     @property
@@ -79,7 +78,7 @@ class Figures:
         return {"validation_loss": self.validation_loss, "validation_losses": by_source}
 
     def evaluation(self) -> dict[str, Figure]:
-        """The held-out losses, and at which step."""
+        """The held-out losses, and the step at which they were computed."""
         return {"step": self.step_number, **self._validation()}
 
     def summary(self, corpus: Corpus) -> dict[str, Figure]:
@@ -88,7 +87,7 @@ class Figures:
             "first_loss": self.first_loss,
             "final_loss": self.loss,
             **self._validation(),
-            # Counting says something of texts alone.
+            # Counts of tokens tell something only of text, not of conversations.
             "unigram_entropy": entropy.unigram_entropy(corpus) if corpus.is_text else None,
             "bigram_entropy": entropy.bigram_entropy(corpus) if corpus.is_text else None,
             "tokens": self.own_tokens,

@@ -60,7 +60,7 @@ RECORD_SECONDS = 20.0
 
 
 def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
-    """What became of the last peer of a stage that has none, and what can be done about it."""
+    """Text that says what became of the last peer of an empty stage, and what the user can do about it."""
     command = Joining.at(member.config, member.known.entries(4), insecure=insecure).peer
     cure = remedy(command, stage, member.known.round)
     gone = member.known.router.gone(stage)
@@ -78,14 +78,14 @@ def main(argv: Sequence[str]) -> int:
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
     options.output.mkdir(parents=True, exist_ok=True)
     require_sole_writer(options.output, f"--output {options.output}")
-    # One loop, which stands still while text is prepared.
+    # There is one loop. It stands still while text is prepared.
     with asyncio.Runner(loop_factory=Loop) as runner:
         stack = AsyncExitStack()
         try:
             member = runner.run(stack.enter_async_context(reading(entrance, clock)))
             if options.tokenizer is None:
                 options = dataclasses.replace(options, tokenizer=runner.run(have_tokenizer(member, cache_folder())))
-            # In the main thread, outside of the loop: to prepare text may take minutes, and a thread cannot be ended.
+            # This runs in the main thread, outside the loop: it may take minutes, and Ctrl-C could not end a thread.
             with process.interruptible():
                 corpus, data = open_corpus(member.config, options.dataset, options.tokenizer)
             process.require_addresses(process.THREAD_BYTES)
@@ -128,7 +128,7 @@ def make_session(
     options: TrainerOptions, member: Membership, data: Microbatches, watcher: RoundWatcher, report: Report,
     events: Events,
 ) -> Session:  # fmt: skip
-    """The loop that feeds the swarm, with all that it needs."""
+    """Make the session: the train loop that feeds the swarm, and all its parts."""
     config, clock, channels = member.config, member.clock, member.channels
     hop = Hop(
         run_id=config.run_id, stage=0, reply_specs={}, router=member.known.router, channels=channels, clock=clock,
@@ -184,7 +184,7 @@ def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
 
 
 async def keep_announced(member: Membership, session: Session, name: str) -> None:
-    """Let status see this trainer, until cancelled."""
+    """Announce this trainer at intervals, until cancelled, so that swarm-status sees it."""
     while True:
         try:
             await member.directory.announce_trainer(record_of(member, session, name), RECORD_SECONDS)
@@ -196,12 +196,12 @@ async def keep_announced(member: Membership, session: Session, name: str) -> Non
 async def finish(
     report: Report, folder: Path, corpus: corpora.Corpus, sample: str, reported: Reporting, *, exit_code: int
 ) -> int:  # fmt: skip
-    """Say where training is, and write down how it went; gives the exit code.
+    """Print where training is, and write the files that are due; gives the exit code.
 
-    A file that cannot be written is one line in the log and keeps nothing else from being written or said.
+    If a file cannot be written, this logs a line, goes on, and gives EXIT_FAILURE.
 
     Args:
-        exit_code: 0 if training is done; otherwise it was told to stop.
+        exit_code: 0 if training is done; otherwise the trainer was told to stop.
     """
     interrupted = exit_code != 0
     report.goodbye(interrupted=interrupted)
@@ -223,18 +223,18 @@ async def finish(
 def open_corpus(
     config: RunConfig, datasets: tuple[str, ...], tokenizer: str | None = None
 ) -> tuple[corpora.Corpus, Microbatches]:
-    """This machine's copy of the run's text.
+    """Open this machine's copy of the run's text.
 
     Args:
-        datasets: where it is, if not where the run says.
-        tokenizer: likewise, the copy of the run's tokenizer.
+        datasets: where the text is; empty if it is where the run's configuration says.
+        tokenizer: where the copy of the run's tokenizer is; None likewise.
 
     Raises:
-        CorpusMismatch: the text or the tokenizer is another.
-        ValueError: there is none, or the run does not say which text it is.
+        CorpusMismatch: the text or the tokenizer differs from the run's.
+        ValueError: there is no such text, or the run does not say which text it is.
     """
     if not datasets and not config.data.digest:
-        # Otherwise the run's first peer could have any file of this machine tokenized, and see what comes of it.
+        # If we took the name alone, the run's first peer could have us read any file here, and see its tokens.
         raise ValueError("this run does not say which text it is trained on: name yours with --dataset")
     if datasets and len(datasets) != len(config.data.datasets):
         names = ", ".join(config.data.source_names)
@@ -243,7 +243,7 @@ def open_corpus(
         )
     local = dataclasses.replace(config.data, dataset=datasets) if datasets else config.data
     local = local if tokenizer is None else dataclasses.replace(local, tokenizer=tokenizer)
-    # Before a text is tokenized that may take minutes.
+    # This checks the tokenizer before the text is tokenized, which may take minutes.
     tokenizers.load_for_run(local, vocab_size=config.model.vocab_size)
     corpus = corpora.prepare(local, cache_dir=cache_folder() / "corpora")
     corpus = corpora.in_order(config.data, corpus)

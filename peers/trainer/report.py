@@ -1,6 +1,6 @@
-"""What a trainer tells: a progress bar, metrics.jsonl, and what is written at the end.
+"""Reports how training goes: a progress bar, log lines, metrics.jsonl, and the files that are written at the end.
 
-Used by swarm-trainer. Only writes down what it is given.
+Used by swarm-trainer.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from swarm.training.inner_steps import InnerSteps
 logger = logging.getLogger(__name__)
 
 GAP_SECONDS = 5.0
-"""Least time between two lines about a stage that is waited for: several of its neighbours may each say why."""
+"""Least time between two log lines about a stage that takes no work: several peers may each give another cause."""
 WAITS_SECONDS = 600.0
-"""Time between two lines with the same cause, if no step comes in between."""
+"""Least time between two such lines with the same cause, unless a step comes in between."""
 
 
 class Report(contextlib.AbstractContextManager["Report"]):
-    """Hears of every step; the progress bar is there while its `with` block runs."""
+    """Is told of every step. Inside its `with` block the progress bar is shown."""
 
     def __init__(
         self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock,
@@ -43,7 +43,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
         """
         Args:
             steps: how many steps are asked for; 0 for an evaluation alone.
-            remedy: what the user can do about a stage without a peer.
+            remedy: gives text that says what the user can do about a stage without a peer.
         """
         self._clock = clock
         self._config = config
@@ -55,9 +55,9 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._remedy = remedy
         self._waits, self._busy = Repeats(clock, WAITS_SECONDS), Repeats(clock)
         self._said_at: dict[int, float] = {}
-        """By stage that is waited for, when the last line about it was."""
+        """For each stage that took no work, when the last line about it was logged."""
         self._warned: set[int] = set()
-        """Stages of whose inner steps something was said."""
+        """Stages of which a warning about inner steps was logged."""
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(), console=console, disable=not (steps and console.is_terminal),
@@ -72,17 +72,17 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._bar.stop()
 
     def begin(self, first_step: int) -> None:
-        """The swarm is at this step now."""
+        """Begin at this step: the swarm is there now."""
         self.figures.begin(first_step)
         self._metrics.event(first_step, BEGINS)
 
     def waiting(self, stage: int, obstacle: Obstacle) -> None:
-        """Say why nobody at a stage takes work: each cause once until the next step, and not all of them at once.
+        """Log why no peer of a stage takes work: each cause once until the next step, with a gap between two causes.
 
-        That all are merely busy is usual where stages are slow, and said now and then.
+        That all are merely busy is usual where stages are slow, so it is logged now and then.
         """
         if stage >= self._config.stages.num_stages:
-            return  # Some peer says so.
+            return  # There is no such stage: a peer claims it.
         if obstacle.is_business:
             if self._busy.count(stage):
                 logger.info("waiting: %s", obstacle.in_words(stage))
@@ -135,19 +135,19 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._say(step.number, validation)
 
     def _warn(self, inner_steps: Sequence[InnerSteps]) -> None:
-        """Say what makes the run learn less than it might: once of each stage."""
+        """Warn, once for each stage, of what makes the run learn less than it might."""
         for stage, steps in enumerate(inner_steps):
             if steps.fault and stage not in self._warned:
                 self._warned.add(stage)
                 logger.warning("stage %d: %s", stage, steps.fault)
 
     def evaluated(self, validation: HeldOutLoss) -> None:
-        """The evaluation at the end, which may be all that was done."""
+        """Log the evaluation at the end, or the only one."""
         self.figures.evaluated(validation)
         self._metrics.evaluation(self.figures.step_number, validation.mean, validation.of_several)
 
     def goodbye(self, *, interrupted: bool) -> None:
-        """Say where training is."""
+        """Print at which step training is, and how well the model does."""
         figures = self.figures
         by_source = {} if figures.validation is None else figures.validation.of_several
         if not self._steps:
@@ -181,7 +181,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
             logger.info("step %d: validation: %s", number, told)
 
     def files(self, corpus: Corpus, *, interrupted: bool) -> dict[str, Callable[[Path], object]]:
-        """The files that are due at the end, by name, each with what writes it to a path."""
+        """The files that are due at the end: by name, functions that write them to a path."""
         if not self._steps:
             return {} if interrupted else {"evaluation.json": lambda path: _write(path, self.figures.evaluation())}
         files: dict[str, Callable[[Path], object]] = {
@@ -201,7 +201,7 @@ def _write(path: Path, figures: Mapping[str, Figure]) -> None:
 
 
 def _finite(figure: Figure) -> object:
-    """JSON knows neither NaN nor infinity."""
+    """The figure with None for what is not finite: JSON knows neither NaN nor infinity."""
     if isinstance(figure, Mapping):
         return {name: _finite(each) for name, each in figure.items()}
     return figure if figure is None or math.isfinite(figure) else None

@@ -1,6 +1,7 @@
 """What a trainer does from its first step to its last evaluation.
 
-Used by program.py. Between steps, and at the end, the swarm is asked for the loss on held-out text and for a sample.
+Used by program.py. Between steps and at the end it has the swarm compute the loss on held-out text; at the end it may
+have the swarm write a sample of text.
 """
 
 import asyncio
@@ -27,10 +28,10 @@ from swarm.training.samples import TOKENS
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 5
-"""Times that an evaluation is tried while other trainers move the swarm on."""
+"""How often an evaluation is tried, if other trainers move the swarm on meanwhile."""
 
 TEMPERATURE = 0.7
-"""The temperature of a sample of text."""
+"""The temperature with which the sample of text is written."""
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Session:
         await self._write_sample_if_due()
 
     async def only_evaluate(self) -> None:
-        """Evaluate as `train` does at its end. Raises Fatal if the swarm could not compute it."""
+        """Evaluate as `train` does at its end. Raises Fatal if the swarm could not compute the losses."""
         self.report.figures.begin(await self._present_round())
         loss = await self.evaluate()
         if loss is None:
@@ -71,9 +72,9 @@ class Session:
             self.sample = await self.write_sample()
 
     async def _present_round(self) -> int:
-        """The round at which the swarm is; waits until a peer says so."""
+        """The round at which the swarm is; waits until a peer tells it."""
         await self.watcher.poll()
-        # A run that was resumed begins at a later round, and not all of its stages may be there yet.
+        # A resumed run begins at a later round than 0, and some of its stages may have no peer yet.
         while (present := self.watcher.known_round) is None:
             for stage in range(self.config.stages.num_stages):
                 if (obstacle := self.watcher.obstacle(stage)) is not None:
@@ -90,9 +91,10 @@ class Session:
         self.report.step(step, loss)
 
     async def evaluate(self) -> HeldOutLoss | None:
-        """Losses on held-out text, of the newest round; None, with a warning, if the swarm could not compute them.
+        """Losses on held-out text at the newest round; None, with a warning, if the swarm could not compute them.
 
-        This trainer feeds nothing meanwhile. If the swarm has moved on before peers held the round, it tries again.
+        The trainer feeds nothing meanwhile. If the swarm moves on before its peers hold the round for this, the trainer
+        tries again.
         """
         cause: Fatal | None = None
         with self.loop.paused():
@@ -106,7 +108,7 @@ class Session:
                     listener=self.loop,
                 )
                 try:
-                    # A task of its own: in older Pythons a failed task group leaves its task half cancelled.
+                    # It gets a task of its own: in older Pythons a failed task group leaves its task half cancelled.
                     return await asyncio.create_task(work)
                 except Fatal as error:
                     logger.info("evaluating again: %s", error)
@@ -115,7 +117,7 @@ class Session:
         return None
 
     async def write_sample(self) -> str:
-        """Text that the trained swarm writes, after a held-out prompt; empty, with a warning, if it could not."""
+        """Have the trained swarm continue a held-out prompt; empty, with a warning, if it could not."""
         tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
         sampling = Sampling(temperature=TEMPERATURE, seed=self.config.data.seed)
         try:
@@ -125,13 +127,13 @@ class Session:
         except (ValueError, SwarmError) as error:
             logger.warning("no sample of text: %s", error)
             return ""
-        # What goes on comes from strangers.
+        # The swarm's text comes from strangers, and may have control characters for the terminal.
         written = [process.printable(tokenizer.decode(part), keep="\n\t") for part in (prompt, tokens)]
         return f"--- held-out text ---\n{written[0]}\n--- the swarm goes on ---\n{written[1]}\n---"
 
 
 async def _continued(engine: SwarmEngine, prompt: list[int], sampling: Sampling, num_tokens: int) -> list[int]:
-    """The prompt with so many tokens after it. Where a sequence ends, another one begins with its latter half."""
+    """So many tokens after the prompt. Where a sequence reaches its longest, a new one begins with its latter half."""
     tokens = list(prompt)
     while (num_left := len(prompt) + num_tokens - len(tokens)) > 0:
         context = tokens[-_half(engine) :]
