@@ -1,9 +1,8 @@
-"""Chat templates: a conversation as the text that a model reads.
+"""Chat templates: they turn a conversation into the text that a model reads.
 
-data/conversations makes training samples with them, and the programs the prompts of a chat. A template is Jinja and
+data/documents makes training samples with them, and the programs make the prompts of a chat. A template is Jinja and
 comes from a tokenizer's folder, where `transformers` finds it too, with that library's conventions. It runs in a
-process of its own (data/template_child), in a sandbox without access to anything but the messages. Texts become tokens
-elsewhere.
+process of its own (data/template_child), in a sandbox without access to anything but the messages.
 """
 
 import hashlib
@@ -19,11 +18,11 @@ from swarm.data.template_process import Limits, TemplateProcess
 from swarm.machine import json_file
 
 Message = Mapping[str, Any]
-"""`role` and `content`, and whatever else a template looks at."""
+"""`role` and `content`, and any other field that a template reads."""
 
 TRAINING_DATE = datetime(2024, 7, 26)
-"""The day that templates are told while samples are made: these must not depend on when that is. Llama 3.2's template
-names it where it knows no date."""
+"""The date that templates get when samples are made, because samples must not depend on the day. It is the date that
+Llama 3.2's template uses when it gets none."""
 MAX_TEMPLATE_BYTES = 1 << 20
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -39,7 +38,7 @@ class Rendered:
     """A conversation to learn from.
 
     Attributes:
-        spans: the parts of `text`, as characters [first, last), that the assistant said, in order.
+        spans: the parts of `text` that the assistant said, in order, each as characters [first, last).
     """
 
     text: str
@@ -55,18 +54,18 @@ class ChatTemplate:
     ) -> None:  # fmt: skip
         """
         Args:
-            special_tokens: by the names under which templates know them, `bos_token` for one.
+            special_tokens: by the names that templates use, such as `bos_token`.
             now: gives the local time, for templates that tell the model the date.
         """
         self._now = now
         content = json.dumps([template, special_tokens], sort_keys=True)
         self.identity = hashlib.sha256(content.encode()).hexdigest()
-        """SHA-256, in hexadecimal: equal identities render alike, at one time."""
+        """SHA-256, in hexadecimal: templates with equal identities render alike, if `now` is the same."""
         opening = {"template": template, "special_tokens": dict(special_tokens)}
         self._process = TemplateProcess(opening, limits or Limits())
 
     def check(self) -> None:
-        """Raise ValueError, one line, if it is no valid template, or cannot render an ordinary conversation."""
+        """Raise ValueError, one line, if the template is not valid, or cannot render an ordinary conversation."""
         self.render(_ORDINARY, add_generation_prompt=True)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -84,7 +83,7 @@ class ChatTemplate:
     def render_training(self, messages: Sequence[Message]) -> Rendered:
         """The text of a whole conversation, with the parts that the assistant said.
 
-        A template says with `{% generation %}` which parts these are. For another one they are what each of the
+        A template may mark these parts with `{% generation %}`. In another template, they are what each of the
         assistant's messages adds to the text that opens its turn, with the end of the turn.
 
         Raises:
@@ -94,7 +93,7 @@ class ChatTemplate:
         return Rendered(text, [(first, last) for first, last in spans])
 
     def close(self) -> None:
-        """End the process; a rendering that is under way in another thread fails. The next one starts it again."""
+        """End the process. A rendering in another thread fails; the next rendering starts the process again."""
         self._process.close()
 
     def _ask(self, messages: Sequence[Message], **how: bool) -> Any:
@@ -104,11 +103,11 @@ class ChatTemplate:
 def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
     """The template of a tokenizer's folder; None if there is none.
 
-    It is the file chat_template.jinja, or `chat_template` in tokenizer_config.json or chat_template.json, where several
-    with names may stand, of which it is `default`.
+    It is in the file chat_template.jinja, or it is `chat_template` in tokenizer_config.json or chat_template.json. If
+    that is a list of named templates, the one called `default` is taken.
 
     Raises:
-        ValueError: one line, if it is unreadable or too large.
+        ValueError: one line, if the template is unreadable or too large.
     """
     config = json_file.read_object(folder / "tokenizer_config.json", is_optional=True)
     template = _text(folder / "chat_template.jinja") or config.get("chat_template")
@@ -127,7 +126,7 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
 
 
 def beside(tokenizer: str, *, now: Callable[[], datetime]) -> ChatTemplate:
-    """The template of the folder in which a tokenizer lies.
+    """The template in the folder of a tokenizer.
 
     Args:
         tokenizer: as `data.tokenizer` names it.
@@ -156,6 +155,6 @@ def _text(path: Path) -> str | None:
 
 
 def _token(value: Any) -> str | None:
-    """A special token, which may be a record that has more about it."""
+    """A special token's text; the value may be a record that has it as `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

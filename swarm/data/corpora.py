@@ -1,7 +1,7 @@
-"""Corpora: what a run learns: one or several datasets, each with a part that is held out.
+"""Corpora: the text that a run learns: one or several datasets, each with a part that is held out.
 
-The first peer and the trainers call `prepare`. The first peer publishes the digests. The trainers have `in_order` put
-their datasets in the run's order, and call `check_digest`. What is done with one dataset is in data/prepared.
+The first peer and the trainers call `prepare`. The first peer publishes the digests. The trainers put their datasets in
+the run's order with `in_order`, and call `check_digest`. data/prepared prepares each dataset.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from swarm.errors import CorpusMismatch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SourceTokens:
-    """What one dataset contributes."""
+    """One dataset's tokens, or sequences, with the part that is held out."""
 
     tokens: npt.NDArray[Any]
-    """See data/prepared."""
+    """As data/prepared stores them."""
     num_training: int
-    """Tokens, or sequences, before the held-out part."""
+    """The number of tokens, or sequences, before the held-out part."""
     digest: str
-    """SHA-256, in hexadecimal, of all of them and the tokenizer."""
+    """SHA-256, in hexadecimal, of the tokenizer's identity and all tokens, or sequences."""
 
     @property
     def training(self) -> npt.NDArray[Any]:
@@ -51,15 +51,15 @@ class Corpus:
     sources: Sequence[SourceTokens]
     """One for each of `data.datasets`, in their order."""
     vocab_size: int
-    """The tokenizer's; every token is below it."""
+    """The tokenizer's vocabulary size; every token is below it."""
     digest: str
-    """SHA-256, in hexadecimal: the dataset's own, or that of the digests of several."""
+    """SHA-256, in hexadecimal: of one dataset its own digest, of several the digest of their digests."""
     tokenizer_identity: str
-    """See data/tokenizers."""
+    """Tokenizer.identity: see data/tokenizers."""
 
     @property
     def is_text(self) -> bool:
-        """Whether its sources are streams of tokens."""
+        """Whether its sources are streams of tokens, and not sequences with targets."""
         return self.sources[0].tokens.dtype.names is None
 
 
@@ -68,7 +68,7 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
 
     Raises:
         ValueError: one line, if a dataset, the tokenizer or its chat template is missing, unreadable or empty, a row
-            lacks what it needs, or there is too little for both parts.
+            lacks a field, or a dataset is too short to be divided.
     """
     tokenizer = tokenizers.load(config.tokenizer)
     template = chat.beside(config.tokenizer, now=lambda: chat.TRAINING_DATE) if config.format == "chat" else None
@@ -90,14 +90,14 @@ def _digest(sources: Sequence[SourceTokens]) -> str:
 
 
 def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
-    """A dataset in two parts. Raises ValueError if one of them is too short."""
+    """Divide a dataset in its training part and its held-out part. Raises ValueError if one of them is too short."""
     tokens = found.tokens
     num_held_out = int(len(tokens) * config.held_out_fraction)
     if config.has_targets:
-        # Sequences are few where a text has many tokens.
+        # There are few sequences, so their number may be rounded down to none.
         num_held_out = max(1, num_held_out)
     num_training = len(tokens) - num_held_out
-    # Samples of several datasets share a microbatch.
+    # With several datasets a microbatch has samples of all of them, so each needs only enough for one sample.
     what, num_samples = ("a microbatch", config.microbatch_size) if len(config.datasets) == 1 else ("a sample", 1)
     if config.has_targets and num_training < num_samples:
         raise ValueError(
@@ -119,7 +119,7 @@ def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) 
     """`config` as a run's first peer publishes it, so that others can tell whether they have the same text.
 
     Args:
-        files: of the tokenizer, which others have from the run's peers; None for bytes.
+        files: the tokenizer's files, which others get from the run's peers; None for bytes.
     """
     return dataclasses.replace(
         config,
@@ -132,7 +132,7 @@ def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) 
 
 
 def in_order(config: DataConfig, corpus: Corpus) -> Corpus:
-    """The corpus with its datasets in the run's order, in whichever they were named here; as it is if they differ."""
+    """The corpus with its datasets in the run's order. It is unchanged if they are not the run's datasets."""
     left = {source.digest: source for source in corpus.sources}
     if sorted(config.dataset_digests) != sorted(source.digest for source in corpus.sources):
         return corpus

@@ -1,8 +1,8 @@
-"""Documents to learn from in part: conversations and completions as tokens, of which some are targets.
+"""Documents: conversations and completions as tokens, of which only some are targets.
 
-Used by data/corpora. Of a conversation what the assistant says is a target, of a completion all that follows the
-prompt, with the token that ends it. What has more tokens than a sequence is cut or dropped, and what has no target
-left is dropped; all of it is counted.
+Used by data/prepared. Targets are the tokens that the assistant says in a conversation, or that follow the prompt of a
+completion, with the token that ends it. Documents with more tokens than a sequence are cut or dropped, and those
+without a target left are dropped. All of them are counted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,12 +35,12 @@ class Document:
 
 @dataclass
 class Counts:
-    """What became of the rows."""
+    """How many rows were taken, cut and dropped."""
 
     taken: int = 0
     cut: int = 0
     dropped: int = 0
-    """Because they were too long."""
+    """Rows that were dropped because they were too long."""
     without_target: int = 0
 
 
@@ -55,7 +55,7 @@ class Documents:
     counts: Counts = field(default_factory=Counts)
 
     def of(self, rows: Iterator[Row]) -> Iterator[Document]:
-        """The documents from which something can be learnt. Raises ValueError with one line that names the row."""
+        """Yield the rows' documents that have targets. Raises ValueError, one line that names the row at fault."""
         longest = self.config.sequence_length + 1
         for row in rows:
             document = self._of_row(row)

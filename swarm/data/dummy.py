@@ -1,6 +1,6 @@
 """Random tokens, for measuring speed where there is no text.
 
-Used by data/prepared. They are the same ones on every machine.
+Used by data/prepared. The tokens are the same on every machine.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ _PIECE_TOKENS = 1 << 20
 
 
 def random_tokens(vocab_size: int) -> Iterator[TokenIds]:
-    """Tokens that are equally likely and tell nothing of each other, in pieces."""
-    # numpy promises that this generator gives the same numbers in every release, which it does not of newer ones.
+    """Yield pieces of tokens that are uniform and independent."""
+    # numpy promises for this generator that it gives the same numbers in every release; for newer ones it does not.
     generator = np.random.RandomState(0)
     for _ in range(_NUM_TOKENS // _PIECE_TOKENS):
         yield generator.randint(0, vocab_size, _PIECE_TOKENS, dtype=token_dtype(vocab_size).type)

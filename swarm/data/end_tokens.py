@@ -1,4 +1,4 @@
-"""The tokens with which a text ends, or an assistant's turn in a conversation."""
+"""Finds the end tokens of a model: those with which a text ends, or an assistant's turn in a conversation."""
 
 import reprlib
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from swarm.machine import json_file
 
 
 def end_tokens(model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer) -> frozenset[int]:
-    """The end tokens of a model, by their numbers and as the tokenizer's `eos_token`; none if none are named.
+    """The end tokens that files and configuration name, by number or as the tokenizer's `eos_token`; may be empty.
 
     Args:
-        model: what it names counts where no folder has a generation_config.json that does.
+        model: its eos_token_ids count only if no generation_config.json names any.
         folders: of the tokenizer and the model, as transformers writes them.
 
     Raises:
-        ValueError: one line, if a file is no JSON or names something else.
+        ValueError: one line, if a file is no JSON, or names something that is no token.
     """
     numbers, named = set[int](), set[int]()
     for folder in folders:
@@ -33,7 +33,7 @@ def end_tokens(model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer
 
 
 def token_numbers(value: Any, what: str) -> tuple[int, ...]:
-    """The tokens that a file names: one by its number, several in a list, or null for none.
+    """The tokens that a value names: a number is one token, a list several, and None (null) none.
 
     Args:
         what: where the value stands, for the message.

@@ -63,12 +63,12 @@ def _unigram(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 def _pairs(tokens: TokenIds, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Every two neighbours as one number, first * vocab_size + second [num_tokens - 1]."""
+    """Each pair of neighbours as one number, first * vocab_size + second [num_tokens - 1]."""
     return tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
 
 
 def _training_chunks(corpus: Corpus) -> Iterator[TokenIds]:
-    """Pieces of each text that share one token, so that every two neighbours fall into exactly one of them."""
+    """Yield pieces of each text. Each shares a token with the next, so that each pair of neighbours is in one piece."""
     for source in corpus.sources:
         for start in range(0, len(source.training) - 1, _CHUNK_TOKENS):
             yield source.training[start : start + _CHUNK_TOKENS + 1]

@@ -1,6 +1,6 @@
-"""The loss on held-out text, of each dataset and of all together, put together from that of batches.
+"""The loss on held-out text, of each dataset and of all together, computed from the losses of batches.
 
-Used by whatever evaluates: trainers of a swarm, and static runs.
+Used by trainers of a swarm, and by static runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ class HeldOutLoss:
     """Losses on held-out text, in nats per target.
 
     Attributes:
-        mean: over the held-out parts of all datasets, by their lengths.
-        by_source: of each dataset, by its name.
+        mean: over the held-out parts of all datasets, weighted by their lengths.
+        by_source: the loss of each dataset, by its name.
     """
 
     mean: float
@@ -26,7 +26,7 @@ class HeldOutLoss:
 
     @property
     def of_several(self) -> Mapping[str, float]:
-        """`by_source` where it says more than the mean."""
+        """`by_source` if there are several datasets, else empty."""
         return self.by_source if len(self.by_source) > 1 else {}
 
 
@@ -34,7 +34,7 @@ def averaged(sources: Sequence[HeldOut], losses: Sequence[float]) -> HeldOutLoss
     """The loss on all held-out text.
 
     Args:
-        losses: means over the targets of the batches, of one source after another.
+        losses: for each batch of each source, in order, its mean over targets.
     """
     remaining = iter(losses)
     by_source, weights = dict[str, float](), list[float]()

@@ -1,7 +1,7 @@
-"""Hugging Face's hub: names there, and what is downloaded of them. Nothing of it is executed.
+"""Downloads models' files from Hugging Face's hub. Nothing of them is executed.
 
-Used by data/tokenizers and swarm-model. The library comes with tokenizers. It keeps what it downloads in a cache of its
-own, where it is found again without a network.
+Used by data/tokenizer_files, interchange/source and swarm-model. The library huggingface_hub is installed with
+tokenizers. It keeps downloads in a cache of its own, and finds them there without a network.
 """
 
 import re
@@ -14,17 +14,17 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_name(text: str) -> bool:
-    """Whether this may be the name of a model: `gpt2`, or `OWNER/NAME`, and neither a path nor a file."""
+    """Whether a text may be a model's name on the hub (`gpt2`, `OWNER/NAME`), and not a path or a file's name."""
     return _NAME.fullmatch(text) is not None and not text.endswith((".json", ".toml", ".model"))
 
 
 def download(name: str, patterns: Sequence[str]) -> Path:
-    """The folder with these files of a model, downloaded unless they are here already. Blocks.
+    """Download files of a model, unless they are here already; gives their folder. Blocks.
 
     Raises:
-        PeerUnavailable: one line, if the hub does not give them.
+        PeerUnavailable: one line, if the files cannot be downloaded.
     """
-    # Only now: it takes a while to import, and most runs do not need it.
+    # It is imported only here, because that takes a while, and most runs do not need it.
     import huggingface_hub
 
     try:
@@ -36,5 +36,5 @@ def download(name: str, patterns: Sequence[str]) -> Path:
 
 
 def one_line(error: Exception) -> str:
-    """What an error of the library says, not too long."""
+    """The message of one of the library's errors, on one line, cut to 300 characters."""
     return in_one_line(error)[:300]

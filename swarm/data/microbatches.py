@@ -1,12 +1,12 @@
 """Microbatches: the deterministic order in which a run sees its text.
 
 Trainers ask for microbatch i, and any trainer can make any other trainer's microbatches again, because a microbatch is
-a pure function of the configuration and i. Evaluation asks for the held-out windows.
+a pure function of the configuration and i. Evaluation asks for held-out sequences.
 
-The training part of a text is cut into windows of `sequence_length` tokens, each with one more token, the next
-window's first, as its last target. Conversations and completions are sequences already (data/packing). An epoch visits
-every sequence once, in an order of its own. With `data.weights` it has as many of each dataset as these say, and the
-next epoch goes on where a dataset was left.
+The training part of a text is cut into windows of `sequence_length` tokens. Each also has the first token of the next
+window, as its last target. Conversations and completions are sequences already (data/packing). An epoch visits every
+sequence once, in an order of its own. With `data.weights` an epoch has the number of sequences of each dataset that the
+weights say, and the next epoch goes on where this one ended in each dataset.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,12 +31,12 @@ _Part = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldOut:
-    """What one dataset is evaluated on.
+    """The held-out samples with which one dataset is evaluated.
 
     Attributes:
-        name: of the dataset, as figures have it.
-        batches: as they travel (training/samples); the last one may be smaller.
-        share: sequences of the held-out part that each one of these stands for.
+        name: the dataset's name in figures.
+        batches: microbatches in their wire form (training/samples); the last one may be smaller.
+        share: how many sequences of the held-out part each of the samples stands for.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Microbatches:
         return tokens
 
     def samples(self, index: int) -> dict[str, torch.Tensor]:
-        """Microbatch `index`, as it travels (training/samples).
+        """Microbatch `index` in its wire form (training/samples).
 
         Sample j of microbatch i is sample i * microbatch_size + j of the run; epochs follow each other without a
         gap, so that a microbatch may begin in one and end in the next.
@@ -78,13 +78,13 @@ class Microbatches:
         return self._gather(map(self._training_sequence, epochs.tolist(), places.tolist()))
 
     def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
-        """The microbatches of `held_out_by_source`, of one dataset after another."""
+        """The microbatches of `held_out_by_source`, one dataset after another."""
         return [batch for source in self.held_out_by_source(num_samples) for batch in source.batches]
 
     def held_out_by_source(self, num_samples: int) -> list[HeldOut]:
-        """About `num_samples` sequences, as many of each dataset, spread evenly over its held-out part.
+        """About `num_samples` sequences, the same number of each dataset, spread evenly over its held-out part.
 
-        They are always the same ones. Asked for more sequences than there are, it returns each once.
+        They are always the same ones. If a dataset has fewer, each of them is given once.
         """
         own = -(-num_samples // len(self._sources))
         return [self._held_out_of(number, own) for number in range(len(self._sources))]
@@ -102,7 +102,7 @@ class Microbatches:
         return HeldOut(name=self._names[source], batches=batches, share=available / num_samples)
 
     def _training_sequence(self, epoch: int, place: int) -> tuple[_Part, int]:
-        """The dataset's part, and the number of the sequence there, at a place of an epoch before it is permuted."""
+        """The training part of a dataset, and the number of a sequence in it, for a place in an epoch's permutation."""
         source = int(np.searchsorted(self._ends, place, side="right"))
         size = self._sizes[source]
         seen = epoch * size + place - (int(self._ends[source]) - size)
@@ -123,7 +123,7 @@ class Microbatches:
 
 
 def _epoch_sizes(num_sequences: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Samples of each dataset in an epoch, which has about as many as there are sequences in all."""
+    """Samples of each dataset in an epoch. All together there are about as many as there are sequences."""
     if not weights:
         return list(num_sequences)
     total = sum(num_sequences)
@@ -133,8 +133,8 @@ def _epoch_sizes(num_sequences: Sequence[int], weights: Sequence[float]) -> list
 def _permute(positions: _Words, size: int, *, seed: int, epochs: _Words) -> _Words:
     """Each position's place in its epoch's permutation of range(size).
 
-    A Feistel network permutes the next larger power of four, whatever its round function. A position that lands
-    outside the range is permuted again until it is inside (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    A Feistel network permutes range(4**n), with the smallest n that makes this at least `size`. A position that lands
+    outside range(size) is permuted again until it is inside (Black and Rogaway 2002, "Ciphers with arbitrary finite
     domains"). So the permutation costs no memory, however long the corpus is.
     """
     half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
@@ -152,7 +152,7 @@ def _permute(positions: _Words, size: int, *, seed: int, epochs: _Words) -> _Wor
 
 
 def _mix(words: _Words) -> _Words:
-    """The output function of SplitMix64 (Steele, Lea and Flood 2014): every bit of the input moves every other."""
+    """The output function of SplitMix64 (Steele, Lea and Flood 2014): each bit of the input affects all output bits."""
     words = words + _GOLDEN
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Packing: documents side by side in sequences of one length, as records that can be read by number.
+"""Packing: puts documents side by side in sequences of one length, as records that can be read by number.
 
-Used by data/corpora, which writes the records, and by data/microbatches, which reads them. Documents stay whole. The
-order of the sequences follows from the documents alone. A bounded number of sequences is open at a time.
+Used by data/prepared, which writes the records; data/microbatches reads them. Documents stay whole. The order of the
+sequences depends on the documents alone. A bounded number of sequences is open at a time.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from swarm.training import samples
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 
 NUM_OPEN = 64
-"""Sequences that still have room. With so many, next to nothing is left empty."""
+"""The most sequences that are open because they still have room. With so many, hardly any room is left empty."""
 
 
 def record_dtype(config: DataConfig, vocab_size: int) -> np.dtype[np.void]:
@@ -31,7 +31,7 @@ def record_dtype(config: DataConfig, vocab_size: int) -> np.dtype[np.void]:
 
 
 def sequences(documents: Iterator[Document], config: DataConfig, vocab_size: int) -> Iterator[npt.NDArray[np.void]]:
-    """Sequences, as records of shape (); the rest of each is padding, which is a document without targets."""
+    """Yield sequences, as records of shape (). Each ends with padding, which counts as a document without targets."""
     dtype = record_dtype(config, vocab_size)
     if not config.is_packed:
         for document in documents:
@@ -42,9 +42,9 @@ def sequences(documents: Iterator[Document], config: DataConfig, vocab_size: int
 
 
 def pack(documents: Iterator[Document], capacity: int) -> Iterator[list[Document]]:
-    """Documents in groups of at most `capacity` tokens: each into the fullest open group that it fits into.
+    """Put documents in groups of at most `capacity` tokens: each into the fullest open group with room for it.
 
-    Best fit with a bounded number of bins (Johnson 1974): of too many the fullest is closed.
+    This is best fit with a bounded number of bins (Johnson 1974): if too many are open, the fullest is closed.
     """
     groups: list[list[Document]] = []
     rooms: list[int] = []

@@ -1,9 +1,9 @@
-"""A dataset, tokenized: one file in the user's cache, which is memory-mapped.
+"""Tokenizes a dataset into one file in the user's cache, which is memory-mapped.
 
-Used by data/corpora, for each dataset of a run. A file does not depend on where the dataset's own files lie: two
-machines with the same ones get the same tokens in the same order. Texts (data/sources) stay whole, and the tokenizer's
-separator follows each of them. Of conversations and completions (data/documents) some tokens are targets, and
-data/packing puts them side by side. What is skipped is told in the log. Nothing is in memory as a whole.
+Used by data/corpora, for each dataset of a run. The result does not depend on where the dataset's own files are: two
+machines with the same files get the same tokens in the same order. Texts (data/sources) stay whole, and the tokenizer's
+separator follows each of them. Conversations and completions (data/documents) have targets, and data/packing puts them
+side by side. The log names what is skipped. Nothing is in memory as a whole.
 """
 
 import contextlib
@@ -41,16 +41,16 @@ logger = logging.getLogger(__name__)
 _CACHE_VERSION = 3
 _PREPARING, _LOCK = ".preparing-", "lock"
 _LOCKED_SECONDS = 60.0
-"""A new folder is locked within this time."""
+"""A process locks its new folder within this time, so an older one without a lock was left by a dead process."""
 _MOST_NAMED = 20
-"""So many skipped files are named in the log. Of the others only their number is told."""
+"""The most skipped files that the log names; of further ones it tells the number."""
 _SAY_SECONDS = 10.0
-"""Time between two lines that say how far a long preparation is."""
+"""Time between two log lines that say how far a preparation is."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What a dataset gives.
+    """A dataset's tokens, or sequences, and their digest.
 
     Attributes:
         tokens: every token of a text [num_tokens], or the sequences [num_sequences] as data/packing has them;
@@ -67,7 +67,7 @@ class Recipe:
     """How datasets become tokens, or sequences.
 
     Attributes:
-        template: of conversations.
+        template: renders conversations; None for other formats.
     """
 
     config: DataConfig
@@ -76,18 +76,18 @@ class Recipe:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of what is stored."""
+        """The type of the stored tokens, or sequences."""
         vocab_size = self.tokenizer.vocab_size
         if self.config.has_targets:
             return packing.record_dtype(self.config, vocab_size)
         return tokenizers.token_dtype(vocab_size)
 
     def documents(self) -> Documents | None:
-        """What makes documents of one dataset's rows, and counts them; None for texts."""
+        """Make the part that makes documents of one dataset's rows, and counts them; None for texts."""
         return Documents(self.config, self.tokenizer, self.template) if self.config.has_targets else None
 
     def key(self, source: Source) -> str:
-        """What tells on this machine whether a dataset has been prepared already."""
+        """The key under which this machine's cache has the dataset if it has been prepared already."""
         config = self.config
         origin = [_CACHE_VERSION, source.dataset, config.max_tokens, self.tokenizer.identity, source.identity]
         if config.has_targets:
@@ -100,11 +100,11 @@ def prepare(dataset: str, recipe: Recipe, cache_dir: Path) -> Prepared:
     """Make a dataset's tokens, or its sequences, in `cache_dir`, unless they are there, and map them into memory.
 
     Local files are recognised by path, size and modification time; a Hugging Face dataset by its name alone.
-    Several processes may call this at once: each writes a file of its own, and the last rename wins. What killed
-    processes left is removed.
+    Several processes may call this at once: each writes a file of its own, and the last rename wins. Files that killed
+    processes left are removed.
 
     Raises:
-        ValueError: one line, if the dataset is missing, unreadable or empty, or a row lacks what it needs.
+        ValueError: one line, if the dataset is missing, unreadable or empty, or a row lacks a field.
     """
     _sweep(cache_dir)
     try:
@@ -132,7 +132,7 @@ def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> No
 
 
 def _say_counts(dataset: str, config: DataConfig, counts: Mapping[str, int], num_samples: int) -> None:
-    """What became of rows; a warning where some are not learnt as they are."""
+    """Log how many rows were taken, and warn of those that were cut or left out."""
     what, length = "conversation" if config.format == "chat" else "completion", config.sequence_length
     taken, samples = counted(counts["taken"], what), counted(num_samples, "sample")
     logger.info("%s has %s in %s of %d tokens", dataset, taken, samples, length)
@@ -155,7 +155,7 @@ def _write(path: Path, source: Source, recipe: Recipe) -> None:
         written = folder / path.name
         with written.open("wb") as file:
             for piece in _pieces(source, recipe, documents):
-                # Of sequences none is cut.
+                # data.max_tokens may cut a text, but no sequence.
                 data = piece[:remaining] if documents is None else piece
                 digest.update(data.tobytes())
                 file.write(data.tobytes())
@@ -167,7 +167,7 @@ def _write(path: Path, source: Source, recipe: Recipe) -> None:
                     end = f"of {most / 1e6:.1f}" if config.max_tokens else "so far; data.max_tokens would end it sooner"
                     done = (most - remaining) / 1e6
                     logger.info("preparing %s: %.1f million tokens %s", source.dataset, done, end)
-            # A file that lost its end in a power cut would pass for the whole corpus.
+            # Without this, a power cut could leave a file without its end, which would pass for the whole dataset.
             file.flush()
             os.fsync(file.fileno())
             if not file.tell():
@@ -175,13 +175,13 @@ def _write(path: Path, source: Source, recipe: Recipe) -> None:
         counts = {} if documents is None else dataclasses.asdict(documents.counts)
         about = {"digest": digest.hexdigest(), "no_text": source.no_text, "counts": counts}
         _about_path(written).write_text(json.dumps(about), encoding="utf-8")
-        # This file first: a process that sees the tokens finds it too.
+        # This file is renamed first, so that a process that finds the tokens finds it, too.
         _about_path(written).replace(_about_path(path))
         written.replace(path)
 
 
 def _nothing(source: Source, documents: Documents | None) -> str:
-    """What is wrong with a dataset of which nothing is left."""
+    """The message for a dataset that has no text, or no row, to learn from."""
     if documents is None:
         return f"data.dataset {source.dataset!r} holds no text{_first_fault(source)}; give it files of UTF-8 text"
     counts = documents.counts
@@ -208,7 +208,7 @@ def _own_folder(parent: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=parent, prefix=_PREPARING) as name:
         folder = Path(name)
         with (folder / _LOCK).open("wb") as lock:
-            # A file system without locks gives none to `_sweep` either, which then removes nothing.
+            # Where the file system has no locks, `_sweep` gets none either, and removes nothing.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder
@@ -225,7 +225,7 @@ def _sweep(cache_dir: Path) -> None:
 
 
 def _pieces(source: Source, recipe: Recipe, documents: Documents | None) -> Iterator[npt.NDArray[Any]]:
-    """What is stored, in order: tokens [N] of a text, or single sequences."""
+    """The pieces to store, in order: tokens [N] of a text, or single sequences."""
     if source.dataset == DUMMY:
         return random_tokens(recipe.tokenizer.vocab_size)
     if documents is None:
@@ -234,7 +234,7 @@ def _pieces(source: Source, recipe: Recipe, documents: Documents | None) -> Iter
 
 
 def _num_tokens(piece: npt.NDArray[Any]) -> int:
-    """The number of tokens of a piece; of a sequence, how many it can have."""
+    """The number of tokens of a piece; for a sequence, how many it has room for."""
     return len(piece) if piece.dtype.names is None else piece[TARGETS].size - 1
 
 
@@ -245,5 +245,5 @@ def _encode(texts: Iterator[Text], tokenizer: Tokenizer) -> Iterator[TokenIds]:
 
 
 def _about_path(tokens_path: Path) -> Path:
-    """Path of the file that holds a dataset's digest, and says which files hold no text."""
+    """The path of the file with a dataset's digest, its skipped files and its counts."""
     return tokens_path.with_suffix(".json")

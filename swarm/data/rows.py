@@ -1,6 +1,6 @@
 """Rows: records with named fields, from JSONL and Parquet files or a Hugging Face dataset, one after another.
 
-Used by data/sources. Each row knows where it stands, so that a fault in it can be found. A few of them are in memory.
+Used by data/sources. Each row knows its file and number, for error messages. Only a few rows are in memory at a time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,11 +14,11 @@ from swarm.machine import json_file
 from swarm.machine.extras import missing
 
 HUGGING_FACE = "hf:"
-"""What the name of a Hugging Face dataset begins with."""
+"""The prefix of a Hugging Face dataset's name."""
 JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 """Endings of files that have rows."""
 LONGEST_ROW_BYTES = 16 << 20
-"""A line of JSONL that is longer is refused: it has to be in memory."""
+"""The longest line of JSONL that is accepted, because a line has to be in memory."""
 _BATCH_ROWS = 64
 
 
@@ -34,11 +34,11 @@ class Row:
     values: Mapping[str, Any]
 
     def fault(self, reason: str) -> ValueError:
-        """What is wrong with it, as an error."""
+        """Make an error that says what is wrong with this row, and where it is."""
         return ValueError(f"{self.place}: {' '.join(reason.split())}")
 
     def text(self, field: str) -> str:
-        """What a field says. Raises ValueError with one line unless it is a text."""
+        """The text of a field. Raises ValueError, one line, if the field is missing or no text."""
         value = self.values.get(field)
         if not isinstance(value, str):
             raise self.fault(f"there is no text in {field!r}; the row has {', '.join(self.values) or 'no fields'}")
@@ -51,7 +51,7 @@ def has_rows(path: Path) -> bool:
 
 
 def of_file(path: Path) -> Iterator[Row]:
-    """The rows of a file. Raises ValueError with one line for what is none; OSError."""
+    """The rows of a file. Raises ValueError, one line, for a row that cannot be read, or OSError."""
     return _jsonl(path) if path.suffix.lower() in JSONL else _parquet(path)
 
 

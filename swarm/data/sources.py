@@ -1,7 +1,7 @@
-"""Sources: where one dataset comes from, text by text or row by row.
+"""Sources: read one dataset, text by text or row by row.
 
-Used by data/corpora. A text is a file, or what a field of a row says. Which files there are, and in what
-order, data/text_files says. A file that holds nothing of use is skipped, and the reason is kept for the log.
+Used by data/prepared. A text is a file, or a field of a row. data/text_files finds the files and their order. A file
+that holds no text, or no rows, is skipped, and the reason is kept for the log.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,18 +18,18 @@ Text = Iterable[str]
 
 
 class Source:
-    """What a dataset is made of.
+    """The files of a dataset, or its name on the hub.
 
     Attributes:
-        dataset: its name, of those in `data.dataset`.
-        identity: what tells on this machine whether the source has changed.
-        unreadable: reason by path, of files that were skipped without being read.
-        no_text: reason by path, of files that turned out to hold nothing of use when they were read.
-        num_files: the skipped ones are included.
+        dataset: one of the names in `data.dataset`.
+        identity: a value that changes on this machine when the source has changed.
+        unreadable: files that were skipped because they cannot be opened: the reason by path.
+        no_text: files that were skipped because they turned out to hold no text, or no rows: the reason by path.
+        num_files: the number of files, skipped ones included.
     """
 
     def __init__(self, dataset: str, config: DataConfig) -> None:
-        """Find what is named so. Raises ValueError with one line if there is no such thing."""
+        """Find the dataset's files. Raises ValueError, one line, if there is no such file, folder or glob."""
         self.dataset = dataset
         self._config = config
         self._files: list[Path] = []
@@ -49,7 +49,7 @@ class Source:
         return self.dataset.startswith(HUGGING_FACE)
 
     def texts(self) -> Iterator[Text]:
-        """The texts, file by file; adds to `no_text` what it skips. Raises ValueError with one line."""
+        """Yield the texts, file by file, and add skipped files to `no_text`. Raises ValueError, one line."""
         if self._is_hugging_face:
             yield from self._texts_of(rows.of_hugging_face(self.dataset, self._config))
         for path in self._files:
@@ -61,7 +61,7 @@ class Source:
                 yield text_files.pieces(path)
 
     def rows(self) -> Iterator[Row]:
-        """The rows, file by file; adds to `no_text` the files that have none. Raises ValueError with one line."""
+        """Yield the rows, file by file, and add files without rows to `no_text`. Raises ValueError, one line."""
         if self._is_hugging_face:
             yield from rows.of_hugging_face(self.dataset, self._config)
         for path in self._files:
@@ -82,11 +82,11 @@ class Source:
 
 
 def require_there(dataset: str) -> None:
-    """Raise ValueError, one line, if a dataset names files and there are none. Those of the hub are not asked for."""
+    """Raise ValueError, one line, if a dataset names files and there are none. The hub's datasets are not checked."""
     if not dataset.startswith(HUGGING_FACE) and not text_files.find(dataset).files:
         raise ValueError(f"data.dataset {dataset!r} names no file that can be read")
 
 
 def _shown(path: Path) -> str:
-    """A path as a line of the log can hold it, whatever bytes its name is made of."""
+    """A path for log lines, with ? for characters that cannot be printed."""
     return "".join(c if c.isprintable() else "?" for c in str(path))

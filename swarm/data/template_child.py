@@ -1,8 +1,8 @@
-"""The process in which a chat template is rendered: it can do nothing but compute, and only so much.
+"""The process in which a chat template is rendered, with limits on its time and memory.
 
-A template is a program, and comes from strangers. Jinja's sandbox keeps it from everything but its arguments, and not
-from taking for ever (loops within loops, `9 ** (9 ** 9)`) or from filling the memory (`"a" * 10 ** 9`). So the kernel
-bounds this process, and ends it if need be, whatever the template does.
+A template is a program, and comes from strangers. Jinja's sandbox gives it access to nothing but its arguments. But it
+could still compute for ever (loops within loops, `9 ** (9 ** 9)`) or fill the memory (`"a" * 10 ** 9`). So the kernel
+limits this process, and ends it if need be, whatever the template does.
 
 data/template_process starts it, and talks to it over its stdin and stdout.
 """
@@ -25,14 +25,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from swarm.data.template_process import EXIT_NO_MEMORY, MOST_CHARACTERS, read, write
 
 _MOST_REASON = 500
-"""Characters of what is told of a fault: a template may say anything there."""
+"""The most characters of a fault's reason that are told: a template may raise errors with any text."""
 _ASSISTANT = "assistant"
-# Unicode promises that no text has these two.
+# Marks around the assistant's parts. Unicode reserves these two characters so that no text has them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 
 class Fault(Exception):
-    """A template or a conversation that makes no text."""
+    """A template or a conversation cannot be rendered."""
 
 
 class Template:
@@ -41,10 +41,10 @@ class Template:
     def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
         """
         Args:
-            special_tokens: by the names under which templates know them, `bos_token` for one.
+            special_tokens: by the names that templates use, such as `bos_token`.
 
         Raises:
-            Fault: it is no valid template.
+            Fault: the template is not valid.
         """
         self._special_tokens = special_tokens
         self._now = datetime.min
@@ -74,7 +74,7 @@ class Template:
         return self._run(self._plain, messages, opens_turn=opens_turn)
 
     def render_training(self, messages: Sequence[Any], now: datetime) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a whole conversation, and the characters [first, last) of it that the assistant said.
+        """The text of a whole conversation, and the spans of characters [first, last) that the assistant said.
 
         Raises Fault if the template refuses the messages, or does not tell the assistant's parts.
         """
@@ -140,7 +140,7 @@ def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own would escape what HTML needs escaped.
+    # Jinja's own `tojson` escapes characters for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -159,7 +159,7 @@ def main() -> None:
     for kind, most in ((resource.RLIMIT_AS, opening["memory_bytes"]), (resource.RLIMIT_CORE, 0)):
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    # This signal ends the process once its time is up. It may be ignored where the program was started.
+    # This signal ends the process once its time is up. The process may have inherited that it is ignored.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     template: Template | None = None
     try:

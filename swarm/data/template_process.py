@@ -1,9 +1,9 @@
-"""A child process that renders a chat template, and may be ended at any time: how it is started, asked and ended.
+"""Starts, asks and ends a child process that renders a chat template.
 
     data/chat -> TemplateProcess.ask -> a request over its stdin, an answer over its stdout -> data/template_child
 
-A template is a program of a stranger's. It may compute without end, and want any amount of memory; so it does that in
-a process whose limits the kernel keeps. It is started by the first request, and again once it has been ended.
+A template is a program by a stranger. It may compute without end, and want any amount of memory; so it runs in a
+process whose limits the kernel enforces. The first request starts the child, and so does one after it was ended.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 EXIT_NO_MEMORY = 3
-"""With which the child says that it wants more memory than it may have."""
+"""The exit code with which the child tells that it needed more memory than it may have."""
 MOST_CHARACTERS = 16 << 20
-"""Of a text that a template makes; a conversation of a dataset or of a request is no longer."""
+"""The most characters of a rendered text; conversations of datasets and of requests are shorter."""
 _MOST_ANSWER_BYTES = 8 * MOST_CHARACTERS
 _LENGTH_BYTES = 8
 # With -P, modules that happen to lie in the current folder are not imported instead of ours.
@@ -32,8 +32,8 @@ class Limits:
     """What a template may take.
 
     Attributes:
-        seconds: the processor's time for one request; so a busy machine is no reason for a refusal.
-        memory_bytes: addresses of its process. macOS does not keep to this.
+        seconds: processor time for one request. It is not wall time, so that a busy machine refuses nothing.
+        memory_bytes: address space of its process. macOS does not enforce this.
     """
 
     seconds: float = 5.0
@@ -41,12 +41,12 @@ class Limits:
 
 
 class TemplateProcess:
-    """One template's. Requests of several threads wait for each other."""
+    """The child process of one template. Requests of several threads wait for each other."""
 
     def __init__(self, opening: Mapping[str, Any], limits: Limits) -> None:
         """
         Args:
-            opening: what the child is told before the first request.
+            opening: the message that the child gets before the first request.
         """
         self._opening = {**opening, "seconds": limits.seconds, "memory_bytes": limits.memory_bytes}
         self._limits = limits
@@ -55,10 +55,10 @@ class TemplateProcess:
         self._ending: Callable[[], object] = lambda: None
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """The child's answer. Blocks. An exception that a signal raises meanwhile ends the child.
+        """Ask the child, and give its answer. Blocks. An exception that a signal raises meanwhile ends the child.
 
         Raises:
-            ValueError: one line: the template cannot do it, or not within the limits.
+            ValueError: one line: the template cannot be rendered, or not within the limits.
             OSError: no process can be started.
         """
         with self._turn:
@@ -73,7 +73,7 @@ class TemplateProcess:
                 self.close()
                 raise ValueError("the messages are nested too deeply for a chat template") from None
             except BaseException:
-                # What it says next would answer this request.
+                # The child is ended, because its answer to this request would be taken for that to the next one.
                 self.close()
                 raise
             if reply is None:
@@ -90,7 +90,7 @@ class TemplateProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
             self.close()
-            # A session of its own: Ctrl-C is meant for the program.
+            # The child gets a session of its own, because Ctrl-C is meant for the program alone.
             self._child = subprocess.Popen(
                 _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 start_new_session=True,
@@ -113,21 +113,21 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait()
     for stream in (child.stdin, child.stdout):
-        # What was not sent stays unsent.
+        # `close` would send what is still in a buffer, and fail.
         with contextlib.suppress(OSError):
             if stream is not None:
                 stream.close()
 
 
 def read(stream: IO[bytes], most_bytes: int = sys.maxsize) -> Any:
-    """A value that `write` has written; None at the end, or for more bytes than these."""
+    """Read a value that `write` has written; None at the stream's end, or if the value is larger than `most_bytes`."""
     num_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
     content = stream.read(num_bytes) if 0 < num_bytes <= most_bytes else b""
     return json.loads(content.decode("utf-8", "surrogatepass")) if num_bytes == len(content) > 0 else None
 
 
 def write(stream: IO[bytes], value: Any) -> None:
-    """Write a value of JSON, its length before it; what JSON does not know, as a text."""
+    """Write a value as JSON, after its length. Objects that JSON does not know are written as their str."""
     content = json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
     stream.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
     stream.flush()

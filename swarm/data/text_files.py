@@ -1,8 +1,8 @@
-"""Text files: which files a dataset names, in the corpus's order, and their text in pieces.
+"""Text files: finds the files that a dataset names, in the corpus's order, and reads their text in pieces.
 
-Used by data/sources. The choice, the order and the pieces follow from the contents of the files and from their paths
-below their common folder, so that machines with the same files get the same text. A file counts as text if all of it is
-UTF-8 without NUL characters; any other file is left out whole. No more than a few pieces of a file are in memory.
+Used by data/sources. The choice, the order and the pieces depend only on the files' contents and on their paths below
+their common folder, so machines with the same files get the same text. A file counts as text if all of it is UTF-8
+without NUL characters; any other file is left out whole. No more than a few pieces of a file are in memory.
 """
 
 import codecs
@@ -17,20 +17,20 @@ from pathlib import Path
 
 STDLIB = "stdlib"
 PIECE_CHARACTERS = 2**18
-"""A piece has about so many characters, and never more than three times as many."""
+"""About how many characters a piece has; it never has more than three times as many."""
 CHUNK_BYTES = 2**20
 _NOT_STDLIB_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-# The build's own settings: they differ between machines with the same Python.
+# These hold settings of Python's build, and differ between machines with the same Python.
 _NOT_STDLIB_FILES = ("_sysconfigdata", "python-config")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a dataset names.
+    """The files that a dataset names.
 
     Attributes:
-        files: those that can be opened, in the corpus's order. Only `fault` tells whether they hold text.
-        unreadable: reason by path, of files and folders that cannot be opened.
+        files: files that can be opened, in the corpus's order. Only `fault` tells whether they hold text.
+        unreadable: files and folders that cannot be opened: the reason by path.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -43,7 +43,7 @@ def find(dataset: str) -> Found:
     Hidden files and folders count only if they are named themselves.
 
     Raises:
-        ValueError: one line, if there is no such thing.
+        ValueError: one line, if there is no such file, folder or glob.
     """
     unreadable: dict[Path, str] = {}
     if dataset == STDLIB:
@@ -56,14 +56,14 @@ def find(dataset: str) -> Found:
 
 
 def fault(path: Path) -> str:
-    """Read a whole file and say why it is no text, or cannot be read. Empty for a text."""
+    """Read a whole file; gives why it is no text, or cannot be read, and "" for a text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_read = 0
     try:
         with path.open("rb") as file:
             while True:
                 chunk = file.read(CHUNK_BYTES)
-                # Bytes of a character that is not complete yet.
+                # The decoder still holds these bytes of an incomplete character.
                 num_pending = len(decoder.getstate()[0])
                 try:
                     decoder.decode(chunk, final=not chunk)
@@ -81,15 +81,15 @@ def fault(path: Path) -> str:
 def pieces(path: Path) -> Iterator[str]:
     """The text of a file that has no `fault`, in pieces of whole lines.
 
-    Only a line that runs on for more than `PIECE_CHARACTERS` beyond the end of a piece is cut. The cut is before the
-    spaces in front of its last word, where most tokenizers begin a token as well, or at that length if the line has no
-    space. In the latter case, and with a tokenizer that marks the beginning of a text, the tokens at a cut may differ
-    from those of the uncut line. They are the same on every machine.
+    A line is cut only if it goes on for more than `PIECE_CHARACTERS` beyond the end of a piece: before the spaces in
+    front of its last word, where most tokenizers begin a token, or at that length if it has no space. In the latter
+    case, and with a tokenizer that marks the beginning of a text, the tokens at a cut may differ from those of the
+    uncut line. They are the same on every machine.
     """
     rest = ""
     with path.open(encoding="utf-8", newline="") as file:
         while True:
-            # The second read completes the line of which the first one took a part, or adds the next line.
+            # `readline` completes the line of which `read` took a part, or adds the next line.
             piece, line = rest + file.read(PIECE_CHARACTERS), file.readline(PIECE_CHARACTERS)
             goes_on = len(line) == PIECE_CHARACTERS and line[-1] not in "\r\n"
             end = _last_word(line) if goes_on else len(line)
@@ -100,7 +100,7 @@ def pieces(path: Path) -> Iterator[str]:
 
 
 def _last_word(line: str) -> int:
-    """Where the spaces before the last word of a line begin. The line's length if nothing stands before them."""
+    """The index at which the spaces before a line's last word begin; the line's length if nothing is before them."""
     return len(line.rpartition(" ")[0].rstrip(" ")) or len(line)
 
 
@@ -133,7 +133,7 @@ def _walk(root: Path, unreadable: dict[Path, str], *, skipped_folders: frozenset
 def _why_unreadable(path: Path) -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            # It is not opened: a pipe that nothing writes to would block.
+            # We do not open it, because a pipe that nobody writes to would block.
             return "not a regular file"
         path.open("rb").close()
     except OSError as error:
@@ -142,7 +142,7 @@ def _why_unreadable(path: Path) -> str:
 
 
 def _in_corpus_order(files: list[Path]) -> list[Path]:
-    """Sorted by the hash of the path, so that the end, which is held out, is a fair sample of the whole."""
+    """The files, sorted by the hash of their path, so that the end, which is held out, is a fair sample of all."""
     if not files:
         return []
     root = os.path.commonpath([path.parent for path in files])

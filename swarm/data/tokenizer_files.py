@@ -1,7 +1,7 @@
-"""A tokenizer's files, as transformers keeps them beside a model: a run takes them along, and peers serve them.
+"""A tokenizer's files, as transformers keeps them beside a model: they belong to a run, and peers serve them.
 
-Used by data/tokenizers, content and interchange. A list of the files with the digest of each is part of a run's
-configuration, by its own digest. Never reads any other file, and executes nothing.
+Used by data/tokenizers, content and interchange. A run's configuration has the digest of a list of the files, and the
+list has the digest of each file. This reads no other file, and executes nothing.
 """
 
 import hashlib
@@ -32,23 +32,23 @@ FILES = (
     "tokenizer.model",
     "generation_config.json",
 )
-"""The files that are taken along: how text becomes tokens, how a conversation becomes text, and how a text ends."""
+"""The files of a tokenizer: they say how text becomes tokens, how a conversation becomes text, and how a text ends."""
 MOST_BYTES = 32 << 20
-"""The largest size of all files of a tokenizer together."""
+"""The largest size of a tokenizer's files, all together."""
 MOST_LIST_BYTES = 4096
 SERVED = "served"
-"""What `data.tokenizer` says in the configuration of a run: its peers have the files."""
+"""The value of `data.tokenizer` in a run's configuration if the run's peers have the files."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Contents by name."""
+    """A tokenizer's files: their contents by name."""
 
     contents: Mapping[str, bytes]
 
     @cached_property
     def list(self) -> bytes:
-        """Names and digests, as bytes that are the same on every machine."""
+        """The list of the files: names and digests, as bytes that are the same on every machine."""
         digests = {name: hashlib.sha256(content).hexdigest() for name, content in self.contents.items()}
         return json.dumps(digests, sort_keys=True, separators=(",", ":")).encode()
 
@@ -58,7 +58,7 @@ class TokenizerFiles:
         return hashlib.sha256(self.list).hexdigest()
 
     def content(self, sha256: str) -> bytes | None:
-        """The list, or a file, by its digest; None if that is of neither."""
+        """The list, or a file, with this digest; None if neither has it."""
         found = {hashlib.sha256(content).hexdigest(): content for content in (self.list, *self.contents.values())}
         return found.get(sha256)
 
@@ -68,14 +68,14 @@ class TokenizerFiles:
             (folder / name).write_bytes(content)
 
     def keep(self, folder: Path) -> None:
-        """Make a folder of them, whole or not at all, unless it is there. Blocks. Raises OSError."""
+        """Make a folder of the files, whole or not at all, unless it is there. Blocks. Raises OSError."""
         if not is_at(folder, self.digest):
             folder.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with whole_folder(folder) as temporary:
                     self.write(temporary)
             except ValueError:
-                # Damaged: what is there is not the user's, and is written over.
+                # The folder is there but damaged. It is not the user's, so it is written over.
                 self.write(folder)
 
 
@@ -83,7 +83,7 @@ def located(spec: str) -> Path:
     """The tokenizer.json that `data.tokenizer` names: in a folder, by its path, or in a model on the hub. Blocks.
 
     Raises:
-        PeerUnavailable: the hub does not give it.
+        PeerUnavailable: the model cannot be downloaded.
     """
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
@@ -94,11 +94,14 @@ def located(spec: str) -> Path:
 
 
 def read(path: Path) -> TokenizerFiles:
-    """The files of a folder; or a file as the tokenizer.json, whatever its name, and what lies beside it. Blocks.
+    """Read a tokenizer's files from a folder. Blocks.
+
+    Args:
+        path: the folder; or a file, which is taken as the tokenizer.json, whatever its name.
 
     Raises:
-        ValueError: there is no tokenizer.json, or they are too large.
-        OSError: they cannot be read.
+        ValueError: there is no tokenizer.json, or the files are too large.
+        OSError: the files cannot be read.
     """
     path = path / TOKENIZER if path.is_dir() else path
     if not path.is_file():
@@ -108,15 +111,15 @@ def read(path: Path) -> TokenizerFiles:
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy what a folder has of FILES, be it all or none. Blocks. Raises ValueError if it is too large, OSError."""
+    """Copy those of FILES that a folder has. Blocks. Raises ValueError if they are too large, or OSError."""
     for name, file in _paths(source).items():
         shutil.copyfile(file, folder / name)
 
 
 def require_sound(folder: Path) -> None:
-    """Raise ValueError, one line, for a file beside the tokenizer.json that holds no JSON object as it should. Blocks.
+    """Raise ValueError, one line, for a .json file beside the tokenizer.json that is no JSON object. Blocks.
 
-    tokenizers.load reads the tokenizer.json itself.
+    The tokenizer.json itself is checked by tokenizers.load.
     """
     for name, path in _paths(folder).items():
         if name.endswith(".json") and name != TOKENIZER:
@@ -131,7 +134,7 @@ def _paths(folder: Path) -> dict[str, Path]:
 
 
 def is_at(folder: Path, digest: str) -> bool:
-    """Whether a folder has the files of this digest. Blocks."""
+    """Whether a folder has the files with this digest. Blocks."""
     try:
         return read(folder).digest == digest
     except (OSError, ValueError):
@@ -139,7 +142,7 @@ def is_at(folder: Path, digest: str) -> bool:
 
 
 def digests_of(content: bytes) -> dict[str, str]:
-    """The digest of each file, as a list tells it. Raises IntegrityError if it is none."""
+    """The digest of each file, read from a list of a tokenizer's files. Raises IntegrityError if it is none."""
     try:
         digests = {str(name): str(digest) for name, digest in json_file.parse(content).items()}
     except (ValueError, AttributeError):
@@ -152,5 +155,5 @@ def digests_of(content: bytes) -> dict[str, str]:
 
 
 def place_of(digest: str, spec: str, places: Sequence[Path]) -> str:
-    """What names a run's tokenizer on this machine: the first of these folders that has its files, else `spec`."""
+    """The place of a run's tokenizer on this machine: the first of these folders that has its files, else `spec`."""
     return next((str(place) for place in places if digest and is_at(place, digest)), spec)

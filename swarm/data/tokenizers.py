@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back.
 
-data/corpora tokenizes with them, and the programs decode what a model generates. A tokenizer is either the bytes of
-UTF-8 or any tokenizer.json. None adds tokens of its own to a text (no BOS, no padding).
+data/prepared tokenizes datasets with them, and the programs decode what a model generates. A tokenizer is either the
+bytes of UTF-8 or any tokenizer.json. No tokenizer adds tokens of its own to a text (no BOS, no padding).
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """`bytes`, or the SHA-256 of the tokenizer.json: equal identities encode alike."""
+        """`bytes`, or the SHA-256 of the tokenizer.json: tokenizers with equal identities encode alike."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 
     @property
     def separator(self) -> TokenIds:
-        """What follows each document of a corpus."""
+        """The tokens that follow each text of a corpus."""
         ...
 
     def encode(self, text: str) -> TokenIds:
@@ -55,10 +55,10 @@ class Tokenizer(Protocol):
         ...
 
     def encode_parts(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
-        """The tokens, as `encode` gives them, and for each of them whether some of it lies in one of the parts.
+        """The tokens, as `encode` gives them, and for each token whether it overlaps one of the parts.
 
         Args:
-            parts: of the text, as characters [first, last), in order.
+            parts: parts of the text, as characters [first, last), in order.
         """
         ...
 
@@ -103,8 +103,8 @@ class JsonTokenizer:
         """Build from the text of a tokenizer.json.
 
         Raises:
-            ValueError: it has no tokens.
-            Exception: what the library raises for an invalid one.
+            ValueError: the vocabulary is empty.
+            Exception: what the library raises for an invalid tokenizer.json.
         """
         self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         self._tokenizer.no_truncation()
@@ -113,7 +113,7 @@ class JsonTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ValueError("its vocabulary is empty")
-        # Not the number of entries: a vocabulary may leave ids out.
+        # This may be more than the number of entries, because a vocabulary may leave ids out.
         self.vocab_size = 1 + max(vocabulary.values())
         self._dtype = token_dtype(self.vocab_size)
 
@@ -136,8 +136,8 @@ class JsonTokenizer:
         return ids, is_in_part
 
     def _encoding(self, text: str) -> tokenizers.Encoding:
-        # One text at a time, though a batch would be faster on many cores. A batch uses the library's threads, and then
-        # the library complains whenever a child process starts, so peers/shared/process.py switches them off.
+        # A batch would be faster on many cores. But it uses the library's threads, after which the library complains
+        # whenever a child process starts, so peers/shared/process.py switches them off.
         try:
             return self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
@@ -153,7 +153,7 @@ def load(spec: str) -> Tokenizer:
 
     Raises:
         ValueError: one line, if the file is missing, unreadable or no tokenizer.
-        PeerUnavailable: the hub does not give it.
+        PeerUnavailable: it cannot be downloaded from the hub.
     """
     if spec == ByteTokenizer.identity:
         return ByteTokenizer()
@@ -175,9 +175,9 @@ def load(spec: str) -> Tokenizer:
 
 
 def load_for_run(data: DataConfig, *, vocab_size: int) -> Tokenizer:
-    """The tokenizer that `data` names on this machine, if it is the run's and the model has all its tokens.
+    """Load the tokenizer that `data` names on this machine, and check that it fits the run and the model.
 
-    A warning is logged if the model has so many more that it must be meant for another tokenizer.
+    A warning is logged if the model has so many more tokens that it must be meant for another tokenizer.
 
     Args:
         vocab_size: the model's.
