@@ -1,1 +1,1 @@
-"""Text from a model: how tokens are chosen, and what computes them."""
+"""Generates text with a model: engines that compute the next tokens, and how these are chosen."""

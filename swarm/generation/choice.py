@@ -1,7 +1,7 @@
-"""How the next token is chosen from a model's logits.
+"""Chooses the next token from a model's logits.
 
-A choice follows from the logits, the parameters and the token's position alone. So a text that was broken off goes on
-with the same tokens, whatever computes them from then on.
+A choice depends only on the logits, the sampling parameters and the token's position. So a text that broke off goes on
+with the same tokens, also if another process computes them.
 """
 
 import torch
@@ -14,18 +14,18 @@ from swarm.model.layers import seeded_generator
 def choose(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     """The token at a position, from the logits of the position before it.
 
-    Computed in float64 on the CPU. Of equal logits the lower token is the likelier one.
+    This computes in float64 on the CPU. Of tokens with equal logits, the lower one counts as the likelier.
     """
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())
     logits_V = logits_V.detach().double().cpu()
-    # However low the temperature, the largest is 0, and the others are -inf at the lowest.
+    # The largest becomes 0, so that however low the temperature is, the others become at worst -inf, and never NaN.
     scaled_V = (logits_V - logits_V.max()) / sampling.temperature
     sorted_V, tokens_V = scaled_V.sort(descending=True, stable=True)
     if sampling.top_k:
         sorted_V = sorted_V[: sampling.top_k]
     cumulated_V = sorted_V.softmax(-1).cumsum(-1)
-    # As many as it takes to reach top_p, and one at least.
+    # Keep as many of the likeliest as it takes to reach top_p, and at least one.
     num_kept = int((cumulated_V < sampling.top_p).sum()) + 1
     cumulated_V = cumulated_V[:num_kept]
     generator = seeded_generator(torch.device("cpu"), "sample", sampling.seed, position)

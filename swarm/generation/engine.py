@@ -1,6 +1,6 @@
-"""What computes the next token, behind one interface.
+"""The interface of engines, which compute the next tokens of sequences, and the one with the model in this process.
 
-`LocalEngine` has the whole model in this process: of a run folder or of checkpoints.
+The other engine is pipeline/swarm_engine.py, for a running swarm.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.transformer import Transformer
 
 _MOST_AHEAD = 4
-"""Tokens that a sequence may be ahead of its caller, so that a caller's delay is none of the others'."""
+"""How many tokens a sequence may be ahead of its caller, so that a slow caller does not delay the other sequences."""
 
 
 class Engine(Protocol):
@@ -28,30 +28,31 @@ class Engine(Protocol):
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sequence, prompt included."""
+        """The most tokens of a sequence, prompt included."""
         ...
 
     @property
     def round(self) -> int | None:
-        """The round whose weights continue the newest sequence, or one that begins now; None if it is not known."""
+        """The round of the weights that continue the newest sequence, or one that begins now; None if not known."""
         ...
 
     def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
         """Continue a prompt of at least one token, token by token, until the caller stops or `max_tokens` are there.
 
-        Closing the iterator gives up what is kept for the sequence.
+        Closing the iterator frees what is kept for the sequence.
 
         Raises:
-            ValueError: the prompt is empty, or with `max_tokens` longer than `longest`.
+            ValueError: the prompt is empty, or together with `max_tokens` longer than `longest`.
             SwarmError: the sequence cannot be continued, now or at all.
         """
         ...
 
 
 class LocalEngine:
-    """A model in this process, which `run` has compute.
+    """An engine with the model in this process. `run` computes.
 
-    Sequences that are under way get their next token together, as one batch. One that has no room waits, in order.
+    All sequences under way get their next token together, as one batch. If there is no room for a sequence, it waits
+    its turn.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class LocalEngine:
     ) -> None:
         """
         Args:
-            room: the room for positions of sequences; it holds a whole one of `longest`.
-            piece_tokens: how many tokens of a prompt are computed at once; between pieces others get a token.
+            room: the room for positions of sequences; it is enough for one of `longest`.
+            piece_tokens: how many tokens of a prompt are computed at once; between pieces other sequences get a token.
         """
         assert room.capacity >= longest, "a sequence could wait for ever"
         self._model = model.eval()
@@ -81,13 +82,13 @@ class LocalEngine:
 
     @property
     def num_sequences(self) -> int:
-        """How many are under way."""
+        """The number of sequences under way."""
         return len(self._sequences)
 
     async def run(self) -> None:
-        """Compute, until it is cancelled."""
+        """Compute until cancelled."""
         loop = asyncio.get_running_loop()
-        # One thread, so that torch keeps one set of helpers, and nothing else of the program can be in the way.
+        # It is always the same thread, so that torch starts its helper threads once; nothing else runs in it.
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
             while True:
                 self._changed.clear()
@@ -97,7 +98,7 @@ class LocalEngine:
                     continue
                 try:
                     await loop.run_in_executor(thread, self._compute, begun)
-                except Exception as error:  # noqa: BLE001 - it is theirs who wait for the tokens: no memory, for one
+                except Exception as error:  # noqa: BLE001 - it goes to those who wait for tokens: lack of memory, say
                     for sequence in begun:
                         sequence.fail(error)
                 for sequence in begun:
@@ -117,7 +118,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _compute(self, sequences: Sequence["_Sequence"]) -> None:
-        """A token for each sequence whose prompt is computed, and a piece of the first other one's prompt."""
+        """Compute a token for each sequence whose prompt is done, and a piece of the first prompt that is not."""
         if together := [sequence for sequence in sequences if sequence.num_new == 1]:
             tokens_B1 = torch.tensor([sequence.tokens[-1:] for sequence in together])
             logits_B1V = self._model(tokens_B1, cache=CacheRows([sequence.cache for sequence in together]))
@@ -146,12 +147,12 @@ class _Sequence:
 
     @property
     def num_new(self) -> int:
-        """Tokens that have not been computed with."""
+        """The number of tokens that the model has not seen yet."""
         return len(self.tokens) - self.cache.num_positions
 
     @property
     def is_wanted(self) -> bool:
-        """Whether more is to be computed now."""
+        """Whether its next token is to be computed now."""
         return self._num_left > 0 and len(self._ready) < _MOST_AHEAD and self._error is None
 
     def append(self, logits_V: torch.Tensor) -> None:
@@ -160,18 +161,18 @@ class _Sequence:
         self._num_left -= 1
 
     def deliver(self) -> None:
-        """Tell the caller of what there is."""
+        """Hand the tokens that were computed to the caller."""
         self._ready.extend(self.tokens[self._num_delivered :])
         self._num_delivered = len(self.tokens)
         if self._ready or self._error is not None:
             self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """Tell the caller that nothing comes after what there is."""
+        """Raise this error to the caller once it has taken the tokens that are there."""
         self._error = error
 
     async def next_token(self) -> int:
-        """Wait for the next token. Raises what went wrong while it was computed."""
+        """Wait for the next token. Raises the error with which its computation failed."""
         while not self._ready:
             if self._error is not None:
                 raise self._error
@@ -192,6 +193,6 @@ def require_room(engine: Engine, prompt: Sequence[int], max_tokens: int) -> None
 
 
 async def collect(engine: Engine, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> list[int]:
-    """All tokens of a continuation."""
+    """Collect all tokens of a continuation."""
     async with aclosing(engine.generate(prompt, sampling, max_tokens)) as stream:
         return [token async for token in stream]

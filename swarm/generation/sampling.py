@@ -1,4 +1,4 @@
-"""The parameters with which tokens are chosen. The choice itself is in generation/choice; this file needs no torch."""
+"""The parameters with which tokens are chosen. generation/choice chooses them; this file needs no torch."""
 
 import math
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
-        top_p: only the likeliest tokens that have this probability together; 1 takes all.
-        top_k: only so many of the likeliest; 0 takes all.
+        top_p: choose only among the likeliest tokens that together have this probability; 1 takes all.
+        top_k: choose only among so many of the likeliest tokens; 0 takes all.
         seed: seed of the random numbers.
     """
 

@@ -1,4 +1,4 @@
-"""Text between people and tokens: what is said of a stream of tokens as they come, and where it ends."""
+"""Turns a stream of tokens into text as they come, and finds where the text ends."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from typing import Literal
@@ -6,28 +6,28 @@ from typing import Literal
 from swarm.data.tokenizers import Tokenizer
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-"""Stands for bytes of a character whose other bytes are still to come."""
+"""The decoder's stand-in for bytes of a character whose other bytes are still to come."""
 
 _CONTEXT_TOKENS = 8
-"""How many tokens at a prompt's end may decide how the first token after it is written."""
+"""How many tokens at a prompt's end may affect the text of the first token after it."""
 
 
 class TextStream:
-    """Turns tokens into text one by one; characters of several tokens come with the last of them."""
+    """Turns tokens into text one by one. A character of several tokens comes with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         """
         Args:
-            prompt: the tokens before the first that is pushed; they are not said.
+            prompt: the tokens before the first that is pushed. Their text is not given.
         """
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._context, self._said = 0, len(self._tokens)
-        """Tokens from the first to the second have been said, and are decoded once more as what comes before the
-        rest: whether a word has a space before it may depend on that."""
+        """The text of tokens up to `_said` was given. Those from `_context` to `_said` are decoded again together with
+        later ones, because it may depend on them whether a word has a space before it."""
 
     def push(self, token: int) -> str:
-        """What one more token adds; empty if it ends within a character."""
+        """The text that one more token adds; empty if the token ends within a character."""
         self._tokens.append(token)
         before, text = self._decoded()
         if text.endswith(_HALF):
@@ -36,7 +36,7 @@ class TextStream:
         return text[len(before) :]
 
     def rest(self) -> str:
-        """What is left at the end: half a character, most likely."""
+        """The text that is left at the end: most likely part of a character."""
         before, text = self._decoded()
         return text[len(before) :]
 
@@ -46,11 +46,12 @@ class TextStream:
 
 
 class Writing:
-    """A text as it comes: up to an end token or the first of some strings, neither of which is said.
+    """A text as it is written, up to an end token or the first stop string, neither of which is part of it.
 
     Attributes:
-        num_tokens: the tokens that have been read, an end token included.
-        finish_reason: once the text has ended, `stop` if it came to its end, and `length` if the tokens did.
+        num_tokens: the number of tokens that were read, an end token included.
+        finish_reason: once the text has ended: `stop` if an end token or a stop string came, `length` if no tokens
+            were left.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Writing:
     ) -> None:
         """
         Args:
-            tokens: they are closed by whoever opened them.
+            tokens: the caller closes this iterator.
             prompt: the tokens before these.
         """
         self.num_tokens = 0
@@ -75,7 +76,7 @@ class Writing:
         self._stops = stops
 
     async def pieces(self) -> AsyncGenerator[str, None]:
-        """The text, piece by piece. What may be the beginning of a stop string is held back until more is known."""
+        """Yield the text piece by piece. An end that may begin a stop string is held back until more tokens come."""
         held = ""
         async for token in self._tokens:
             self.num_tokens += 1
@@ -97,6 +98,6 @@ class Writing:
 
 
 def _may_begin(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of a text with which one of some strings may begin."""
+    """How many characters at the end of a text are the beginning of one of these strings; 0 if none are."""
     lengths = [length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length])]
     return max(lengths, default=0)

@@ -1,4 +1,4 @@
-"""A model that people talk to: what computes it, what its tokens mean, and how a conversation is put to it."""
+"""A model that people talk to: an engine that computes it, its tokenizer and its chat template."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,7 +18,7 @@ from swarm.generation.sampling import Sampling
 from swarm.generation.text import Writing
 
 TURN_SECONDS = 30.0
-"""How long a conversation waits until those before it have been rendered."""
+"""How long a conversation waits for others before it to be rendered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class TextModel:
     Attributes:
         run: the run's id.
         end_tokens: the tokens with which a text ends.
-        template: of conversations, if the model has one.
+        template: renders conversations; None if the model has no chat template.
     """
 
     run: str
@@ -37,18 +37,18 @@ class TextModel:
     end_tokens: frozenset[int]
     template: ChatTemplate | None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    """Of rendering a conversation."""
+    """Held while a conversation is rendered."""
 
     @property
     def name(self) -> str:
-        """Run and round of the weights with which a text that begins now is written; the run alone, if that is all."""
+        """RUN@ROUND of the weights with which a text that begins now is written; RUN if the round is not known."""
         return self.run if self.engine.round is None else f"{self.run}@{self.engine.round}"
 
     @asynccontextmanager
     async def continued(
         self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, stops: Sequence[str] = ()
     ) -> AsyncIterator[Writing]:
-        """Continue a prompt inside the block; leaving it gives up what is kept for it.
+        """Continue a prompt inside the block. At the block's end, what the engine keeps for the text is freed.
 
         Raises:
             ValueError, SwarmError: as Engine.generate does; they come with the first piece.
@@ -57,18 +57,18 @@ class TextModel:
             yield Writing(tokens, self.tokenizer, prompt=prompt, end_tokens=self.end_tokens, stops=stops)
 
     async def conversation(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens after which the assistant's answer comes. Cancellation ends what computes them.
+        """The tokens of the prompt for the assistant's next answer. Cancellation ends the template's process.
 
         Raises:
-            ValueError: the model has no chat template, or it refuses the messages.
-            Overloaded: others are before it, whose conversations take long.
+            ValueError: the model has no chat template, or the template refuses the messages.
+            Overloaded: other conversations come before this one, and take long.
         """
         template = self.template
         if template is None:
             raise ValueError("the model has no chat template, so that it takes prompts and no conversations")
         try:
             async with asyncio.timeout(TURN_SECONDS):
-                # Here, and not in threads, of which all that encode texts would soon be waiting.
+                # It waits here and not in a thread, because soon all threads that encode texts would be waiting.
                 await self._turn.acquire()
         except TimeoutError:
             raise Overloaded("other conversations take long", retry_after_seconds=TURN_SECONDS) from None
@@ -82,7 +82,7 @@ class TextModel:
         return await asyncio.to_thread(self.encode, text)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text. Blocks. Raises ValueError for one that has none."""
+        """The tokens of a text. Blocks. Raises ValueError for a text that the tokenizer cannot encode."""
         tokens: list[int] = self.tokenizer.encode(text).tolist()
         return tokens
 
@@ -90,12 +90,12 @@ class TextModel:
 def read_text_model(
     config: RunConfig, engine: Engine, tokenizer: Tokenizer, *, folders: Sequence[Path], now: Callable[[], datetime]
 ) -> TextModel:
-    """A model whose configuration and folders tell how its texts end, and how conversations are put to it.
+    """Make a text model, with the end tokens and the chat template that its configuration and folders have.
 
     Args:
-        config: the run's.
-        folders: of its tokenizer and configuration, as transformers writes them. The first template is taken.
-        now: local time, for templates that tell the model the date.
+        config: the run's configuration.
+        folders: of the tokenizer and the model, as transformers writes them. The first chat template is taken.
+        now: gives the local time, for templates that tell the model the date.
 
     Raises:
         ValueError: one line, if a file makes no sense.

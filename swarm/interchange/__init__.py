@@ -1,1 +1,1 @@
-"""Models in and out: folders as Hugging Face's transformers reads and writes them."""
+"""Imports and exports models, as folders that Hugging Face's transformers writes and reads."""

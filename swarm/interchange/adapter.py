@@ -1,11 +1,11 @@
-"""Adapters as peft reads them, written from ours.
+"""Writes a run's adapters as a folder that peft reads.
 
-    adapter_config.json           rank, alpha and targets, by the names of the model's family
+    adapter_config.json           rank, alpha and targets, under the names of the model's family
     adapter_model.safetensors     the two thin matrices of every target
     README.md
 
-Called by swarm-model. Either all of the folder is there at the end, or nothing. The model that the adapters belong to
-is not in it.
+Called by swarm-model. Either all of the folder is there at the end, or nothing. It does not have the model that the
+adapters belong to.
 """
 
 import json
@@ -31,10 +31,10 @@ def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = Non
     """Write the folder; gives its files. Blocks.
 
     Args:
-        dtype: to store them in; None leaves them in float32.
+        dtype: the type in which to store the adapters; None leaves them in float32.
 
     Raises:
-        ValueError: the run has no adapters, transformers has no such architecture, or the output is there.
+        ValueError: the run has no adapters, transformers has no such architecture, or the output exists.
         OSError: the folder cannot be written.
     """
     if origin.adapters is None:
@@ -55,9 +55,10 @@ def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = Non
 
 
 def peft_modules(config: RunConfig) -> dict[str, list[AdapterNames]]:
-    """Our adapters by the name that transformers gives a module, whose matrix has their outputs one below the other.
+    """Our adapters, by transformers' name of the module that they belong to.
 
-    Raises ValueError if transformers has no such architecture.
+    A module may have several of our adapters, if its matrix has ours one below the other. Raises ValueError if
+    transformers has no such architecture.
     """
     names = adapter_names(config)
     rules = family_of(config.model).tensors(config.model, parameter_shapes(config.model))
@@ -69,7 +70,7 @@ def _module(rule: TensorRule) -> str:
 
 
 def _theirs(adapters: list[AdapterNames], load: Load) -> dict[str, Tensor]:
-    """Our adapters of one of their matrices as one; they read by the same matrix."""
+    """The two matrices of one module's adapter: our adapters share lora_A, and have lora_B one below the other."""
     (a,) = {adapter.a for adapter in adapters}
     ours = load({a, *(adapter.b for adapter in adapters)})
     return {"lora_A": ours[a].clone(), "lora_B": torch.cat([ours[adapter.b] for adapter in adapters])}

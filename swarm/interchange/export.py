@@ -1,7 +1,7 @@
-"""A model's folder as transformers reads it, written from weights by our names.
+"""Writes a model's folder as transformers reads it, from weights under our names.
 
-Called by swarm-model. Either all of the folder is there at the end, or nothing. What it holds is read without code of
-ours: config.json, generation_config.json, safetensors with an index, the tokenizer's files, and a model card.
+Called by swarm-model. Either all of the folder is there at the end, or nothing. It needs no code of ours to be read: it
+has config.json, generation_config.json, safetensors with an index, the tokenizer's files, and a model card.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ class Card:
     """What the model card tells of a model's training.
 
     Attributes:
-        round: at which its weights were taken.
+        round: the round at which its weights were taken.
         num_samples: the samples that the run had trained on by then.
-        losses: nats per token, by what was measured.
-        digest: tells these weights from others: before the first round the digest of the weights that the run begins
-            with, then the lineage, a hash chain over its rounds. Empty where it is not known.
+        losses: nats per token, by the name of what was measured.
+        digest: identifies these weights: before the first round it is the digest of the weights that the run begins
+            with, afterwards the lineage, a hash chain over the rounds. Empty if it is not known.
     """
 
     round: int
@@ -55,9 +55,9 @@ class Origin:
     """Where a model's weights come from.
 
     Attributes:
-        config: the run's.
-        load: gives parameters of the whole model, by name; with what adapters add to them, if the run has some.
-        adapters: gives parameters of these, if it has some.
+        config: the run's configuration.
+        load: gives parameters of the whole model, by name. If the run has adapters, their products are added.
+        adapters: gives parameters of the adapters; None if the run has none.
         tokenizer: names the tokenizer on this machine, as `data.tokenizer` does.
     """
 
@@ -70,12 +70,12 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """How they are to be written.
+    """How an export is to be written.
 
     Attributes:
-        dtype: to store them in; None leaves them as they are.
+        dtype: the type in which to store weights; None leaves them as they are.
         tokenizer: names the tokenizer, if it is not where the origin says.
-        shard_bytes: the largest size of a file of weights, if a single tensor is not larger: that much is in memory.
+        shard_bytes: the largest size of a file of weights, unless a single tensor is larger. One file is in memory.
     """
 
     dtype: torch.dtype | None = None
@@ -87,7 +87,7 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
     """Write the folder; gives its files. Blocks, and has one shard in memory.
 
     Raises:
-        ValueError: no architecture of transformers computes this model, the output is there, or there is no tokenizer.
+        ValueError: no architecture of transformers computes this model, the output exists, or there is no tokenizer.
         IntegrityError: the weights cannot be read.
         OSError: the folder cannot be written.
     """
@@ -143,7 +143,7 @@ def _theirs(rule: TensorRule, origin: Origin, dtype: torch.dtype | None) -> Tens
     tensor = torch.cat([ours[name] for name in rule.ours])
     if rule.transposed:
         tensor = tensor.t()
-    # A copy, so that no two tensors of a file share memory, which safetensors refuses.
+    # It is cloned, because safetensors refuses tensors of one file that share memory.
     return tensor.to(dtype or tensor.dtype).contiguous().clone()
 
 
@@ -157,7 +157,7 @@ def _config(config: RunConfig, family: Family, dtype: torch.dtype) -> dict[str, 
 
 
 def _with_ends(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -> ModelConfig:
-    """Where a run names no end tokens, those that its tokenizer's files name: transformers asks for their numbers."""
+    """The model with end tokens: if it names none, those of its tokenizer's files, since transformers needs numbers."""
     if model.eos_token_ids:
         return model
     ends = sorted(token for token in end_tokens(model, [folder], tokenizer) if token < model.vocab_size)
@@ -179,8 +179,8 @@ def _write_tokenizer(config: RunConfig, spec: str, folder: Path) -> Tokenizer:
 
 def _byte_tokenizer() -> library.Tokenizer:
     """A tokenizer.json whose tokens are the 256 bytes, each under its own number."""
-    # The library writes a byte as a printable character: one of Latin-1 stands for itself, the others for what comes
-    # after it, in the order of the bytes (GPT-2's bytes_to_unicode).
+    # The library writes each byte as a printable character: a printable byte of Latin-1 as itself, and the others, in
+    # their order, as the characters from 256 on (GPT-2's bytes_to_unicode).
     itself = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     characters = {byte: chr(byte) for byte in itself} | {byte: chr(256 + n) for n, byte in enumerate(others)}

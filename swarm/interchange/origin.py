@@ -1,6 +1,6 @@
-"""Where an export takes its weights from: checkpoints, or a run folder.
+"""Where an export takes its weights from: checkpoints, a run folder, or a model's folder.
 
-A model's parameters are read one layer at a time, as they are asked for.
+Parameters are read when the export asks for them, one layer at a time.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from swarm.model.stages import drawn, parameter_shapes, trained_shapes
 WHEN_WRITTEN = (
     f"a swarm-peer writes one every {DEFAULT_EVERY} rounds, or as its --checkpoint-every says, and one as it leaves"
 )
-"""A checkpoint, for who looks for one too early."""
+"""When checkpoints are written: for error messages to users that look for one too early."""
 TOKENIZER_FOLDER = "tokenizer"
-"""The folder of the tokenizer in a folder of checkpoints: a stage peer puts the run's tokenizer there."""
+"""The folder below a folder of checkpoints in which a stage peer puts the run's tokenizer."""
 
 
 def from_run_folder(folder: Path) -> Origin:
-    """The model as it was before the run. Raises ValueError, IntegrityError."""
+    """The model as it was before the run began. Raises ValueError, IntegrityError."""
     config = run_folder.load_config(folder)
     weights = run_folder.open_weights(folder, config)
     card = Card(round=0, num_samples=0, losses={}, digest=config.model.weights)
@@ -40,7 +40,7 @@ def from_run_folder(folder: Path) -> Origin:
 
 
 def from_model_folder(folder: Path) -> Origin:
-    """A model as transformers saved it. Raises ValueError."""
+    """A model in a folder as transformers writes it. Raises ValueError."""
     source = Source(folder)
     longest = source.model.max_positions
     tokenizer = str(folder) if (folder / TOKENIZER).is_file() else "bytes"
@@ -59,16 +59,15 @@ def from_model_folder(folder: Path) -> Origin:
 
 
 def from_checkpoints(folder: Path, round_number: int | None, base: Weights | None = None) -> Origin:
-    """The model as the newest round has it that is whole in a folder, or as a given round has it. Blocks.
-
-    Every file that is used is checked against its own digest.
+    """The model at a round, from the checkpoints in a folder. Blocks. Each file is checked against its own digest.
 
     Args:
-        base: the model's weights, where the run trains adapters of a model: they alone are in checkpoints.
+        round_number: None for the newest round of which all stages are there.
+        base: the model's weights, if the run trains adapters: checkpoints have only these.
 
     Raises:
         ValueError: there is no such folder, or there is a base, and the run trains no adapters.
-        IntegrityError: there is no checkpoint yet, or none of the round, it does not have all of the model, or the base
+        IntegrityError: there is no checkpoint yet, or none of the round, or they lack part of the model, or the base
             is another model.
     """
     if not folder.is_dir():
@@ -96,16 +95,17 @@ def from_checkpoints(folder: Path, round_number: int | None, base: Weights | Non
 
 
 def of_trained(config: RunConfig, trained: Load, base: Weights | None, card: Card, *, tokenizer: str) -> Origin:
-    """A model of which what is trained is at hand: all of it, or adapters.
+    """A model from its trained parameters: all of them, or those of adapters.
 
     Args:
-        base: the weights that adapters belong to, if the run began with a model's. Without them the adapters can be had
-            alone.
+        trained: gives trained parameters.
+        base: the weights that adapters belong to, if the run began with a model's. Without these weights only the
+            adapters can be exported.
         tokenizer: as in Origin.
 
     Raises:
         ValueError: there is a base, and the run trains no adapters.
-        IntegrityError: it is another model than the run began with.
+        IntegrityError: the base is another model than the run began with.
     """
     if not config.lora.is_on:
         if base is not None:
@@ -126,7 +126,7 @@ def of_trained(config: RunConfig, trained: Load, base: Weights | None, card: Car
 
 
 def _frozen(config: RunConfig, base: Weights | None) -> Load:
-    """The weights that adapters belong to."""
+    """A function that gives the weights that adapters belong to, or raises IntegrityError if they are needed."""
     if base is not None:
         base.require(config.model.weights)
         return base.load

@@ -1,10 +1,10 @@
 """A run folder: a configuration, the weights that the run begins with, and the tokenizer.
 
-    DIR/run.toml           what swarm-peer --model DIR begins
+    DIR/run.toml           the configuration of the run that swarm-peer --model DIR begins
     DIR/weights/           see weights.py
-    DIR/tokenizer.json     and whatever else transformers keeps of a tokenizer, for the export
+    DIR/tokenizer.json     and the other files of a tokenizer, for the export
 
-`import_model` makes one of a folder as transformers writes it: either all of it is there at the end, or nothing.
+`import_model` makes a run folder from a model's folder: either all of it is there at the end, or nothing.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from swarm.machine.disk import whole_folder
 
 CONFIG, WEIGHTS = "run.toml", "weights"
 LONGEST_SEQUENCE = 1024
-"""Tokens of a sample, if the user says nothing, in a run of a model that could take more."""
+"""The most tokens of a sample in an imported run, even if the model takes longer sequences."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class ImportOptions:
     """How the run is to begin.
 
     Attributes:
-        num_stages: into how many the model is cut; 0 for two, or one where it has a single layer.
-        dataset: what to train on, one or several; the configuration's default if it is empty.
-        format: what that is.
-        run: the run's name; that of the source's folder if it is empty.
+        num_stages: the number of stages; 0 for two, or one if the model has a single layer.
+        dataset: one or several datasets to train on; if empty, the configuration's default.
+        format: the format of the datasets.
+        run: the run's name; if empty, the name of the source's folder.
     """
 
     num_stages: int = 0
@@ -54,7 +54,7 @@ def import_model(source: Source, output: Path, options: ImportOptions) -> RunCon
     """Make a run folder; gives its configuration. Blocks, and has one layer of the model in memory.
 
     Raises:
-        ValueError: the output is there, the configuration makes no run, or there is no such dataset on this machine.
+        ValueError: the output exists, the configuration is not valid, or there is no such dataset on this machine.
         IntegrityError: a weight is no finite number.
         OSError: the folder cannot be written.
     """
@@ -68,7 +68,7 @@ def import_model(source: Source, output: Path, options: ImportOptions) -> RunCon
 
 
 def _require_run(config: RunConfig, source: Source) -> None:
-    """Raise ValueError if no run could begin from the folder as it will be, but with other options."""
+    """Raise ValueError if no run could begin with this configuration, as the run folder will have it."""
     if config.data.tokenizer == ByteTokenizer.identity and config.model.vocab_size < ByteTokenizer.vocab_size:
         raise ValueError(
             f"{source.folder} has no {TOKENIZER}, and without one a run reads bytes, for which the model's vocabulary "
@@ -92,13 +92,13 @@ def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> RunConfig:
-    """The configuration of a run that begins with a model, but for the digest of its weights.
+    """The configuration of a run that begins with a model, still without the digest of its weights.
 
     Args:
-        tokenizer: the folder in which it will lie, if the source has one.
+        tokenizer: the folder in which the tokenizer will be, if the source has one.
 
     Raises:
-        ValueError: it makes no run, or the tokenizer has more tokens than the model.
+        ValueError: the configuration is not valid, or the tokenizer has more tokens than the model.
     """
     model = source.model
     name = options.run or re.sub(r"[^A-Za-z0-9_-]+", "-", source.folder.resolve().name).strip("-")[:64] or "model"
@@ -114,7 +114,7 @@ def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> Run
 
 
 def _require_sound_texts(folder: Path, *, is_chat: bool) -> None:
-    """Raise ValueError for files beside the tokenizer over which a run, or a conversation, would stumble."""
+    """Raise ValueError if files beside the tokenizer are damaged, or if its chat template fails."""
     tokenizer_files.require_sound(folder)
     if is_chat:
         template: ChatTemplate | None = chat.beside(str(folder), now=lambda: chat.TRAINING_DATE)
@@ -138,13 +138,13 @@ def with_weights(config: RunConfig, index: Index) -> RunConfig:
 
 
 def load_config(folder: Path) -> RunConfig:
-    """The configuration of a run folder, with the tokenizer that lies in it. Raises ValueError."""
+    """The configuration of a run folder, with the tokenizer in that folder. Raises ValueError."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is no run folder: make one with swarm-model import")
     config = configs.load(folder / CONFIG)
     if not (folder / TOKENIZER).is_file():
         return config
-    # The folder may have been copied from another machine.
+    # The configuration may name another path, because the folder may have been moved or copied.
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(folder)))
 
 
@@ -156,7 +156,7 @@ def open_weights(folder: Path, config: RunConfig) -> Weights:
 
 
 def to_toml(config: RunConfig) -> str:
-    """A configuration as a TOML file of what differs from the defaults."""
+    """A configuration as TOML: only the fields that differ from their defaults."""
     default = dataclasses.asdict(RunConfig())
     lines, sections = list[str](), list[str]()
     for name, value in dataclasses.asdict(config).items():

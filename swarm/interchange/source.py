@@ -1,8 +1,7 @@
-"""A model's folder as transformers writes it, read tensor by tensor.
+"""Reads a model's folder as transformers writes it, tensor by tensor.
 
-Everything is checked from the files' headers before any tensor is read: that all tensors are there, of the sizes that
-the configuration says, and none that nobody knows. Nothing of a folder is ever executed: of the formats for weights
-only safetensors is read. Never writes.
+The files' headers are checked before any tensor is read: all tensors must be there, with the sizes that the
+configuration says, and no unknown ones. Nothing of a folder is ever executed: weights are read from safetensors alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,25 +19,25 @@ from swarm.machine import json_file, tensor_file
 from swarm.model import stages
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""What is downloaded of a model on the hub: its configuration, weights if they are safetensors, and its tokenizer."""
+"""The files that are downloaded of a model on the hub: configuration, weights as safetensors, and tokenizer."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of weights that can be read, by their names in safetensors."""
+"""The types of weights that can be read, by their names in safetensors."""
 
 
 def located(spec: str, say: Callable[[str], object]) -> tuple[Path, str]:
-    """Where a model is that a user names: in a folder here, or on the hub, from where it is downloaded. Blocks.
+    """Find the model that a user names: a folder here, or a model on the hub, which is downloaded. Blocks.
 
     Args:
-        say: is told before a download.
+        say: called with a line before a download.
 
     Returns:
-        The folder, and what a run is called that begins with a model of the hub; empty for a folder here.
+        The folder, and the name for a run that begins with a model of the hub; empty for a folder here.
 
     Raises:
         ValueError: it is neither.
-        PeerUnavailable: the hub does not give it.
+        PeerUnavailable: it cannot be downloaded.
     """
     folder = Path(spec).expanduser()
     if folder.is_dir():
@@ -59,14 +58,14 @@ class Source:
     """One folder with a model.
 
     Attributes:
-        family: the one that it belongs to.
-        model: our configuration of it.
-        shapes: of each of our parameters.
-        dtype: of its weights.
+        family: the family that the model belongs to.
+        model: our configuration of the model.
+        shapes: the shape of each of our parameters.
+        dtype: the type of the weights; if there are several, the widest.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Look through all headers. Raises ValueError, one line, for whatever is wrong with the folder."""
+        """Check all headers. Raises ValueError, one line, for whatever is wrong with the folder."""
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder with a model")
         self.folder = folder
@@ -77,7 +76,7 @@ class Source:
         self.dtype = self._check()
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some of our parameters, of the source's type; one tensor of theirs is read at a time."""
+        """Yield some of our parameters, in the folder's types. One tensor of the files is read at a time."""
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
             for rule in dict.fromkeys(self._rules[name] for name in self.shapes if name in names):
@@ -106,7 +105,7 @@ class Source:
         raise ValueError(f"{self.folder}: no file has the tensor {rule.theirs!r}")
 
     def _check(self) -> torch.dtype:
-        """Compare the headers with what the model needs; gives the type of its weights. Raises ValueError."""
+        """Check the headers against what the model needs; gives the type of its weights. Raises ValueError."""
         wanted = {self._find(rule): rule for rule in dict.fromkeys(self._rules.values())}
         types: dict[str, str] = {}
         for path in self.files:
@@ -137,7 +136,7 @@ class Source:
             )
 
     def _is_harmless(self, name: str, file: Any) -> bool:
-        """Whether a tensor may be left out: a table that follows from the configuration, or a tied head's copy."""
+        """Whether a tensor may be ignored: a table that follows from the configuration, or a tied head's equal copy."""
         if name.endswith(self.family.no_tensors):
             return True
         if name != "lm_head.weight" or not self.model.tied_embeddings:

@@ -1,13 +1,13 @@
-"""The weights that a run begins with: their index, and where the tensors are read from.
+"""The weights that a run begins with: their index, and the files with their tensors.
 
     weights/index.json               shape, type and digests of all tensors
-    weights/embedding.safetensors    what comes before the first layer
-    weights/layers.0.safetensors     ... one for each layer, so that a stage reads its own under any cut
-    weights/head.safetensors         what comes after the last one
+    weights/embedding.safetensors    the parameters before the first layer
+    weights/layers.0.safetensors     ... one file for each layer, so that a stage reads its own under any cut
+    weights/head.safetensors         the parameters after the last layer
 
 The digest of the index is part of a run's configuration, and the index has a digest for each segment of a tensor. So
-whatever a peer reads, or has from another peer, is checked by itself against what the run began with. Tensors lie in a
-folder like this one, of which a part may be missing, or in a model's folder as it came from Hugging Face.
+each segment that a peer reads, or gets from another peer, can be checked against the run's configuration. The tensors
+are in a folder like this one, which may lack some files, or in a model's folder as it came from Hugging Face.
 """
 
 import hashlib
@@ -28,19 +28,19 @@ from swarm.machine.disk import put_in_place
 
 INDEX = "index.json"
 SEGMENT_BYTES = 4 << 20
-"""The size of a tensor's segments: each has a digest of its own, and is fetched as a whole."""
+"""The size of a tensor's segments. Each segment has a digest of its own, and is fetched as a whole."""
 MOST_INDEX_BYTES = 64 << 20
-"""The largest size of an index: that of a model of 140 GB takes 3 MB."""
+"""The largest size of an index; the index of a model of 140 GB takes 3 MB."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """What the index says of one tensor.
+    """One tensor's entry in the index.
 
     Attributes:
-        dtype: as torch names it: `float32`, `bfloat16` or `float16`.
-        sha256: of each SEGMENT_BYTES of its bytes, in hexadecimal.
+        dtype: torch's name of the type: `float32`, `bfloat16` or `float16`.
+        sha256: the digest of each segment of SEGMENT_BYTES, in hexadecimal.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensor."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
@@ -58,11 +58,11 @@ class Index:
 
     Attributes:
         content: the index as bytes, which are the same on every machine.
-        digest: of these, SHA-256 in hexadecimal; `model.weights` in a run's configuration.
+        digest: SHA-256 of `content`, in hexadecimal; `model.weights` in a run's configuration.
     """
 
     def __init__(self, content: bytes) -> None:
-        """Raises IntegrityError if it makes no sense."""
+        """Parse an index. Raises IntegrityError if it is damaged."""
         self.content = content
         self.digest = hashlib.sha256(content).hexdigest()
         try:
@@ -82,18 +82,18 @@ class Index:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> "Index":
-        """Read tensors one by one, and digest them. Blocks. Raises IntegrityError if one holds NaN or infinity."""
+        """Make the index of these tensors, one by one. Blocks. Raises IntegrityError if one holds NaN or infinity."""
         return cls.from_entries(dict((name, describe(name, tensor)) for name, tensor in tensors))
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, TensorEntry]) -> "Index":
-        """An index of what `describe` has said of each tensor."""
+        """Make an index from each tensor's entry, as `describe` gives it."""
         values = {name: {"shape": e.shape, "dtype": e.dtype, "sha256": e.sha256} for name, e in entries.items()}
         return cls(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
     @cached_property
     def places(self) -> Mapping[str, list[tuple[str, int]]]:
-        """The tensors that have a segment, and its number there, by the segment's digest."""
+        """By digest, where a segment with this digest is: names of tensors, each with the segment's number."""
         places: dict[str, list[tuple[str, int]]] = {}
         for name, entry in self.entries.items():
             for number, digest in enumerate(entry.sha256):
@@ -105,7 +105,7 @@ class Weights:
     """A model's tensors at one place, each checked against the index when it is read.
 
     Attributes:
-        index: of the whole model, of which this place may lack some tensors.
+        index: the index of the whole model, of which this place may lack some tensors.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Weights:
         """
         Args:
             read: gives some tensors, unchecked; raises ValueError or IntegrityError.
-            place: for messages.
-            has: whether a tensor is here.
+            place: named in error messages.
+            has: whether this place has a tensor.
         """
         self.index = index
         self._read = read
@@ -136,14 +136,14 @@ class Weights:
             )
 
     def has(self, names: Collection[str]) -> bool:
-        """Whether all these tensors are here."""
+        """Whether this place has all these tensors."""
         return all(name in self.index.entries and self._has(name) for name in names)
 
     def load(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Some tensors, of the type that they were stored in. Blocks.
+        """Read some tensors, in the types in which they are stored. Blocks.
 
         Raises:
-            IntegrityError: one is missing, damaged, or not what the index says.
+            IntegrityError: a tensor is missing, damaged, or not what the index says.
         """
         if missing := sorted(set(names) - self.index.entries.keys()):
             raise IntegrityError(f"{self._place} does not have the tensor {missing[0]}")
@@ -157,9 +157,9 @@ class Weights:
         return tensors
 
     def content(self, sha256: str) -> bytes | None:
-        """The index, or a segment of a tensor, by its digest; None if it is not here. Blocks.
+        """Read the index, or a segment of a tensor, by its digest; None if it is not here. Blocks.
 
-        It is not checked again: the process that asked does that.
+        The segment is not checked here: the process that asked for it does that.
 
         Raises:
             IntegrityError, ValueError: it cannot be read.
@@ -175,7 +175,7 @@ class Weights:
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a parameter belongs to, which is the stem of its file's name."""
+    """The part of the model that a parameter belongs to: its file is PART.safetensors."""
     first, second = (*name.split("."), "")[:2]
     if first == "layers":
         return f"layers.{second}"
@@ -186,12 +186,12 @@ def write(folder: Path, parts: Iterable[tuple[str, Mapping[str, Tensor]]]) -> In
     """Write the weights part by part, with one part in memory; gives their index. Blocks.
 
     Args:
-        folder: is made, and must not be there.
-        parts: names as part_of gives them, and the tensors of each.
+        folder: the folder to make; it must not exist.
+        parts: the names of parts, as part_of gives them, and the tensors of each.
 
     Raises:
         IntegrityError: a tensor holds NaN or infinity.
-        OSError: it could not be written.
+        OSError: the folder cannot be written.
     """
     folder.mkdir()
     entries: dict[str, TensorEntry] = {}
@@ -214,7 +214,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def open_folder(folder: Path) -> Weights:
-    """What `write` has written, or as many of its parts as are there. Raises IntegrityError without a sound index."""
+    """Open a folder as `write` makes it; parts may be missing. Raises IntegrityError without a sound index."""
     try:
         index = Index((folder / INDEX).read_bytes())
     except OSError as error:
@@ -233,7 +233,7 @@ def open_folder(folder: Path) -> Weights:
 
 
 def describe(name: str, tensor: Tensor) -> TensorEntry:
-    """What the index says of a tensor. Blocks. Raises IntegrityError if it holds NaN or infinity."""
+    """Make a tensor's entry in the index. Blocks. Raises IntegrityError if the tensor holds NaN or infinity."""
     if not bool(tensor.isfinite().all()):
         raise IntegrityError(f"the tensor {name} holds NaN or infinity")
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -248,12 +248,12 @@ def digests_of(tensor: Tensor) -> tuple[str, ...]:
 
 
 def empty(entry: TensorEntry) -> Tensor:
-    """A tensor of that shape and type, to be filled."""
+    """An uninitialised tensor with the entry's shape and type."""
     return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes: its own memory, if that is contiguous."""
+    """A tensor's bytes: a view of its memory, if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

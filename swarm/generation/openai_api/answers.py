@@ -1,4 +1,4 @@
-"""The bodies of answers, whole and as events of a stream."""
+"""Makes the bodies of answers, whole and as events of a stream."""
 
 import json
 from collections.abc import Mapping
@@ -15,27 +15,28 @@ def event(body: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens that an answer took."""
+    """The numbers of tokens of a prompt and its answer."""
 
     prompt_tokens: int
     completion_tokens: int
 
     @property
     def body(self) -> dict[str, int]:
-        """As clients know it."""
+        """The numbers under OpenAI's names."""
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
         return counts | {"total_tokens": sum(counts.values())}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One answer, whose text is told as a message of a conversation or as it is.
+    """One answer, in the form of a conversation's message or of a completion.
 
     Attributes:
-        id: the answer's own.
-        created: seconds since the epoch.
-        model: the model that gives it.
-        includes_usage: whether a stream is to end with the numbers of tokens.
+        is_chat: whether it is a conversation's message.
+        id: the answer's own id.
+        created: when it was made, in seconds since the epoch.
+        model: the name of the model that gives it.
+        includes_usage: whether a stream ends with the numbers of tokens.
     """
 
     is_chat: bool
@@ -45,21 +46,21 @@ class Answer:
     includes_usage: bool = False
 
     def whole(self, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
-        """All of it at once."""
+        """The body of the whole answer."""
         said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._body(kind, [_choice(said, finish_reason)]) | {"usage": usage.body}
 
     def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with."""
+        """The events with which a stream begins."""
         return [self._chunk({"delta": {"role": "assistant", "content": ""}}, None)] if self.is_chat else []
 
     def piece(self, text: str) -> dict[str, Any]:
-        """A piece of text in a stream."""
+        """The event with a piece of text in a stream."""
         return self._chunk({"delta": {"content": text}} if self.is_chat else {"text": text}, None)
 
     def closing(self, finish_reason: str, usage: Usage) -> list[dict[str, Any]]:
-        """What a stream ends with."""
+        """The events with which a stream ends."""
         chunks = [self._chunk({"delta": {}} if self.is_chat else {"text": ""}, finish_reason)]
         if self.includes_usage:
             chunks.append(self._body(self._chunk_kind, []) | {"usage": usage.body})

@@ -2,9 +2,9 @@
 
     request -> Gate -> Api: the prompt's tokens -> a Writing -> one answer, or a stream of events
 
-A name of the model is that of its run, with or without `@` and a round. Training goes on meanwhile, so a round that has
-passed since the server began stands for the present one; an answer names the one that gave it. Texts and names that
-users send are neither logged nor kept.
+The model's name is RUN or RUN@ROUND. While the server runs, training goes on. So a request may name any round since the
+server began, but it is answered with the present one, which the answer names. Texts and names that users send are
+neither logged nor kept.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from swarm.machine.clock import Clock
 
 
 class Api:
-    """What the routes answer."""
+    """Answers the routes' requests."""
 
     def __init__(self, model: TextModel, *, default_tokens: int, clock: Clock, numbers: random.Random) -> None:
         """
         Args:
             default_tokens: the most tokens of an answer if the client does not say.
-            numbers: random ones, for ids of answers, and for seeds where clients bring none.
+            numbers: gives random numbers, for ids of answers, and for seeds if clients bring none.
         """
         self._model = model
         self._default_tokens = default_tokens
@@ -94,7 +94,7 @@ class Api:
         return tokens
 
     async def _written(self, wanted: CompletionRequest | ChatRequest, prompt: list[int]) -> Response:
-        """Begin to write, and answer once the first piece is there: what goes wrong until then has a status."""
+        """Write a text, and answer once its first piece is there, so that an earlier fault has an HTTP status."""
         sampling = wanted.sampling(seed=self._numbers.getrandbits(63))
         num_tokens = self._num_tokens(wanted, prompt)
         async with AsyncExitStack() as stack:
@@ -133,7 +133,7 @@ class Api:
         raise Refusal(400, fault, code="context_length_exceeded", param=field)
 
     def _require_model(self, name: str) -> None:
-        # Of two texts that are under way, the one that began later may have the older weights.
+        # The round can go back: of two texts under way, the one that began later may have older weights.
         self._newest_round = max(self._newest_round, self._model.engine.round or 0)
         run, _, number = name.rpartition("@")
         is_ours = name == self._model.run or (
@@ -154,7 +154,7 @@ class Api:
 
 
 class _Stream(StreamingResponse):
-    """Events, and what has to be closed once they have been sent, or cannot be."""
+    """A stream of events. At its end, or if it breaks off, it closes what the text holds."""
 
     def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -175,7 +175,7 @@ async def _events(
             yield event(answer.piece(first))
         async for piece in pieces:
             yield event(answer.piece(piece))
-    except Exception as error:  # noqa: BLE001 - the client has a status already, and is told by an event
+    except Exception as error:  # noqa: BLE001 - the status was sent already, so an event tells the client
         yield event(refusal_of(error).body)
         return
     usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=writing.num_tokens)
@@ -185,7 +185,7 @@ async def _events(
 
 
 def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint, with what goes wrong as an answer."""
+    """Wrap an endpoint so that its errors become answers."""
 
     async def answer(request: Request) -> Response:
         try:

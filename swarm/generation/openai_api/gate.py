@@ -1,6 +1,6 @@
-"""What every request passes before it is read, and what ends it when its client goes away.
+"""The gate between the web server and app.py: checks and limits requests, and ends them when their client goes away.
 
-Between the web server and app.py. A client that hangs up, or does not read what it is sent, has its work cancelled.
+If a client hangs up, or does not read what it is sent, the work for it is cancelled.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ MOST_BODY_BYTES = 4 << 20
 _READ_SECONDS = 30.0
 """How long a request's body may take to arrive."""
 _SEND_SECONDS = 30.0
-"""How long the client may read nothing."""
+"""How long sending a message may take, because the client reads nothing."""
 _DRAINED_BODIES = 4
-"""How many times the largest body is read and thrown away, for a client that hears no answer while it is sending."""
+"""How many times the largest body is read, and thrown away, because many clients read no answer while they send."""
 _RETRY_SECONDS = 2
 
 
 class Gate:
-    """Lets in those that have the token, as many at once as there is room for, and bodies up to a size."""
+    """Lets in requests that have the token, up to a number at once, with bodies up to a size."""
 
     def __init__(self, app: ASGIApp, *, token: str | None, most_requests: int) -> None:
         """
         Args:
             token: the token that requests must bring; None lets everybody in.
-            most_requests: the most requests that are read, wait or are answered at once; `GET` does not count.
+            most_requests: the most POST requests that are read, wait or are answered at once.
         """
         self._app = app
         self._token = token
@@ -61,7 +61,7 @@ class Gate:
         except Refusal as refusal:
             await refusal.response()(scope, receive, answer)
         except (TimeoutError, ConnectionError):
-            # It does not read, or has gone: nothing can be told to it.
+            # The client does not read, or has gone: nothing can be sent to it.
             pass
 
     def _require_token(self, scope: Scope) -> None:
@@ -88,7 +88,7 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
     """All of a request's body. Raises Refusal."""
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     if content_type.partition(b";")[0].strip().lower() != b"application/json":
-        # Besides, a page in a browser can send no such request to another site unasked.
+        # This also keeps web pages out: browsers let no page send JSON to another site unasked.
         raise Refusal(415, "the body must be JSON, and be sent with Content-Type: application/json")
     body, num_bytes = bytearray(), 0
     try:
@@ -110,7 +110,7 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
 
 
 async def _answer(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-    """Have the app answer, or stop it once the client has hung up."""
+    """Have the app answer, and stop it if the client hangs up."""
     pending = [body]
     never = asyncio.Event()
 
@@ -136,7 +136,7 @@ async def _answer(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, sen
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What a client is told of what went wrong while its answer was made."""
+    """The refusal that tells a client of an error in making its answer."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, Overloaded):
@@ -148,7 +148,7 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(400, str(error))
     if is_out_of_memory(error):
         return Refusal(503, "there is no memory for this now", retry_seconds=_RETRY_SECONDS)
-    # Not with its message, in which may be what the user wrote.
+    # The message is not logged, because it may quote what the user wrote.
     logger.error("a request failed: %s", type(error).__name__)
     logger.debug("where it went wrong:", exc_info=error)
     return Refusal(500, "the server made a mistake")

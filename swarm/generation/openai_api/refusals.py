@@ -1,4 +1,4 @@
-"""What a client is told instead of an answer, in OpenAI's form of an error."""
+"""Errors that clients get instead of answers, in OpenAI's form."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refusal(Exception):
-    """A request that is not answered. The message is for the client."""
+    """A request is refused. The message is for the client."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_seconds: int = 0
     ) -> None:
         """
         Args:
-            code: OpenAI's name for the fault, where it has one.
+            code: OpenAI's name for the fault, if there is one.
             param: the field of the request that is at fault.
-            retry_seconds: when it is worth to ask again, if at all.
+            retry_seconds: after how long the client may try again; 0 if that does not help.
         """
         super().__init__(message)
         self.status = status

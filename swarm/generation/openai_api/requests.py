@@ -1,6 +1,6 @@
-"""The bodies of requests: which fields count, what they may be, and which would change the answer and are refused.
+"""Reads the bodies of requests: their fields and allowed values, and fields that are refused as not supported.
 
-A field that nothing here names is ignored, as OpenAI's servers do.
+A field that is not named here is ignored, as OpenAI's servers do.
 """
 
 import json
@@ -53,30 +53,30 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Fields of OpenAI's and of other servers of its form that would change the answer, with the values that do not."""
+"""Fields of OpenAI's API, and of similar servers, that are not supported, with the values that change nothing."""
 _EXPECTED = {
     "prompt": "must be a text, or a list of tokens, or a list with one of either",
     "stop": f"must be a text, or a list of at most {MOST_STOPS} texts, none of them empty",
 }
-"""Said of fields that may be one of several things."""
+"""Error messages for fields that may be of several types."""
 
 _Text = Annotated[str, Field(min_length=1)]
 
 
 class _Strict(BaseModel):
-    """Numbers are no texts and no booleans, and the other way round."""
+    """A record that takes no number for a text or a boolean, nor the other way round."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
 
 class StreamOptions(_Strict):
-    """How a stream is told."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class _Request(_Strict):
-    """What both kinds of request have."""
+    """The fields that both kinds of request have."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -113,12 +113,12 @@ class _Request(_Strict):
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """Tokens that the client wants at most, if it says so, and the field that says it."""
+        """The field that says how many tokens the client wants at most, and its value; None if it does not say."""
         return "max_tokens", self.max_tokens
 
 
 class CompletionRequest(_Request):
-    """Continue a text."""
+    """A request to continue a text."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
 
@@ -131,13 +131,13 @@ class _Part(_Strict):
 class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Part]
-    # Tools are not supported, nor is what was said by them or to them.
+    # Tools are not supported, nor are messages that call them.
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
 
 
 class ChatRequest(_Request):
-    """Answer in a conversation."""
+    """A request to answer in a conversation."""
 
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -150,7 +150,7 @@ class ChatRequest(_Request):
 
     @property
     def conversation(self) -> list[dict[str, str]]:
-        """The messages as chat templates know them: `developer` is OpenAI's newer word for `system`."""
+        """The messages in the form for chat templates, in which OpenAI's role `developer` is called `system`."""
         return [
             {
                 "role": "system" if message.role == "developer" else message.role,
@@ -188,7 +188,7 @@ def _neutral_values(name: str) -> str:
 
 
 def _refusal(error: ValidationError) -> Refusal:
-    """The first fault; what the client sent is not repeated."""
+    """Make a refusal of the first fault. It does not repeat what the client sent."""
     fault: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if fault["type"] == "json_invalid":
         return Refusal(400, f"the body is not valid JSON: {fault['msg'].removeprefix('Invalid JSON: ')}")

@@ -1,1 +1,1 @@
-"""How each family of models is configured and names its tensors, a file for each."""
+"""How each family of models is configured and names its tensors: a file for each family."""

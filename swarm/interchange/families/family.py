@@ -1,7 +1,7 @@
-"""What it takes to read and write a family of models: its configuration's keys and its tensors' names, and ours.
+"""A family of models: how the keys of its configuration and the names of its tensors correspond to ours.
 
-A family's file is a table of these. Import reads it in one direction, export in the other. A key of a configuration
-that no table knows is refused: it may change what the model computes.
+Each family's file has such a table. Import uses it in one direction, export in the other. A configuration with a key
+that the table does not know is refused, because the key may change what the model computes.
 """
 
 import reprlib
@@ -35,23 +35,23 @@ HARMLESS = {
     "transformers_version",
     "use_cache",
 }
-"""Keys that say nothing of what the model computes. Dropout is the run's own choice."""
+"""Keys that do not change what the model computes. (Dropout is the run's own choice.)"""
 _LARGEST = 2**53
-"""A number of a configuration; a float has every whole number up to this."""
+"""The largest number that a configuration may have: a float can hold every whole number up to this."""
 
 
 class Keys:
-    """A model's config.json, of which each key has to be read, expected to have a value, or known to be harmless."""
+    """A model's config.json. `finish` refuses a key that was neither read nor expected, and is not harmless."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self._unread = set(values) - HARMLESS
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """A value; `default` where it is missing or null, unless that is None.
+        """The value of a key; `default`, unless that is None, if it is missing or null.
 
         Raises:
-            ValueError: it is missing and has no default, or is of another type.
+            ValueError: the value is missing and there is no default, or it is of another type.
         """
         self._unread.discard(name)
         value = self._values.get(name)
@@ -65,10 +65,10 @@ class Keys:
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """How many of something there are, or how wide it is; `default` as in get, whatever that is.
+        """The value of a key that is a number or a width of something; `default` as in get, and unchecked.
 
         Raises:
-            ValueError: as get does, and for what is there and below 1.
+            ValueError: as get does, or the value is below 1.
         """
         value: int = self.get(name, int, default)
         if self._values.get(name) is not None and value < 1:
@@ -76,11 +76,11 @@ class Keys:
         return value
 
     def has(self, name: str) -> bool:
-        """Whether a key is there, be it null."""
+        """Whether a key is there, even if its value is null."""
         return name in self._values
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """Raise ValueError if a key is there and has a value other than these: only so far is it built."""
+        """Raise ValueError if a key is there with another value than these: other values are not supported."""
         self._unread.discard(name)
         value = self._values.get(name, allowed[0])
         if value not in allowed:
@@ -99,7 +99,7 @@ class Keys:
         return Keys(value)
 
     def finish(self) -> None:
-        """Raise ValueError naming a key that nobody has read: what it does to the model is not known here."""
+        """Raise ValueError, which names the key, if there is one that nobody has read."""
         if self._unread:
             raise ValueError(
                 f"config.json: the key {min(self._unread)!r} is not known for this family, and may change what the "
@@ -109,12 +109,12 @@ class Keys:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRule:
-    """One of their tensors, and which of ours it is.
+    """A tensor of transformers' model, and the tensors of ours that it holds.
 
     Attributes:
-        theirs: its name, `{layer}` standing for the number of a layer.
-        ours: names of our tensors, which theirs has one below the other (along the first axis of ours).
-        transposed: whether theirs is the transpose.
+        theirs: transformers' name, in which `{layer}` stands for the number of a layer.
+        ours: the names of our tensors that it holds, one below the other (along the first axis of ours).
+        transposed: whether it is stored as the transpose of ours.
     """
 
     theirs: str
@@ -134,12 +134,12 @@ class Family:
     Attributes:
         architecture: the name of its class in transformers.
         model_type: its name in a config.json.
-        read: our configuration's fields, from theirs. Raises ValueError for what is not supported.
-        write: their keys, from our configuration; what is the same for all models of the family is among them.
-        rules: of all tensors that any model of the family has; those of layers have `{layer}` in their names.
-        no_tensors: ends of the names of what files may hold and no model needs: masks and tables.
-        prefix: what is before all their names but the head's; some files leave it out.
-        special_tokens: what transformers takes where a configuration does not have such a key (special_tokens.py).
+        read: gives our configuration's fields, from transformers' keys. Raises ValueError for what is not supported.
+        write: gives transformers' keys, from our configuration, with those that are the same for all of the family.
+        rules: a rule for each tensor that a model of the family may have, with `{layer}` in the names of layers'.
+        no_tensors: name endings of tensors that files may hold and no model needs: masks and tables.
+        prefix: the beginning of all transformers' names except the head's; some files leave it out.
+        special_tokens: transformers' defaults for keys that a configuration does not have (special_tokens.py).
     """
 
     architecture: str
@@ -155,7 +155,7 @@ class Family:
         """The rules for the tensors that a model has, layer by layer.
 
         Args:
-            ours: all tensors of the model, by our names.
+            ours: all tensors of the model, by our names; rules for others are left out.
         """
         for rule in self.rules:
             is_layered = "{layer}" in rule.theirs

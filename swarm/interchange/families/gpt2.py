@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, GELU, biases everywhere, a tied head.
 
-Its projections are stored as (inputs, outputs), the transpose of torch's Linear, and those to queries, keys and values
-are one tensor. Its rows are ours side by side once it is transposed.
+Its projections are stored as (inputs, outputs), the transpose of torch's Linear. Those to queries, keys and values are
+one tensor, which is ours one below the other once it is transposed.
 """
 
 from typing import Any

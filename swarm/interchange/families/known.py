@@ -1,4 +1,4 @@
-"""All families, and which of them a configuration belongs to."""
+"""All families that are supported; finds the family of a configuration, theirs or ours."""
 
 import dataclasses
 import reprlib
@@ -18,8 +18,8 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
     """The family and our configuration of a model, from its config.json.
 
     Raises:
-        ValueError: one line, for a file that is missing or no JSON, an architecture that is not built, and a key that
-            is not known or whose value is not supported.
+        ValueError: one line, for a file that is missing or no JSON, an architecture that is not supported, or a key
+            that is not known or has a value that is not supported.
     """
     values = json_file.read_object(path)
     if values.get("quantization_config"):
@@ -45,12 +45,12 @@ def _family(values: Mapping[str, Any]) -> Family:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family in which transformers computes what `model` does.
+    """The family whose class in transformers computes the same as `model`.
 
-    A Mistral is a Llama by then: what told them apart was how far its layers look back.
+    An imported Mistral is exported as a Llama: they differ only in how far layers look back, which import resolves.
 
     Raises:
-        ValueError: none does.
+        ValueError: no family does.
     """
     if model.custom_class:
         raise ValueError("a model.custom_class has no counterpart in transformers")
@@ -59,10 +59,10 @@ def family_of(model: ModelConfig) -> Family:
     other = sorted({*model.types_of_blocks} - {"tp"})
     if other:
         raise ValueError(f"a model with {' and '.join(other)} blocks has no counterpart in transformers")
-    # A run may have no longest sequence, and a model's files always name one.
+    # A run's model may have no longest sequence, but a config.json always names one.
     model = dataclasses.replace(model, max_positions=model.max_positions or 1)
     for family in FAMILIES:
-        # What a family cannot say is lost when its configuration is written, and read again.
+        # Write the configuration as this family's, and read it again: a switch that the family lacks is lost.
         try:
             again = ModelConfig(**family.read(Keys(family.write(model))))
         except ValueError:
@@ -73,7 +73,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def _computes(model: ModelConfig) -> tuple[object, ...]:
-    """All that decides what a model computes, with the defaults resolved."""
+    """All fields that decide what a model computes, with defaults resolved."""
     switches = (model.feed_forward, model.norm, model.qk_norm, model.positions, model.rope_scaling)
     biases = (model.qkv_bias, model.attention_output_bias, model.feed_forward_bias)
     sizes = (model.num_layers, model.d_model, model.num_heads, model.kv_heads, model.width_of_heads)

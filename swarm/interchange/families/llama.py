@@ -1,7 +1,7 @@
 """Llama and its relatives: Mistral, Qwen2 and Qwen3, which differ in a bias, a norm and a window.
 
-SmolLM2 and TinyLlama are Llamas by their own configuration. Rotary positions pair the same elements as ours do, so no
-row of a matrix changes its place.
+SmolLM2 and TinyLlama are Llamas by their own configuration. Their rotary positions pair the same elements as ours do,
+so no rows of a matrix are permuted.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def _read(keys: Keys) -> dict[str, Any]:
 
 
 def _read_rope(keys: Keys) -> dict[str, Any]:
-    """Rotary positions as transformers 5 writes them, or as versions before it did."""
+    """Read rotary positions as transformers 5 writes them, or as earlier versions did."""
     fields = {"rope_theta": keys.get("rope_theta", float, 10_000.0)}
     sections = [section for section in map(keys.section, ("rope_parameters", "rope_scaling")) if section is not None]
     said = []
@@ -73,9 +73,10 @@ def _read_rope(keys: Keys) -> dict[str, Any]:
 
 
 def _read_rope_section(rope: Keys, theta: float) -> dict[str, Any]:
-    """
+    """Read one section about rotary positions.
+
     Args:
-        theta: where the section has none.
+        theta: the rope_theta to take if the section has none.
     """
     theta = rope.get("rope_theta", float, theta)
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
@@ -139,13 +140,13 @@ def _write_llama(model: ModelConfig) -> dict[str, Any]:
 
 
 def _within_window(fields: dict[str, Any], window: int) -> dict[str, Any]:
-    """A model whose layers look back `window` positions is an ordinary one for sequences as long as that."""
+    """Limit sequences to the sliding window: up to that length the model computes the same as one without a window."""
     return fields | {"max_positions": min(fields["max_positions"], window)}
 
 
 def _read_mistral(keys: Keys) -> dict[str, Any]:
     fields = _read(keys)
-    # Without the key it is transformers' default; null says that there is none.
+    # Without the key the window is transformers' default; null means that there is no window.
     window = keys.size("sliding_window", fields["max_positions"]) if keys.has("sliding_window") else 4096
     return _within_window(fields, window)
 

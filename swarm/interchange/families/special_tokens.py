@@ -1,7 +1,7 @@
-"""The tokens with which texts begin and end, and with which batches are filled up, as a model's folder names them.
+"""The tokens with which texts begin and end, and with which batches are padded, as a model's folder names them.
 
-They change nothing of what a model computes, and much of where its texts end. Import reads them into the run's
-configuration, with which they come to every peer, checkpoint and export, also where there is no tokenizer.
+They do not change what a model computes, but they decide where its texts end. Import reads them into the run's
+configuration, so that every peer, checkpoint and export has them, even without a tokenizer.
 """
 
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ from swarm.machine import json_file
 
 GENERATION = "generation_config.json"
 _FIELDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_ids", "pad_token_id": "pad_token_id"}
-"""Ours, by their keys."""
+"""Our fields, by the keys of transformers' files."""
 _NONE = -1
-"""Stands for no token in the files of the first Llamas."""
+"""Means "no token", in our configuration and in the files of the first Llamas."""
 
 
 def read(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, int], *, vocab_size: int) -> dict[str, Any]:
     """Fields of our configuration, from the files of a model's folder.
 
     Args:
-        config: what config.json holds. What generation_config.json says goes before it, as in transformers.
-        defaults: where neither has a key. Null says that there is no such token. A small model may have fewer tokens,
-            and its files the default all the same: it never comes, and is left out.
+        config: the contents of config.json. Values in generation_config.json take precedence, as in transformers.
+        defaults: the values of keys that neither file has. (Null means that there is no such token.) A default may
+            be no token of a small model, also if its files name it: then it is left out.
 
     Raises:
-        ValueError: one line, for what is no token's number, or no token of the model.
+        ValueError: one line, for a value that is no token's number, or no token of the model.
     """
     generation = json_file.read_object(folder / GENERATION, is_optional=True)
     fields: dict[str, Any] = {}
@@ -42,7 +42,7 @@ def read(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, int], *
 
 
 def _known(value: Any, what: str, default: int, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that a value names. Raises ValueError for one that the model does not have."""
+    """The tokens that a value names. Raises ValueError for one that the model does not have, unless it is a default."""
     tokens = token_numbers(value, what)
     for token in tokens:
         if not (0 <= token < vocab_size or token in (_NONE, default)):
@@ -51,7 +51,7 @@ def _known(value: Any, what: str, default: int, vocab_size: int) -> tuple[int, .
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """Their keys. Null where there is no such token: left out, some classes would take one of their own."""
+    """Transformers' keys for these tokens, null for "no token": without a key, some classes would use a default."""
     ends = list(model.eos_token_ids)
     return {
         "bos_token_id": model.bos_token_id if model.bos_token_id >= 0 else None,
