@@ -1,4 +1,4 @@
-"""What a run trains and how: a file for each section of the TOML file, run.py for the whole, reading.py to read it."""
+"""A run's configuration: a file for each section of the TOML file, run.py for the whole, reading.py to read it."""
 
 from swarm.config.averaging import AveragingConfig, Quorum
 from swarm.config.data import DataConfig

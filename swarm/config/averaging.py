@@ -38,8 +38,8 @@ class AveragingConfig:
     """DiLoCo only: a stage is cut into so many parts, and each round averages one of them, in turn; at most as many as
     the smallest stage has layers."""
     quorum: Quorum = "available"
-    """`majority`: a round needs more than half of the members of the last committed one. `available`: those that are
-    there are enough."""
+    """`majority`: a round needs more than half of the members of the last committed one. `available`: the live peers
+    are enough."""
 
     def __post_init__(self) -> None:
         require_usable_numbers("averaging", self)

@@ -11,17 +11,17 @@ from pydantic import ConfigDict
 from swarm.types import LARGEST_COUNT
 
 STRICT = ConfigDict(extra="forbid")
-"""Refuses unknown keys, in every section."""
+"""pydantic's setting for every section: unknown keys are refused."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with that message unless the condition holds."""
+    """Raise ValueError with this message unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 def require_usable_numbers(section: str, values: Any) -> None:
-    """Check that every number of a section is finite, and none is larger than messages may say."""
+    """Check that every number of a section is finite, and none is above LARGEST_COUNT, the most that messages carry."""
     for name, value in vars(values).items():
         if isinstance(value, float):
             require(math.isfinite(value), f"{section}.{name} must be finite, not {value}")
@@ -30,23 +30,23 @@ def require_usable_numbers(section: str, values: Any) -> None:
 
 
 def require_at_least_one(section: str, values: Any, *names: str) -> None:
-    """Check these fields of a section."""
+    """Check that these fields of a section are at least 1."""
     for name in names:
         require(getattr(values, name) >= 1, f"{section}.{name} must be at least 1, not {getattr(values, name)}")
 
 
 def require_positive(section: str, values: Any, *names: str) -> None:
-    """Check these fields of a section."""
+    """Check that these fields of a section are above 0."""
     for name in names:
         require(getattr(values, name) > 0, f"{section}.{name} must be positive, not {getattr(values, name)}")
 
 
 def require_not_negative(section: str, values: Any, *names: str) -> None:
-    """Check these fields of a section."""
+    """Check that these fields of a section are at least 0."""
     for name in names:
         require(getattr(values, name) >= 0, f"{section}.{name} must not be negative, not {getattr(values, name)}")
 
 
 def is_sha256(text: str) -> bool:
-    """Whether it is a SHA-256 in hexadecimal."""
+    """Whether the text is a SHA-256 in hexadecimal."""
     return len(text) == 64 and set(text) <= set("0123456789abcdef")

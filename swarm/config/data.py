@@ -15,7 +15,7 @@ from swarm.config.checks import (
 
 Format = Literal["text", "chat", "completion"]
 MOST_DATASETS = 64
-"""The most datasets of one run. Each has figures of its own in every evaluation."""
+"""The most datasets of one run: each has figures of its own in every evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,12 @@ class DataConfig:
     digest: str = ""
     """SHA-256 of the tokens and the tokenizer; the first peer fills it in."""
     dataset_digests: tuple[str, ...] = ()
-    """Of several datasets the digest of each, by which others find the order of theirs; the first peer fills it in."""
+    """Of several datasets the digest of each, so that trainers put theirs in order; the first peer fills it in."""
 
     def __post_init__(self) -> None:
         require_usable_numbers("data", self)
         if isinstance(self.dataset, tuple) and len(self.dataset) == 1:
-            # A list of one is that one, so that both are the same run.
+            # A list of one dataset becomes its name, so that either way of writing it makes the same run.
             object.__setattr__(self, "dataset", self.dataset[0])
         self._check_datasets()
         require(
@@ -122,33 +122,33 @@ class DataConfig:
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """What `dataset` names, one by one."""
+        """The datasets that `dataset` names."""
         return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """What each of `datasets` is called where its loss is told: as much of its path's end as sets it apart."""
+        """A short name for each of `datasets`, for its figures: as much of its path's end as is unique among them."""
         paths = [dataset.rstrip("/").split("/") for dataset in self.datasets]
 
         def name(path: list[str]) -> str:
             ends = (path[-length:] for length in range(1, len(path) + 1))
             end = next((end for end in ends if sum(other[-len(end) :] == end for other in paths) == 1), path)
-            # It comes from the peer that began the run, and goes to terminals and files.
+            # The name comes from the peer that began the run, and is shown in terminals and files.
             return "".join(character if character.isprintable() else "?" for character in "/".join(end))
 
         return tuple(map(name, paths))
 
     @property
     def has_targets(self) -> bool:
-        """Whether samples say which of their tokens count."""
+        """Whether samples say which of their tokens are targets."""
         return self.format != "text"
 
     @property
     def is_packed(self) -> bool:
-        """Whether several documents share a sequence, and do not see each other."""
+        """Whether several documents share a sequence, without sight of each other."""
         return self.has_targets and self.packing
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Tokens that a microbatch predicts."""
+        """The number of tokens that a microbatch predicts."""
         return self.microbatch_size * self.sequence_length

@@ -6,7 +6,7 @@ from swarm.config.checks import STRICT, require, require_not_negative, require_p
 from swarm.config.model import ModelConfig
 
 Group = tuple[str, ...]
-"""Matrices of a layer, as our modules are named, whose adapters have the matrix that reads in common."""
+"""Matrices of a layer, by our modules' names, whose adapters share their first thin matrix, which reads the input."""
 
 ALL_LINEAR = "all-linear"
 _LLAMA: dict[str, tuple[Group, ...]] = {
@@ -19,7 +19,7 @@ _LLAMA: dict[str, tuple[Group, ...]] = {
     "down_proj": (("feed_forward.down",),),
 }
 _GPT2: dict[str, tuple[Group, ...]] = {
-    # In GPT-2 queries, keys and values come from one matrix, which has one adapter.
+    # GPT-2 has one matrix for queries, keys and values, with one adapter.
     "c_attn": (("attention.q", "attention.k", "attention.v"),),
     "c_proj": (("attention.output",), ("feed_forward.down",)),
     "c_fc": (("feed_forward.up",),),
@@ -30,8 +30,8 @@ _GPT2: dict[str, tuple[Group, ...]] = {
 class LoraConfig:
     """Low-rank adaptation (LoRA, arXiv 2106.09685).
 
-    The model's own weights stay as they are, and beside some of its matrices two thin ones are trained, whose product
-    is added.
+    The model's own weights stay as they are. Beside some of its matrices two thin ones are trained, whose product is
+    added to the matrix.
     """
 
     __pydantic_config__ = STRICT
@@ -41,7 +41,7 @@ class LoraConfig:
     alpha: float = 16.0
     """What an adapter adds is multiplied by alpha / rank."""
     dropout: float = 0.0
-    """Probability of zeroing, for what an adapter reads."""
+    """Probability with which each input of an adapter is zeroed."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """The matrices of each layer that have an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
     down_proj; of a GPT-2 c_attn, c_proj and c_fc; or all-linear for all of them."""
@@ -91,7 +91,7 @@ class LoraConfig:
 
 
 def targets_of(model: ModelConfig) -> dict[str, tuple[Group, ...]]:
-    """What can be named as a target, by the name that it has in transformers, and which of a layer's matrices it is."""
+    """The groups of a layer's matrices that can be targets, by transformers' name of each target."""
     if model.positions == "learned":
         return _GPT2
     return {name: groups for name, groups in _LLAMA.items() if name != "gate_proj" or model.feed_forward == "swiglu"}

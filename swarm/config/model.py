@@ -14,7 +14,7 @@ from swarm.config.checks import (
 )
 
 MOST_LAYERS = 100_000
-"""The most layers of a model: more would take minutes to count, and no machine could hold them."""
+"""The most layers of a model: it would take minutes to count more, and no machine could hold them."""
 MOST_END_TOKENS = 64
 """The most end tokens of one model."""
 BLOCK_TYPES = ("tp", "spd", "parallel")
@@ -32,7 +32,7 @@ class ModelConfig:
     """Width of the residual stream."""
     bottleneck_dim: int = 0
     """Columns of the residual stream that are trained, and travel between stages; the other columns are a fixed
-    function of the token, which every stage computes. 0: all of them are."""
+    function of the token, which every stage computes. 0: all columns are trained and travel."""
     num_heads: int = 4
     """Query heads a layer."""
     num_kv_heads: int = 0
@@ -73,7 +73,7 @@ class ModelConfig:
     """How rotary frequencies are lowered for sequences longer than a model was first trained with: all of them by
     rope_factor, or as Llama 3.1 does, slow ones by rope_factor, fast ones not at all, with a ramp in between."""
     rope_factor: float = 1.0
-    """By how much rope_scaling lowers them."""
+    """The factor by which rope_scaling lowers frequencies."""
     rope_low_frequency_factor: float = 1.0
     """llama3: waves longer than rope_original_positions over this are slow."""
     rope_high_frequency_factor: float = 4.0
@@ -203,14 +203,14 @@ class ModelConfig:
 
     @property
     def types_of_blocks(self) -> tuple[str, ...]:
-        """The type of each layer's block; empty where they have none."""
+        """The block type of each layer; empty if the model has none."""
         if isinstance(self.block_types, str):
             return (self.block_types,) * self.num_layers if self.block_types else ()
         return self.block_types
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads with the default resolved."""
+        """num_kv_heads with the default resolved."""
         return self.num_kv_heads or self.num_heads
 
     @property
@@ -220,7 +220,7 @@ class ModelConfig:
 
     @property
     def hidden_width(self) -> int:
-        """How many numbers of each token travel from stage to stage."""
+        """How many numbers travel from stage to stage for each token."""
         return self.bottleneck_dim or self.d_model
 
     @property

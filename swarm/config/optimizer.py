@@ -1,4 +1,4 @@
-"""`[optimizer]`: what steps along gradients, and its learning rate."""
+"""`[optimizer]`: the optimizer that steps along gradients, and its learning rate."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -6,11 +6,12 @@ from swarm.config.checks import STRICT, require, require_usable_numbers
 from swarm.config.rounds import RoundsConfig
 
 LEARNING_RATE, MOMENTUM = 0.7, 0.9
-"""DiLoCo's own (arXiv 2311.08105)."""
+"""The values of the DiLoCo paper (arXiv 2311.08105)."""
 SHORT_MOMENTUM = 0.5
-"""In short rounds pseudo-gradients agree more from one to the next, and a longer momentum adds up too much of them."""
+"""The momentum for short rounds: their pseudo-gradients resemble those of the rounds before, so that a larger momentum
+would add up too many of them."""
 LONG_ROUND = 200
-"""So many inner batches, over all peers."""
+"""A round with at least this many inner batches, of all peers together, is long."""
 LEFT_OUT = -1.0
 
 
@@ -41,7 +42,7 @@ class OuterConfig:
         )
 
     def of(self, rounds: RoundsConfig) -> "OuterConfig":
-        """What it means for a run with such rounds: nothing is left out."""
+        """The configuration with values for what was left out, for a run with these rounds."""
         if self.learning_rate == self.momentum == LEFT_OUT and rounds.num_inner_batches < LONG_ROUND:
             return OuterConfig(learning_rate=LEARNING_RATE, momentum=SHORT_MOMENTUM)
         return replace(

@@ -1,7 +1,6 @@
-"""TOML, JSON and presets to a RunConfig.
+"""Reads a RunConfig from TOML, JSON or a preset.
 
-Called by the programs, and by whatever fetches the configuration from another peer. A fault is a ValueError of one
-line.
+Called by the programs, and when the configuration is fetched from another peer. A fault is a ValueError of one line.
 """
 
 import json
@@ -23,7 +22,7 @@ def from_dict(values: dict[str, Any], *, source: str) -> RunConfig:
     Raises:
         ValueError: one line naming `source`, the field and the fault, for unknown keys too.
     """
-    # TOML's dates are all that JSON lacks. No field takes one, and none takes an object.
+    # Of TOML's types, JSON lacks only dates. No field takes a date; as an object, it is refused by every field.
     return from_json(json.dumps(values, default=lambda date: {"date": str(date)}), source=source)
 
 
@@ -47,7 +46,7 @@ def from_toml(text: str, *, source: str) -> RunConfig:
 
 
 def preset_names() -> list[str]:
-    """The presets that come with the package."""
+    """The names of the presets that come with the package."""
     files = resources.files("swarm.presets").iterdir()
     return sorted(entry.name.removesuffix(".toml") for entry in files if entry.name.endswith(".toml"))
 
@@ -63,7 +62,7 @@ def load_preset(name: str) -> RunConfig:
 def from_json(text: str, *, source: str) -> RunConfig:
     """Read JSON, such as the canonical form that another peer published.
 
-    No value is made to fit: `true` does not pass for 1, nor "4" for 4.
+    No value is converted: `true` is not taken for 1, nor "4" for 4.
 
     Raises:
         ValueError: one line naming `source`, the field and the fault, for unknown keys too.
@@ -72,7 +71,7 @@ def from_json(text: str, *, source: str) -> RunConfig:
         return _ADAPTER.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        # Section, field and number; what else there is says which of a field's types did not fit.
+        # We keep section, field and list index. Other parts say which of a field's types did not fit.
         where = ".".join(str(part) for n, part in enumerate(first["loc"]) if n < 2 or isinstance(part, int))
         if first["type"] == "json_invalid":
             raise ValueError(f"{source} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None

@@ -1,8 +1,8 @@
-"""RunConfig: what a run trains and how, the one document that every peer of it shares.
+"""RunConfig: what a run trains and how. All peers of the run share this document.
 
 The first peer reads it from TOML (reading.py) and publishes it; joiners fetch it. It is identified by the digest of its
-canonical JSON. What concerns a single machine (device, port, memory) is no part of it: that is a command's option.
-Each section is a file beside this one. Here they are put together, and what must hold between them is checked.
+canonical JSON. What concerns a single machine (device, port, memory) is no part of it, but an option of a command.
+Each section is a file beside this one. Here they are put together, and checked against each other.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from swarm.config.wire import WireConfig
 from swarm.errors import ConfigMismatch
 
 MOST_MICROBATCHES = 1 << 18
-"""The most microbatches of a synchronous round: peers name all that they have in one list, and take none that is longer
+"""The most microbatches of a synchronous round: peers name all that they have in one list, and refuse a longer list
 (rpc/bounds)."""
 
 
@@ -64,7 +64,7 @@ class RunConfig:
         self._check_samples()
 
     def _check_layers(self) -> None:
-        """Layers, stages and fragments fit together."""
+        """Check that layers, stages and fragments fit together."""
         model, num_stages, layers = self.model, self.stages.num_stages, self.stages.layers_per_stage
         if layers:
             require(
@@ -110,7 +110,7 @@ class RunConfig:
         )
 
     def _check_samples(self) -> None:
-        """Rounds and inner batches are made of whole microbatches, and not of too many."""
+        """Check that rounds and inner batches are made of whole microbatches, and not of too many."""
         rounds, size = self.rounds, self.data.microbatch_size
         require(
             rounds.round_samples % size == 0,
@@ -131,12 +131,12 @@ class RunConfig:
 
     @property
     def microbatches_per_round(self) -> int:
-        """Microbatches of the whole swarm in one round."""
+        """The number of microbatches of the whole swarm in one round."""
         return self.rounds.round_samples // self.data.microbatch_size
 
     @property
     def outer_step(self) -> OuterConfig:
-        """DiLoCo's outer step, with what was left out."""
+        """The configuration of DiLoCo's outer step, with values for what was left out."""
         return self.outer.of(self.rounds)
 
     @functools.cached_property
@@ -146,7 +146,7 @@ class RunConfig:
 
     @functools.cached_property
     def run_id(self) -> str:
-        """What separates this run from every other one, in DHT keys and in requests."""
+        """The run's id, in DHT keys and in requests: its name, and the beginning of the configuration's digest."""
         return f"{self.run}.{self.digest[:16]}"
 
 

@@ -1,4 +1,4 @@
-"""`[stages]`: how the layers are cut."""
+"""`[stages]`: how the layers are cut into stages."""
 
 from dataclasses import dataclass
 

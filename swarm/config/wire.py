@@ -1,4 +1,4 @@
-"""`[wire]`: how hidden states and gradients travel."""
+"""`[wire]`: how hidden states and gradients travel between stages."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +13,6 @@ class WireConfig:
     __pydantic_config__ = STRICT
 
     dtype: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
-    """Numbers on the wire; computation stays as it is. `fp16`: with a scale for each tensor, so that small gradients
-    survive. `int8`: a byte each, and a scale for every 128. All but `fp32` round, so that a synchronous run is that of
-    one process that rounds at the same places."""
+    """Type of numbers on the wire; computation stays as it is. `fp16`: with a scale for each tensor, so that small
+    gradients survive. `int8`: a byte each, and a scale for every 128. All but `fp32` round numbers; a synchronous run
+    then follows one process that rounds at the same places."""

@@ -1,6 +1,6 @@
-"""The run's log: one line of strict JSON a step, and one for each thing that happened to the swarm.
+"""metrics.jsonl: one line of strict JSON for each step, and one for each event of the swarm.
 
-The trainer writes steps and the launcher writes events; both may append to one file at once.
+The trainer writes steps and swarm-local writes events; both may append to one file at once.
 """
 
 import json
@@ -16,10 +16,10 @@ from swarm.metrics.reporter import Reporter
 from swarm.training.inner_steps import InnerSteps
 
 BEGINS = "training begins"
-"""The event of a trainer that begins, at the step that the swarm is at."""
+"""The event that a trainer writes when it begins, with the swarm's present step."""
 
 OF_SOURCE = "val/loss/"
-"""What the names of held-out losses of single datasets begin with."""
+"""The prefix of the names of single datasets' held-out losses."""
 
 Value = float | int | str | None
 
@@ -39,7 +39,7 @@ class StepMetrics:
     total_tokens: int
     """The tokens of the whole swarm, since the run began."""
     step_time: float
-    """Seconds since this trainer's last step, with an evaluation in between."""
+    """Seconds since this trainer's last step, an evaluation in between included."""
     dispatch_time: float
     """Seconds of the step in which microbatches were under way."""
     aggregate_time: float | None
@@ -47,36 +47,36 @@ class StepMetrics:
     successful_workers: int | None
     """Stage peers that took part in the round's averages."""
     compression_ratio: float | None
-    """Size of what was averaged in float32, over its size on the wire."""
+    """The float32 size of what was averaged, over its size on the wire."""
     alive_peers: int | None = None
-    """Stage peers that were there, whether they took part or not."""
+    """Live stage peers, whether they took part in the averages or not."""
     averaged_fraction: float | None = None
-    """Share of its parameters that a stage averaged, as the mean over the stages."""
+    """The share of a stage's parameters that the round averaged, as the mean over the stages."""
     averaged_bytes: int | None = None
     """Bytes sent and received for the round's averages, summed over one peer of each stage."""
     exchange_time: float | None = None
     """Seconds of the slowest stage's exchange."""
     wait_time: float | None = None
-    """Longest time in seconds that a closed stage waited before and after its exchange."""
+    """The longest time in seconds that a stage's round was closed before and after its exchange."""
     contribution_norm: float | None = None
-    """Norm of what one peer of each stage contributed, before averaging."""
+    """The norm of the contributions of one peer of each stage, before averaging."""
     attempts: int | None = None
-    """Most attempts at the round that a stage needed."""
+    """The most attempts at the round that a stage needed."""
     aborted_attempts: int | None = None
-    """Attempts that came to nothing since the peers that were asked started."""
+    """Aborted attempts of one peer of each stage, since it started."""
     residual_bytes: int | None = None
     """Bytes that error feedback keeps, summed over one peer of each stage."""
     validation_loss: float | None = None
     """The loss in nats per token on held-out text, in steps that evaluate."""
     validation_losses: Mapping[str, float] = field(default_factory=dict)
-    """Likewise of each dataset, where there are several, by its name."""
+    """If there are several datasets, the same loss for each, by the dataset's name."""
     device_memory_bytes: int | None = None
-    """Largest amount that any stage peer's device held."""
+    """The most device memory that any stage peer has used."""
     inner_steps: Sequence[InnerSteps] = ()
-    """DiLoCo only: those of one peer of each stage, by stage."""
+    """DiLoCo only: the inner steps of one peer of each stage, by stage."""
 
     def named(self) -> dict[str, Value]:
-        """The figures under the names they have in the JSONL file, in Weights & Biases and in TensorBoard."""
+        """The figures under their names in the JSONL file, in Weights & Biases and in TensorBoard."""
         return {
             "step": self.step,
             "train/loss": self.loss,
@@ -118,7 +118,7 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Appends to a JSONL file, and hands the steps to reporters. A full disk costs lines and stops nobody."""
+    """Appends to a JSONL file, and hands steps to reporters. If the disk is full, lines are lost without an error."""
 
     def __init__(self, path: Path, *, reporters: Sequence[Reporter] = ()) -> None:
         """Open the file and make its folder. Raises OSError if that fails."""
@@ -142,10 +142,10 @@ class MetricsLog:
             reporter.log(values, step=metrics.step)
 
     def evaluation(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
-        """Append what held-out text gives at a step, apart from the step's own figures.
+        """Append the losses on held-out text at a step, as a line of their own.
 
         Args:
-            by_source: of each dataset, where there are several.
+            by_source: if there are several datasets, the loss of each by its name.
         """
         named: dict[str, Value] = {"val/loss": loss, **_by_source(by_source)}
         values = {"step": step, **{name: _finite(value) for name, value in named.items()}}
@@ -154,7 +154,7 @@ class MetricsLog:
             reporter.log(values, step=step)
 
     def event(self, step: int, text: str) -> None:
-        """Append what happened in a step, such as that a peer joined."""
+        """Append an event at a step, such as that a peer joined."""
         self._append({"step": step, "event": text})
 
     def _append(self, values: Mapping[str, Value]) -> None:
@@ -162,7 +162,7 @@ class MetricsLog:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file, without those that a killed writer left unfinished. Raises OSError."""
+    """Yield the lines of a metrics file, without those that a killed writer left unfinished. Raises OSError."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             try:
@@ -173,10 +173,10 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_current(path: Path) -> list[dict[str, Any]]:
-    """The lines of the training that the file ends with. Raises OSError.
+    """The lines of the last training in the file. Raises OSError.
 
-    A training may begin at an earlier step than the last line, because it is of another run in the same folder or went
-    back to a checkpoint. Then the lines of later steps that were written before it are left out.
+    A training may begin at an earlier step than the line before it, because it went back to a checkpoint, or is of
+    another run. Then earlier lines with later steps are left out.
     """
     rows: list[dict[str, Any]] = []
     for row in read(path):
@@ -191,5 +191,5 @@ def _by_source(losses: Mapping[str, float]) -> dict[str, Value]:
 
 
 def _finite(value: Value) -> Value:
-    """JSON knows neither NaN nor infinity."""
+    """The value, or None if it is not finite: JSON knows neither NaN nor infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

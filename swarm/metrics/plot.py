@@ -1,4 +1,4 @@
-"""A picture of a run's loss, from its metrics file. matplotlib is imported only when one is drawn."""
+"""Draws a plot of a run's loss from its metrics file. matplotlib is imported only then."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from swarm.metrics.log import OF_SOURCE, read_current
 def plot_loss(metrics: Path, image: Path) -> None:
     """Draw training and validation loss over the steps as a PNG, with the swarm's events as vertical lines.
 
-    It shows the training that the file ends with.
+    Of a file with several trainings, the last one is drawn.
 
     Raises:
         OSError: the file cannot be read, or the image not written.
@@ -44,11 +44,11 @@ def plot_loss(metrics: Path, image: Path) -> None:
 
 
 def _plain(name: str) -> str:
-    """A legend takes what is between dollar signs for a formula."""
+    """The name with its dollar signs escaped: matplotlib takes text between two of them as a formula."""
     return name.replace("$", r"\$")
 
 
 def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have the figure."""
+    """The steps and values of the rows that have a figure."""
     known = [row for row in rows if row.get(name) is not None]
     return [row["step"] for row in known], [row[name] for row in known]

@@ -1,7 +1,7 @@
-"""A service that figures are reported to, and that can neither stall nor end the training.
+"""Reports figures to a service in a thread, so that the service can neither stall nor end the training.
 
-Used by MetricsLog. What is done with figures, a subclass says: it runs in a thread of its own behind a bounded queue.
-Its first error is logged and ends the reporting.
+Used by MetricsLog. A subclass sends the figures, in a thread of its own behind a bounded queue. Its first error is
+logged and ends the reporting.
 """
 
 import logging
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 _QUEUE_LENGTH = 1000
 Figures = tuple[int, dict[str, Any]]
-"""A step, and what is known of it."""
+"""A step, and the figures that are known of it."""
 
 
 class Reporter(ABC):
@@ -30,10 +30,10 @@ class Reporter(ABC):
 
     @abstractmethod
     def _send(self, steps: Iterator[Figures]) -> None:
-        """Import what it takes, report all steps, and close. Called once, in the thread; may raise anything."""
+        """Import the service's library, report all steps, and close. Called once, in the thread; may raise anything."""
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
-        """Hand over a step's figures that are known. They are dropped if the service is too far behind or gone."""
+        """Hand over those figures of a step that are known. They are dropped if the service is far behind, or gone."""
         known = {name: value for name, value in values.items() if value is not None}
         try:
             self._queue.put_nowait((step, known))
@@ -41,7 +41,7 @@ class Reporter(ABC):
             logger.debug("%s is behind: step %d is not reported", self._name, step)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Send what is left and close; whether that was done in time."""
+        """Send what is left and close; gives whether that was done in time."""
         try:
             self._queue.put(None, timeout=timeout_seconds)
         except queue.Full:

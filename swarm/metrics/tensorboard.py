@@ -1,6 +1,6 @@
-"""Figures as TensorBoard's event files.
+"""Writes figures as TensorBoard's event files.
 
-Used by MetricsLog. What an error or a slow disk does, reporter.py says.
+Used by MetricsLog. reporter.py says what happens on an error or with a slow disk.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ class TensorBoard(Reporter):
         super().__init__("TensorBoard")
 
     def _send(self, steps: Iterator[Figures]) -> None:
-        # It takes seconds to import.
+        # It is imported here, because that takes seconds.
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(self._folder) as writer:

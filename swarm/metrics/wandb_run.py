@@ -1,6 +1,6 @@
-"""A Weights & Biases run that reports a training.
+"""Reports a training to a Weights & Biases run.
 
-Used by MetricsLog. What an error or a slow service does, reporter.py says.
+Used by MetricsLog. reporter.py says what happens on an error or with a slow service.
 """
 
 import importlib
@@ -30,7 +30,7 @@ class WandbRun(Reporter):
         """Send what is left and close the run.
 
         Returns:
-            The command that uploads an offline run. None for an online run, and if wandb failed or took longer.
+            The command that uploads an offline run; None for an online run, or if wandb failed or took too long.
         """
         if not self.close(timeout_seconds) or self._online or self._run_folder is None:
             return None
