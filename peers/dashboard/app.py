@@ -24,7 +24,7 @@ MOST_VIEWERS = 100
 _TOKEN_SECONDS = 10.0
 """How long a viewer may take to send its token."""
 _SEND_SECONDS = 20.0
-"""How long a message to a viewer may take, because it reads nothing."""
+"""How long a message may take to be sent: a viewer may read nothing."""
 CLOSE_REFUSED, CLOSE_FULL, CLOSE_UNASKED = 4401, 1013, 1008
 """Codes with which viewers' connections are closed: the token is wrong, there are too many viewers, or the viewer sent
 something else than its token."""

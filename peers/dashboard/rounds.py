@@ -39,7 +39,7 @@ class Rounds:
 
     rounds: dict[int, Round] = field(default_factory=dict)
     serving: dict[int, list[str]] = field(default_factory=dict)
-    """The ids of the peers that served each stage at the last look."""
+    """The ids of the peers that served each stage in the last view."""
 
     def add(self, view: SwarmView, at: float) -> None:
         """Add what peers say of their last rounds."""

@@ -1,4 +1,4 @@
-"""What an examination finds: one line for each thing that is looked at."""
+"""What an examination finds: one line for each thing that it checks."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

@@ -17,7 +17,7 @@ class DoctorOptions:
     """Say whether this machine can serve a stage, and what stands in the way. The options are those of swarm-peer."""
 
     invite: InviteOption = None
-    """To the run, swarm://..., as every swarm-peer prints it; without one only what concerns no run is looked at."""
+    """To the run, swarm://..., as every swarm-peer prints it; without one only this machine itself is checked."""
     lan: bool = False
     """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     token: str | None = None
@@ -25,7 +25,7 @@ class DoctorOptions:
     stage: int | Literal["auto"] = "auto"
     """Stage that the peer is to serve."""
     device: str = "auto"
-    """What it is to compute on."""
+    """Device that the peer is to compute on."""
     host: str = ""
     """IP address to listen on; left out, all of this machine's."""
     port: int = 0
@@ -41,7 +41,7 @@ class DoctorOptions:
     keep_checkpoints: int = 3
     """Checkpoints to keep."""
     json: bool = False
-    """One line of JSON instead of one for each thing."""
+    """Print one line of JSON instead of a line for each check."""
     insecure: bool = False
     """Look at a run whose peers were started with --insecure."""
     log_level: process.LogLevel = "warning"

@@ -2,7 +2,7 @@
 
     swarm-doctor INVITE [--stage N] [--device NAME] [--port P --dht-port P] [--json]
     swarm-doctor --lan                                        for the run of this network
-    swarm-doctor                                              what concerns no run
+    swarm-doctor                                              without a run: this machine alone
 
 One line for each thing: fine, wrong with what to change, or not checked with the reason. The exit code is 1 if anything
 is wrong. It joins nothing, announces nothing and changes nothing.

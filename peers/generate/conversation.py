@@ -18,7 +18,7 @@ class Conversation:
     """The messages so far, and the model that answers."""
 
     def __init__(self, model: TextModel, options: GenerateOptions) -> None:
-        """Raises ValueError: the model has no chat template."""
+        """Raise ValueError if the model has no chat template."""
         if model.template is None:
             raise ValueError("--chat needs a model with a chat template, and this one has none: use --prompt TEXT")
         self._model = model
@@ -66,7 +66,8 @@ async def talk(model: TextModel, options: GenerateOptions) -> int:
     """Answer the lines of stdin until there are no more.
 
     Returns:
-        The exit code: a failure if SIGTERM ended it, or an answer from a pipe failed, which nobody has seen.
+        The exit code: EXIT_TERMINATED after SIGTERM, and EXIT_FAILURE if an answer failed while stdin was a pipe, since
+            nobody may have seen that.
 
     Raises:
         ValueError: the model has no chat template, or none with which a conversation can begin.

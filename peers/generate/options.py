@@ -53,7 +53,8 @@ class GenerateOptions:
     """Tokens to write at most: left out, 200 for a prompt, and 1,024 for an answer. A request may ask for another
     number."""
     temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token each time. Requests bring their own; so with the three below."""
+    """Divides the logits; 0 takes the likeliest token each time. This and the next three are not for --serve, where
+    requests bring their own."""
     top_p: float = 1.0
     """Choose among the likeliest tokens that have this probability together."""
     top_k: int = 0
@@ -65,7 +66,7 @@ class GenerateOptions:
     max_sequences: int = 16
     """Texts that are written at once, with --serve; others wait."""
     cache_gib: float = 4.0
-    """Memory for what is kept of these texts, with --serve."""
+    """Memory for the keys and values of these texts, with --serve."""
     threads: int = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 

@@ -45,7 +45,7 @@ class LocalOptions:
     """Microbatches that each peer works on at once; 0 lets it find out."""
     device: str = "cpu"
     """cpu, cuda:1, ... or mps, for all peers; cuda and auto spread them over the GPUs by free memory. Each peer's
-    autograd graphs get their part of it."""
+    autograd graphs get a part of that memory."""
     wandb: str | None = None
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False

@@ -77,7 +77,7 @@ class Supervisor:
 
     @property
     def running(self) -> list[Child]:
-        """The children that were not killed here, and whose end `exits` has not told."""
+        """The children that have not been killed here, and that `exits` has not reported."""
         return list(self._running)
 
     def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:

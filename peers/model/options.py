@@ -42,7 +42,7 @@ class ImportModelOptions:
     """What to train on: stdlib, a file, a folder, a glob, or hf:NAME; may be given several times. The first peer's
     --dataset changes it later."""
     format: Format = "text"
-    """What that is: text, chat (rows of messages), or completion (rows of a prompt and a completion)."""
+    """Format of the dataset: text, chat (rows of messages), or completion (rows of a prompt and a completion)."""
     run: str = ""
     """Name of the run; left out, that of the model."""
 
@@ -52,7 +52,7 @@ class ImportModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportModelOptions:
-    """Make a folder that transformers loads of what a run has learnt."""
+    """Make a folder that transformers loads, of what a run has learnt."""
 
     invite: InviteOption = None
     """The invite to a running swarm, swarm://..., as every swarm-peer prints it: the weights come from the peers of all
@@ -69,16 +69,16 @@ class ExportModelOptions:
     model: Path | None = None
     """Run folder, instead of checkpoints: the model as it was imported."""
     round: int | None = None
-    """Round to export; left out, the newest that is whole. A running swarm has its present one alone, and is waited for
-    until it gets to a later one."""
+    """Round to export; left out, the newest of which all stages are there. A running swarm has only its present round:
+    for a later one the export waits."""
     base: str | None = None
     """The model that a run's adapters (LoRA) belong to, to merge them: what the first peer's --model named, be it a run
     folder, a model's folder of Hugging Face, or its name on the hub. A running swarm has it."""
     adapter: bool = False
     """For a run that trains adapters: write these alone, as peft loads them."""
     merged: bool = False
-    """For a run that trains adapters: write the whole model with what they add. That is what happens without
-    --adapter."""
+    """For a run that trains adapters: write the whole model, with the adapters added to its weights. That is also what
+    happens without --adapter."""
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     """Type of the weights; keep leaves them as they are: fp32 in a checkpoint and in a swarm, and where adapters are
     merged."""
@@ -119,8 +119,8 @@ class ExportModelOptions:
 class ShowModelOptions:
     """Say what a model's folder, a run folder, or a folder of checkpoints has.
 
-    A swarm-peer that was started with --checkpoint writes one every 10 rounds, or as --checkpoint-every says, and one
-    as it leaves.
+    A swarm-peer that was started with --checkpoint writes a checkpoint every 10 rounds, or as --checkpoint-every says,
+    and one as it leaves.
     """
 
     folder: tyro.conf.Positional[Path]
@@ -129,14 +129,14 @@ class ShowModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PushModelOptions:
-    """Upload an exported folder to the hub; needs a token of its (HF_TOKEN, or `hf auth login`)."""
+    """Upload an exported folder to the hub; needs a token of the hub (HF_TOKEN, or `hf auth login`)."""
 
     folder: tyro.conf.Positional[Path]
     """What export has made."""
     repository: tyro.conf.Positional[str]
     """NAME/REPOSITORY, or REPOSITORY of your own account; made if it is not there."""
     private: bool = False
-    """Whether a repository that is made can be seen by you alone."""
+    """If the repository is not there yet, make it visible to you alone."""
     dry_run: bool = False
     """Say what would be uploaded, and upload nothing."""
 

@@ -95,7 +95,7 @@ def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1
 
 
 def device_of(name: str, rng: random.Random) -> "torch.device":
-    """The torch device for `--device name`; `auto` and `cuda` choose.
+    """The torch device for `--device name`; for `auto` and `cuda`, the one that `choose` takes.
 
     Raises:
         ValueError: there is no such device, or this PyTorch cannot compute on it.
@@ -110,7 +110,7 @@ def device_of(name: str, rng: random.Random) -> "torch.device":
         device = torch.device(name)
         if device.type not in ("cpu", "cuda", "mps"):
             raise RuntimeError("a stage computes on cpu, cuda or mps")
-        # A GPU that this build of PyTorch is not made for gives memory, and fails to compute.
+        # A GPU that this build of PyTorch does not support allocates memory, but fails to compute.
         torch.zeros(1, device=device).add_(1).cpu()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name} cannot be used: {process.first_line(error)}") from None
@@ -137,7 +137,7 @@ def found() -> list[Device]:
 
 
 def named(name: str) -> list[Device]:
-    """The devices that `--device name` of swarm-local means: all of them are to be used.
+    """All devices that `--device name` of swarm-local stands for.
 
     Raises:
         ValueError: this machine has none of that name.
@@ -177,7 +177,7 @@ def free_ram_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """The most of the machine's memory that this process has held."""
+    """The most bytes of RAM that this process has held."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -202,7 +202,7 @@ def _free_in_cgroups() -> float:
 def _free_in_cgroup(folder: Path) -> float:
     with contextlib.suppress(OSError, ValueError):
         limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-        # Pages of files are given up when memory is short.
+        # The kernel gives up pages of files when memory is short, so they count as free.
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return max(0, limit - used + int(statistics.get("inactive_file", "0")))
     return math.inf

@@ -39,7 +39,7 @@ class Exporter(Collector):
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[str]:
-        """Answer at a port inside the block, in threads of their own; gives the URL.
+        """Answer at a port inside the block, in other threads; gives the URL.
 
         Raises:
             ValueError: the port cannot be had.
@@ -80,9 +80,9 @@ class Exporter(Collector):
 def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> Iterable[Metric]:
     """The metrics of a record's figures.
 
-    A number is exported under its name, a mapping of numbers with the label `kind`, and the words that say which
-    process this is as PREFIX_info. Of a tuple its length is exported, and of a tuple of records also each of their
-    numbers, labelled with the records' words.
+    A number is exported under its name; a mapping of numbers too, with the label `kind`. Of a tuple the length is
+    exported; of a tuple of records also each of their numbers, labelled with the records' words. The words that say
+    which process this is are the labels of PREFIX_info.
     """
     words = dict(labels)
     for name, each in figures(type(record)).items():

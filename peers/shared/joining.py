@@ -45,7 +45,7 @@ class Joining:
 
 
 def remedy(join_command: str, stage: int, run_round: int) -> str:
-    """What a user can do about a stage without a peer, worded so that nobody gives up by mistake what it had learnt.
+    """Text that says what a user can do about a stage without a peer. It warns of losing what the stage has learnt.
 
     Args:
         run_round: the round that the run's other peers have reached.

@@ -58,7 +58,7 @@ Options = TypeVar("Options", bound=LanOptions)
 
 
 def with_invite(options: Options) -> Options:
-    """The options; with --lan, with the invite to the only run in this network. Raises what found_invite raises."""
+    """The options, with --lan replaced by the invite to the only run in this network. Raises as found_invite does."""
     return dataclasses.replace(options, invite=found_invite(), lan=False) if options.lan else options
 
 

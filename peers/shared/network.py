@@ -49,19 +49,19 @@ class KnownPeers:
     records: dict[int, Sequence[PeerRecord]] = field(default_factory=dict)
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        """Take over a stage's announcements."""
+        """Replace the records of a stage."""
         self.records[stage] = records
         self.router.update(stage, [record for record in records if record.peer_id != self.own_id])
 
     async def look(self, directory: Directory, stages: Sequence[int]) -> None:
-        """Read every stage once. Raises PeerUnavailable."""
+        """Read the records of every stage once. Raises PeerUnavailable."""
         for stage in stages:
             self.update(stage, await directory.peers(stage))
 
     async def look_first(
         self, directory: Directory, stages: Sequence[int], clock: Clock, *, returns: bool = False
     ) -> None:
-        """Read every stage once, and try again where that fails: a busy node of the DHT may miss an attempt.
+        """Read the records of every stage once, and try again if that fails: a busy node of the DHT may not answer.
 
         Args:
             returns: this process was in the run before and knows no peer to ask. Others may remember its address, so
@@ -115,7 +115,7 @@ class KnownPeers:
         )
 
     def entries(self, limit: int) -> list[Entry]:
-        """Up to `limit` other peers to ask that serve and are reached directly, spread over the stages."""
+        """Up to `limit` other serving peers that are reached directly, spread over the stages."""
         return entries_of(map(self.others, sorted(self.records)))[:limit]
 
     def dht_addresses(self, limit: int) -> list[str]:

@@ -75,7 +75,7 @@ def require_addresses(num_bytes: int) -> None:
     if num_bytes == 0 or _address_limit() is None:
         return
     try:
-        # Reserved without being used, and given back at once.
+        # The address space is reserved without being used, and freed at once.
         mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
     except OSError:
         raise MemoryError(f"unable to allocate {in_words(num_bytes)}") from None
@@ -94,7 +94,7 @@ def setup_logging(name: str, level: LogLevel) -> None:
 
 
 def _log_shortage(hook: Callable[[Any], object]) -> Callable[[Any], None]:
-    """Python's hook for what a thread or a destructor raises, which prints a traceback; a lack of memory is logged."""
+    """Wrap Python's hook for what a thread or a destructor raises: instead of a traceback, log a lack of memory."""
 
     def log(raised: Any) -> None:
         if raised.exc_value is None or not is_out_of_memory(raised.exc_value):
@@ -212,7 +212,7 @@ class Stop(asyncio.Event):
     """Set when the program is to end.
 
     Attributes:
-        exit_code: of a program that was ended before its work was done; the one for Ctrl-C until a signal comes.
+        exit_code: the program's exit code if it ends before its work is done: by the signal that came, or for Ctrl-C.
     """
 
     exit_code = EXIT_INTERRUPTED
@@ -293,7 +293,7 @@ def _describe_shortage(error: BaseException) -> str:
 
 
 def _address_limit() -> int | None:
-    """Bytes of addresses that this process may have; None where there is no limit."""
+    """The limit of this process's address space in bytes; None if there is none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -18,7 +18,7 @@ _CLOSE_SECONDS = 30.0
 
 
 class ReportingOptions(Protocol):
-    """The options of a program that trains that say where to report."""
+    """The options that say where a program that trains reports its figures."""
 
     @property
     def wandb(self) -> str | None:

@@ -38,7 +38,8 @@ def find_token(
         role: the role that the program needs.
 
     Raises:
-        ValueError: no token, an empty one, two different ones, one that has expired or is a trainer's only, or no TLS.
+        ValueError: a token is malformed, empty, expired, or a trainer's where a peer's is needed; or there are two
+            different ones; or the run has no TLS.
         OSError: a file with a token cannot be read.
     """
     parted = [address.partition("#") for address in given_addresses]
@@ -73,7 +74,7 @@ def admitted(identity: Identity, token: Token | None) -> Identity:
 
 
 async def stop_or_expiry(stop: asyncio.Event, identity: Identity, clock: Clock) -> None:
-    """Return once `stop` is set. Set it when the token is about to expire."""
+    """Wait until `stop` is set, and set it when the token is about to expire."""
     if identity.authority is None:
         await stop.wait()
         return

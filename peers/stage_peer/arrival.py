@@ -1,4 +1,4 @@
-"""Tells that a stage peer serves: people, on stdout, with how others join; a launcher, in a file with its addresses.
+"""Tells that a stage peer serves: it prints for people how others join, and writes a file for the peer's launcher.
 
 Used by program.py. The lines are printed once, and the file is written again after every move.
 """

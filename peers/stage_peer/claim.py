@@ -17,7 +17,7 @@ CLAIM_SECONDS = 20.0
 """Lifetime of a claim: a peer that died on its way is counted for at most this long."""
 RENEW_SECONDS = 5.0
 WITHDRAWN_SECONDS = 5.0
-"""Lifetime of the record that a claim is withdrawn."""
+"""Lifetime of a withdrawn claim's record."""
 
 
 class Claim:

@@ -171,7 +171,7 @@ def _signed_bytes(said: pb.Incarnation, nonce: str) -> bytes:
 async def require_alone_at(
     node: DhtNode, addresses: Sequence[str], identity: Identity, *, insecure: bool, clock: Clock
 ) -> None:
-    """Check for a rival at a peer that cannot enter the DHT, because the addresses that it was given are its own.
+    """Check for a rival of a peer that cannot enter the DHT, because the addresses that it was given are its own.
 
     Args:
         node: a node that has entered the DHT there under another id.

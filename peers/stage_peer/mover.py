@@ -30,7 +30,7 @@ ROUND_SECONDS, LAST_ROUND_SECONDS = 600.0, 60.0
 """How long a moving peer, and one that ends, serve on until their round is committed. If that takes longer, what they
 hold of the round is lost."""
 DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
-"""How long it then waits for its microbatches to end; a moving peer stays if they take longer."""
+"""How long such a peer then waits for its microbatches to end; a moving peer stays if they take longer."""
 QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 5.0
 """A peer no longer waits for its round once nothing has been under way for this long: nobody trains."""
 COMMIT_SECONDS = 5.0
@@ -76,7 +76,7 @@ class Mover:
         self._num_moves = 0
 
     async def run(self, stage: int) -> None:
-        """Serve a stage, and those that the peer moves to, until `stop` is set, even while the peer enters a stage.
+        """Serve a stage, and then those that the peer moves to, until `stop` is set. That also ends entering a stage.
 
         Raises:
             ExceptionGroup: what the server at the first stage raised, or any server once it served.

@@ -43,7 +43,7 @@ class PeerOptions:
     """TOML file of a new run."""
     model: str | None = None
     """A new run begins with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its
-    name on the hub. Joining a run, where nobody holds the stage yet, the stage's weights are taken from it."""
+    name on the hub. With an INVITE, a stage that nobody holds yet gets its weights from it."""
     preset: str | None = None
     """Configuration of a new run that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m,
     sparseloco or targon."""
@@ -57,11 +57,11 @@ class PeerOptions:
     """Number of stages of a new run, instead of the configuration's."""
     lora_rank: int | None = None
     """Train adapters (LoRA) of this rank in a new run, and leave the model's own weights as they are; 0 trains those.
-    Here and below, instead of the configuration's."""
+    This and the next three options replace the configuration's values."""
     lora_alpha: float | None = None
-    """What adapters add is multiplied by this over their rank."""
+    """An adapter's output is multiplied by this over the rank."""
     lora_dropout: float | None = None
-    """Probability of zeroing, for what adapters read."""
+    """Probability with which each input of an adapter is zeroed."""
     lora_targets: tuple[str, ...] | None = None
     """Matrices of each layer that have an adapter: q_proj, v_proj, ..., of a GPT-2 c_attn, ..., or all-linear."""
     device: str = "auto"
@@ -78,14 +78,14 @@ class PeerOptions:
     dht_port: int = 0
     """TCP port for the DHT; 0 takes a free one."""
     announce: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """HOST[:PORT] at which others reach this machine's --port, once for each such address, the best first. Without a
-    port it is the same one, and counts for the DHT as well. Left out, these are its own addresses, first the one on the
-    way to the peers that it joins."""
+    """HOST[:PORT] at which others reach this machine's --port, once for each such address, the best first. Without
+    PORT it has the same number, and HOST counts for the DHT as well. Left out, the machine's own addresses are
+    announced, first the one on the way to the peers that it joins."""
     announce_dht: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """HOST[:PORT] at which others reach its --dht-port, likewise."""
     no_port_mapping: bool = False
-    """Ask no router to forward the ports. Else it is asked where others do not reach this peer, and forwards both for
-    as long as the peer is there."""
+    """Ask no router to forward the ports. Otherwise, if others do not reach this peer, its router is asked to forward
+    both while the peer is there."""
     identity: Path | None = None
     """File with this peer's key, made if missing; by default one per stage in ~/.cache/swarm."""
     name: str = ""
@@ -99,7 +99,7 @@ class PeerOptions:
     max_sessions: int = 64
     """Texts that are written with this peer's help at one time; 0 for none."""
     session_memory_mib: int = 1024
-    """Memory for what these keep of the text so far. Besides, up to three earlier rounds' weights are held for them."""
+    """Memory for the keys and values of these texts. Besides, up to three earlier rounds' weights are held for them."""
     relay_mbit: int = 200
     """Megabits per second that this peer carries at most for peers that others do not reach; 0 carries nothing."""
     insecure: bool = False
@@ -127,8 +127,8 @@ class PeerOptions:
     """Show the run at this port as a page in the browser, as swarm-dashboard does, for as long as this peer is there;
     0 takes a free one. Needs the extra serve."""
     dashboard_host: str = "127.0.0.1"
-    """IP address of --dashboard-port: others than this machine see the page at 0.0.0.0, say. What they must enter is in
-    SWARM_VIEW_TOKEN; a locked run is shown to them with one only."""
+    """IP address of --dashboard-port: with 0.0.0.0, say, other machines see the page, too. SWARM_VIEW_TOKEN holds what
+    they must enter; a locked run is shown to them only with such a token."""
     events: Path | None = None
     """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
     ready_file: Path | None = None

@@ -18,7 +18,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 
 
 def reserved(host: str) -> socket.socket:
-    """Keep a free port from other processes. Raises ValueError if the host is no address of this machine."""
+    """Reserve a free port for this process. Raises ValueError if the host is no address of this machine."""
     try:
         return _bound(host, 0)
     except OSError as error:

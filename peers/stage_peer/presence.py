@@ -87,7 +87,7 @@ class Presence:
         await self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def will_leave(self) -> None:
-        """Answer from now on that this peer leaves, though it still serves: no other may leave in reliance on it."""
+        """Answer from now on that this peer leaves, though it still serves, so that no other peer relies on it."""
         self._will_leave = True
 
     # -- in the DHT --------------------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ NUM_ASKED = 3
 LOOK_SECONDS = 5.0
 """Time between two attempts to ask other peers, while none has answered."""
 AGAIN_SECONDS, DOUBT_SECONDS = 300.0, 15.0
-"""Time between two times that others are asked. It is shorter after a result that differs from the one before: that may
-have been an accident."""
+"""Time after which others are asked again. It is shorter after a result that differs from the one before: that may have
+been an accident."""
 SAY_SECONDS = 15.0
 """Time between two log lines that nobody can reach this peer."""
 _EVERYWHERE = ("", "0.0.0.0", "::")
@@ -209,7 +209,7 @@ class Reach:
     # -- asking ------------------------------------------------------------------------------------------------------
 
     async def _verdict(self) -> Verdict | None:
-        """Ask some peers to dial back; None if none of them answers. Raises ValueError if the port is in use."""
+        """Ask some peers to dial back; gives None if none of them answers. Raises ValueError if the port is in use."""
         own = versions(self._candidates)
         others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
         if not others:
@@ -228,7 +228,7 @@ class Reach:
         return Verdict.of(request, told) if told else None
 
     async def _replies(self, asked: Sequence[PeerRecord], request: pb.CheckRequest) -> list[pb.CheckReply]:
-        """The replies of the peers that answer. After each, the others have as long as it takes to dial."""
+        """The replies of the peers that answer. After each reply, the others may take as long as dialling takes."""
         told = list[pb.CheckReply]()
         left = {asyncio.ensure_future(self._ask(record, request)) for record in asked}
         try:
@@ -262,7 +262,7 @@ class Reach:
     def _points(self) -> Sequence[Entry]:
         """Peers that may be meeting points, with all of their endpoints, in an order of this peer's own.
 
-        A peer that is out of reach only for those with the other version of IP needs meeting points with both versions.
+        If this peer is out of reach only for peers with the other version of IP, these ones have both versions.
         """
         own_id = self._membership.peer_id
         others = sorted(

@@ -204,7 +204,7 @@ def _at_their_round(
     stage: int, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions,
     *, can_repeat: bool,
 ) -> Restored:  # fmt: skip
-    """The checkpoint of the round at which the other stages are that commit together with this one.
+    """The checkpoint of this stage for the round of those stages that commit together with it.
 
     In the synchronous setting a checkpoint of the round before will do, if the other stages have committed that round
     themselves: they keep its weights, and its microbatches are run again for this stage.

@@ -36,7 +36,7 @@ class Router(Protocol):
     """A router that forwards ports. Both methods block for some seconds at most, and raise OSError if it refuses."""
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """Forward a port of the router to `port` of this machine; gives the former: `outer_port` if it is free."""
+        """Forward a router's port to `port` of this machine; gives the router's port: `outer_port` if it is free."""
         ...
 
     def end(self, port: int, outer_port: int) -> None:

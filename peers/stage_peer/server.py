@@ -197,7 +197,7 @@ class StageServer:
         )  # fmt: skip
 
     async def _settle(self) -> None:
-        """Wait until acknowledgements are passed on to the peers downstream, which would else roll back."""
+        """Wait until acknowledgements are passed on to the peers downstream: without them, these would roll back."""
         deadline = self._clock.monotonic() + SETTLE_SECONDS
         while self.stage.answers.num_settling and self._clock.monotonic() < deadline:
             await self._clock.sleep(0.02)

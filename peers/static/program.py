@@ -78,7 +78,7 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
 
 
 def require_beginning(options: StaticOptions) -> None:
-    """Raise ValueError if neither --checkpoint nor --resume, which is given, has a checkpoint to go on from."""
+    """If --resume is given, raise ValueError unless it or --checkpoint has a checkpoint to go on from."""
     if options.resume is None or (options.checkpoint is not None and file.names(options.checkpoint)):
         return
     if not options.resume.is_dir():

@@ -37,7 +37,7 @@ class Report:
     ) -> None:
         """
         Args:
-            compressed: gives the bytes that were sent since it was called last; None where they follow by arithmetic.
+            compressed: gives the bytes that were sent since its last call; None if they follow by arithmetic.
         """
         self._config = config
         self._workers = workers

@@ -28,7 +28,7 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
     Raises:
         ValueError: there is no such configuration or model, or it does not fit the mesh or the options.
         IntegrityError: the weights are not those that the configuration names.
-        PeerUnavailable: the hub does not give the model.
+        PeerUnavailable: the model cannot be downloaded.
     """
     model = None if options.model is None else open_model(options.model)
     config = _named(options, model)

@@ -13,7 +13,7 @@ from swarm.training.inner_steps import InnerSteps
 from swarm.types import LONGEST_NAME, LONGEST_WAIT
 
 MOST_REFUSALS = 8
-"""The most of a peer's lines about holders that it does not follow that are shown."""
+"""The most lines that are shown of what a peer says of holders that it does not follow."""
 LONGEST_REFUSAL = 400
 """The most characters of such a line that are shown."""
 MOST_ROUNDS = 16
@@ -25,7 +25,7 @@ LONGEST_ID = 64
 LATEST = 4e9
 """The latest time that is shown, in seconds since the epoch; a later one is shown as this."""
 MOST_STAGES = 256
-"""The most stages of which a reply may tell the last peer."""
+"""The most stages for which a reply may name the last peer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ class SwarmView:
 
     @property
     def empty_stages(self) -> list[int]:
-        """Stages at which no peer serves, or is on its way there, or is announced but silent."""
+        """Stages without any peer: none serves, none is on its way there, and none is announced but silent."""
         return [row.stage for row in self._unserved if row.stage not in self.silent_stages]
 
     @property

@@ -30,10 +30,10 @@ class ViewOptions:
     peer: tuple[str, ...] = ()
     """Peers to ask instead (PEER_ID@HOST:PORT, as a swarm-peer has it in its log)."""
     initial_peers: tuple[str, ...] = ()
-    """Enter the DHT instead, at these addresses of the swarm's peers: slower, and asks no single peer who there is."""
+    """Enter the DHT instead, at these addresses of the swarm's peers: slower, but relies on no single peer's answer."""
     runs: bool = False
-    """Show all runs that are found: with --lan those of this network; else those that are announced in the DHT there,
-    which is entered for that, and not only the one that an invite is to."""
+    """Show all runs that are found: with --lan those of this network; otherwise all that are announced in the same DHT
+    as the given run. The DHT is entered for that."""
     token: str | None = None
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
     (ADDRESS#TOKEN), or in SWARM_TOKEN."""

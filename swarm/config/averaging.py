@@ -33,7 +33,7 @@ class AveragingConfig:
     """DiLoCo only: a contribution's norm is cut to so many times the median norm of the members; 0 turns it off."""
     overlap_steps: int = 5
     """DiLoCo only: inner steps a peer may take while a round is exchanged; the result is merged as soon as it is
-    committed. A few cost no loss (docs/performance.md). 0: it waits, accumulating gradients."""
+    committed. A few cost no loss (docs/performance.md). 0: the peer waits, and accumulates gradients."""
     num_fragments: int = 1
     """DiLoCo only: a stage is cut into so many parts, and each round averages one of them, in turn; at most as many as
     the smallest stage has layers."""

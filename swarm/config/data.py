@@ -32,7 +32,7 @@ class DataConfig:
     """Of several datasets: how much each is trained on. With `[3, 1]` three samples of the first come for one of the
     second, and a dataset that ends begins again. Left out, each sample of all of them comes once in an epoch."""
     hf_config: str = ""
-    """Configuration name of a Hugging Face dataset whose own name has none."""
+    """Configuration of Hugging Face datasets that name none in `dataset`."""
     hf_split: str = "train"
     """Split of Hugging Face datasets."""
     text_field: str = "text"
@@ -48,7 +48,7 @@ class DataConfig:
     max_tokens: int = 0
     """Use at most this many tokens of each dataset; 0 means all."""
     sequence_length: int = 128
-    """Tokens a sample is long."""
+    """Tokens in a sample."""
     microbatch_size: int = 8
     """Samples in a microbatch."""
     format: Format = "text"

@@ -39,7 +39,7 @@ class LoraConfig:
     rank: int = 0
     """Columns of the one thin matrix, and rows of the other; 0 trains the model's own weights."""
     alpha: float = 16.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """An adapter's output is multiplied by alpha / rank."""
     dropout: float = 0.0
     """Probability with which each input of an adapter is zeroed."""
     targets: tuple[str, ...] = (ALL_LINEAR,)

@@ -56,10 +56,10 @@ class ModelConfig:
     positions: Literal["rope", "learned"] = "rope"
     """Rotary positions, or a trained vector for each position that is added to the embedding."""
     max_positions: int = 0
-    """Longest sequence that the model is for, and the number of learned positions; 0 means that any length will do,
-    which learned positions do not allow."""
+    """Longest sequence that the model takes, and the number of learned positions; 0 means any length, which is not for
+    learned positions."""
     vocab_size: int = 256
-    """Tokens the embedding knows; at least the tokenizer's."""
+    """Number of tokens that the embedding has; at least the tokenizer's."""
     bos_token_id: int = -1
     """Token with which a text begins, for an export to name; -1 for none. swarm-model import takes this and the next
     two over from the model."""

@@ -28,8 +28,8 @@ class OptimizerConfig:
     nesterov: bool = True
     """Muon: Nesterov's momentum."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Muon: by what the learning rate of a matrix is multiplied. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), with
-    which steps are as large as AdamW's, and its rate and decay do for both (arXiv 2502.16982). `original`:
+    """Muon: the factor for the learning rate of a matrix. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), which makes
+    steps as large as AdamW's, so that one learning rate and decay suit both (arXiv 2502.16982). `original`:
     sqrt(max(1, rows / columns))."""
     weight_decay: float = 0.0
     """Decoupled decay, on matrices only."""

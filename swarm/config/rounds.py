@@ -24,8 +24,8 @@ class RoundsConfig:
     """DiLoCo only: samples a peer accumulates before each inner step; a multiple of the microbatch size."""
     max_staleness: int = 0
     """DiLoCo only: inner steps that a peer may take, as a rule, between a microbatch's forward and the step that uses
-    its gradient. A peer computes with at most `1 + max_staleness` inner batches at once. More keep it busy over longer
-    lines and in deeper pipelines, but a run learns less from each sample (docs/performance.md); a larger
+    its gradient. A peer computes with at most `1 + max_staleness` inner batches at once. More of them keep it busy over
+    longer lines and in deeper pipelines, but a run learns less from each sample (docs/performance.md); a larger
     `inner_batch_samples` does the same, and costs less where the peers are few."""
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""What a training run tells about itself: a JSONL file, Weights & Biases if wanted, and a plot of the loss."""
+"""The figures of a training: a JSONL file, a plot of the loss, and reports to Weights & Biases and TensorBoard."""

@@ -21,7 +21,7 @@ MOST_BODY_BYTES = 4 << 20
 _READ_SECONDS = 30.0
 """How long a request's body may take to arrive."""
 _SEND_SECONDS = 30.0
-"""How long sending a message may take, because the client reads nothing."""
+"""How long a message may take to be sent: a client may read nothing."""
 _DRAINED_BODIES = 4
 """How many times the largest body is read, and thrown away, because many clients read no answer while they send."""
 _RETRY_SECONDS = 2

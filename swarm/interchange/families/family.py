@@ -48,7 +48,7 @@ class Keys:
         self._unread = set(values) - HARMLESS
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """The value of a key; `default`, unless that is None, if it is missing or null.
+        """The value of a key. If it is missing or null, `default`, unless that is None.
 
         Raises:
             ValueError: the value is missing and there is no default, or it is of another type.
@@ -65,7 +65,7 @@ class Keys:
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """The value of a key that is a number or a width of something; `default` as in get, and unchecked.
+        """The value of a key that counts something, or is a width. `default` is as in get, and may be below 1.
 
         Raises:
             ValueError: as get does, or the value is below 1.

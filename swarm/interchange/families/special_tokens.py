@@ -24,8 +24,8 @@ def read(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, int], *
 
     Args:
         config: the contents of config.json. Values in generation_config.json take precedence, as in transformers.
-        defaults: the values of keys that neither file has. (Null means that there is no such token.) A default may
-            be no token of a small model, also if its files name it: then it is left out.
+        defaults: the values of keys that neither file has. (Null means that there is no such token.) A small model may
+            have too few tokens for a default, even if its files name the default, which is then left out.
 
     Raises:
         ValueError: one line, for a value that is no token's number, or no token of the model.
