@@ -19,7 +19,7 @@ LONGEST_REFUSAL = 400
 MOST_ROUNDS = 16
 """The most rounds of a peer's reply that are read."""
 MOST_LINKS = 16
-"""The most of a peer's links to others that are shown."""
+"""The most links of a peer that are shown."""
 LONGEST_ID = 64
 """The most characters of the id that it gives for each link."""
 LATEST = 4e9

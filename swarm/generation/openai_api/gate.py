@@ -23,7 +23,7 @@ _READ_SECONDS = 30.0
 _SEND_SECONDS = 30.0
 """How long a message may take to be sent: a client may read nothing."""
 _DRAINED_BODIES = 4
-"""How many times the largest body is read, and thrown away, because many clients read no answer while they send."""
+"""How many times MOST_BODY_BYTES are read of a larger body, because many clients read no answer while they send."""
 _RETRY_SECONDS = 2
 
 
