@@ -1,4 +1,4 @@
-"""The tree drawn in the module's docstring is the tree of the classes."""
+"""The tree that the module's docstring draws is the tree of the classes."""
 
 import inspect
 import re

@@ -30,7 +30,7 @@ def test_another_processor_computes_the_same_bits(processor: dict[str, str], tmp
 
 
 def test_every_machine_that_runs_this_test_computes_the_same_bits() -> None:
-    """Should one of these change on all machines, members of two releases do not reach the same state any more."""
+    """If one of these changed on all machines, members of two releases would no longer reach the same state."""
     assert reproducible.of_arithmetic() == {
         "AdamW": "363ce086c513cc2c95e1bebce185581d57fcfcb5a8dcde6e65782d64c0602097",
         "Muon": "aa101c797f0cd21aa70ee4673452801f1d0fdb86555fda97d68b47ce84d53673",

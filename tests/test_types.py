@@ -1,4 +1,4 @@
-"""Announcements come from strangers: what is unknown is ignored, what is wrong is refused."""
+"""Announcements come from strangers: unknown fields are ignored, and wrong ones are refused."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ def test_encoding_twice_gives_the_same_bytes(codec: Codec) -> None:
 
 @every_codec
 def test_parts_cut_at_tiles_decode_to_what_the_whole_does(codec: Codec) -> None:
-    """Sparse ones do so nearly: a header, which is a table or the largest magnitude, is about the whole part."""
+    """With sparse codecs that holds nearly: a header, a table or the largest magnitude, belongs to the whole part."""
     vector_N = make_vector(3 * 4096 + 500)
     whole_N = codec.decode(codec.encode(vector_N), vector_N.numel())
     assert 4096 % codec.tile == 0

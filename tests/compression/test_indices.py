@@ -57,7 +57,7 @@ def test_bits_of_a_tile(coder: IndexCoder, bits: int) -> None:
 def test_indices_that_do_not_rise_are_refused(coder: IndexCoder, wrong: list[int]) -> None:
     columns = coder.encode(np.array([[1, 2, 3, 4095], sorted(wrong)], dtype=np.uint16))
     if isinstance(coder, EliasFano):
-        # High parts rise by construction: only within one of them can the order be wrong.
+        # High parts rise by construction, so only the low parts within one of them can be in a wrong order.
         columns = [np.array([[1, 2, 3, 4], low], dtype=np.uint16) for low in [wrong]] + [
             coder.encode(np.array([[1, 2, 3, 4]] * 2, dtype=np.uint16))[1]
         ]
@@ -75,7 +75,7 @@ def test_elias_fano_refuses_a_wrong_number_of_ones(num_ones: int) -> None:
     unary[1] = np.arange(7) < num_ones
     with pytest.raises(MalformedMessage, match="does not have 4 ones"):
         coder.decode([low, unary])
-    # As many too many in one row as too few in another is wrong as well.
+    # It is also wrong if one row has too many ones, and another one has as many too few.
     unary[0] = np.arange(7) < 8 - num_ones
     with pytest.raises(MalformedMessage, match="does not have 4 ones"):
         coder.decode([low, unary])

@@ -13,7 +13,7 @@ shapes = st.one_of(
 
 
 def _tensors(shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Every element is a number of its own."""
+    """Tensors in which every element is a different number."""
     tensors, start = {}, 0
     for number, shape in enumerate(shapes):
         size = int(torch.tensor(shape).prod())
@@ -23,7 +23,7 @@ def _tensors(shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 
 def _vector(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """To be filled."""
+    """A vector of NaN, to be filled."""
     return torch.full((sum(tensor.numel() for tensor in tensors.values()),), torch.nan)
 
 

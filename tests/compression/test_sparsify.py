@@ -165,7 +165,7 @@ def test_indices_in_the_padding_are_ignored() -> None:
 
 
 def test_coefficients_of_smooth_tiles_are_few() -> None:
-    """A ramp has most of its energy in a few frequencies. The transform is for such vectors."""
+    """A ramp has most of its energy in a few frequencies; the transform is meant for such vectors."""
     vector_N = torch.linspace(-1, 1, 64).repeat(3 * 64)
     plain, transformed = _codec("lut8"), _codec("lut8", transform=True)
     assert relative_error(plain.decode(plain.encode(vector_N), vector_N.numel()), vector_N) > 0.9

@@ -20,7 +20,7 @@ def test_an_identity_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_new_key_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, a peer that has announced itself would come back as another one."""
+    """If the key were lost, a peer that has announced itself would come back as another one."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     identity.load_or_create(tmp_path / "identity.pem")

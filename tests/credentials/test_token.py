@@ -27,7 +27,7 @@ def test_a_token_survives_being_written_down() -> None:
 
 
 def _halves() -> str:
-    """A key with another one's certificate."""
+    """A key together with another key's certificate."""
     ours, theirs = str(locked.issue()), str(locked.issue())
     return ours[: len(PREFIX) + 43] + theirs[len(PREFIX) + 43 :]
 
@@ -81,7 +81,7 @@ def test_no_token_outlives_its_owner() -> None:
 
 
 def test_a_peers_identity_file_is_none_of_the_runs(tmp_path: Path) -> None:
-    """What a token issues is made anew at every start."""
+    """The certificate that a token issues is made anew at every start."""
     made = load_or_create(tmp_path / "peer.pem")
     locked.PEER_TOKEN.admit(made)
     assert load_or_create(tmp_path / "peer.pem") == made

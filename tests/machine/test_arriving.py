@@ -1,4 +1,4 @@
-"""How fast a download is: what counts as the time in which something came."""
+"""How fast a download is: which time counts as spent sending."""
 
 import math
 

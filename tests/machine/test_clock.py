@@ -136,7 +136,7 @@ def test_this_machine_s_clock_counts_from_its_boot_sleep_included() -> None:
 
 
 def test_the_programs_event_loop_has_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deadline that has passed while the machine slept has passed."""
+    """So a deadline that passed while the machine slept is over when it wakes."""
     real, slept = clock.monotonic, 0.0
     monkeypatch.setattr(clock, "monotonic", lambda: real() + slept)
 

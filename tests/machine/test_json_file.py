@@ -1,4 +1,4 @@
-"""JSON of strangers."""
+"""JSON that anybody may have written."""
 
 from pathlib import Path
 

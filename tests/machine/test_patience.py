@@ -11,11 +11,11 @@ from tests.support.virtual_time import LoopClock, in_virtual_time
 
 
 class _Hopeless(PeerUnavailable):
-    """No other attempt would change it."""
+    """A fault that no other attempt would change."""
 
 
 class _Peer:
-    """Is there after so many calls, each of which takes its time."""
+    """A peer that answers after `num_faults` calls, each of which takes `seconds`."""
 
     def __init__(self, num_faults: float, fault: Exception | None = None, seconds: float = 0.0) -> None:
         self.num_calls = 0

@@ -1,4 +1,4 @@
-"""Which lines are said again."""
+"""Which lines are logged again, and when."""
 
 from swarm.machine.clock import ManualClock
 from swarm.machine.repeats import MOST_KEPT, Repeats

@@ -1,4 +1,4 @@
-"""What a process waits for, in its log and for those who ask."""
+"""What a process waits for, in its log and for status requests."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""One of a thing is not several."""
+"""Numbers of things, in the singular and the plural."""
 
 import pytest
 

@@ -45,7 +45,7 @@ def stirred(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain_model(config: RunConfig, module: torch.nn.Module, values: dict[str, torch.Tensor]) -> Transformer:
-    """The same model in float32 without adapters, with what they add in its weights."""
+    """The same model in float32 without adapters, whose weights include what the adapters add."""
     plain = Transformer(config)
     names, base = adapter_names(config), dict(module.named_parameters())
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_frozen_matrices_are_in_16_bits_and_vectors_in_32() -> None:
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_merged_weights(model: ModelConfig, checkpointing: bool) -> None:
-    """With W' = W + s B A, dB = s dW' A^T and dA = s B^T dW'; a matrix that several read with gets the sum."""
+    """With W' = W + s B A, dB = s dW' A^T and dA = s B^T dW'; an A that several adapters share gets their sum."""
     config = make_config(dataclasses.replace(model, gradient_checkpointing=checkpointing), alpha=8.0)
     module = build_transformer(config, device="cpu")
     values, tokens = stirred(module), make_tokens()

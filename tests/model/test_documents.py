@@ -38,7 +38,7 @@ def _packed() -> Samples:
 
 
 def _alone(packed: Samples) -> list[Samples]:
-    """The documents one by one."""
+    """The documents of the packed rows, one by one."""
     found: list[Samples] = []
     for row, lengths in enumerate(LENGTHS):
         pieces = {name: torch.split(packed[name][row : row + 1], list(lengths), dim=1) for name in (TOKENS, TARGETS)}
@@ -52,7 +52,7 @@ def _gradients(model: Transformer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_equals_alone(kind: str) -> None:
-    """Logits, losses and gradients."""
+    """Logits, losses and gradients are those of the documents alone."""
     config, packed = _config(**KINDS[kind]), _packed()
     model, other = build_transformer(config, device="cpu"), build_transformer(config, device="cpu")
     logits_BTV = model(packed[TOKENS].long(), documents_BT=packed[DOCUMENTS])

@@ -69,7 +69,7 @@ def test_values_and_gradients_are_the_formulas(
 def test_inputs_that_are_views(
     function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
 ) -> None:
-    """Heads are a view of what a projection gives, and no input is written to."""
+    """Heads are a view of a projection's output, and no input is written to."""
     inputs = _inputs([tuple(reversed(shape)) for shape in shapes], torch.float32)
     before = [value.detach().clone() for value in inputs]
     found = function(
@@ -85,7 +85,7 @@ def test_inputs_that_are_views(
 def test_half_precision(
     function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
 ) -> None:
-    """So it is under autocast: a projection gives bfloat16, and the norm's input and weight stay float32."""
+    """As under autocast, a projection gives bfloat16, and the norm's input and weight stay float32."""
     inputs = _inputs(shapes, torch.float32 if function is _norm else torch.bfloat16)
     wanted = formula(*(value.detach().double() for value in inputs))
     found = function(*inputs)
@@ -114,7 +114,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _kept(of: Callable[..., Tensor], inputs: list[Tensor]) -> dict[int, int]:
-    """What is kept for the backward, as `_storages` gives it."""
+    """The storages that are kept for the backward, as `_storages` gives them."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def test_less_is_kept_than_by_autograd(
     one_number_a_row = inputs[0].nbytes // inputs[0].shape[-1]
     assert kept_bytes(function) <= one_number_a_row
     if function is _rotate:
-        # Autograd keeps no more than that of it either.
+        # Autograd keeps no more than that of the rotation either.
         assert _kept(function, inputs).keys() <= _storages(_TABLES).keys()
     else:
         assert kept_bytes(formula) > kept_bytes(function)

@@ -25,7 +25,7 @@ def _all_at_once(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> T
 
 
 def _inputs(shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden state, weight, and targets of which some are none, in the middle and at an end."""
+    """Hidden state, weight, and targets, with positions without a target in the middle and at an end."""
     num_samples, length, d_model, vocab_size = shape
     generator = torch.Generator().manual_seed(0)
     targets_BT = torch.randint(vocab_size, (num_samples, length), generator=generator)
@@ -36,7 +36,7 @@ def _inputs(shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _loss_and_gradients(loss: _Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """The loss, and its gradients scaled by a third, as that of a mean over three targets is."""
+    """The loss, and its gradients scaled by a third, as for a mean over three targets."""
     leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     summed = loss(*leaves, targets)
     return summed.detach(), *torch.autograd.grad(summed / 3, leaves)
@@ -81,7 +81,7 @@ def test_large_logits_do_not_overflow() -> None:
 @pytest.mark.parametrize("shape", [_LARGE, _SMALL])
 @pytest.mark.parametrize("shares_cast", [False, True])
 def test_with_autocast_products_alone_are_in_bfloat16(shape: tuple[int, int, int, int], shares_cast: bool) -> None:
-    """So the results are as near as autograd's."""
+    """The results are as near as autograd's."""
     hidden, weight, targets = _inputs(shape)
 
     def shared(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def test_what_is_not_differentiated_is_not_computed() -> None:
 
 
 class _Saved:
-    """Shapes of what autograd saves meanwhile."""
+    """Collects the shapes of the tensors that autograd saves."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -138,7 +138,7 @@ class _Saved:
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Bytes of the memory that operations meanwhile give their results, by address."""
+    """Collects the bytes of memory of all operations' results, by address."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
@@ -152,7 +152,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def test_logits_are_never_there_for_all_positions() -> None:
-    """Besides those of a chunk, and the weight's gradient, nothing is made that is as large."""
+    """Besides a chunk's logits and the weight's gradient, no tensor as large is made."""
     hidden, weight, targets = _inputs(_LARGE)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     with _Made() as made:

@@ -1,4 +1,4 @@
-"""Dropout follows from its key, and its masks are what a hash of key and place gives on every processor."""
+"""Dropout follows from its key: masks are a hash of key and place, the same on every processor."""
 
 import hashlib
 import math
@@ -26,7 +26,7 @@ def _reference(num_elements: int, probability: float, key: str) -> list[bool]:
         word = (word ^ word >> 15) * 0x846CA68B & 0xFFFFFFFF
         word ^= word >> 16
         halves += [word & 0xFFFF, word >> 16]
-    # As signed numbers, the least of which come first.
+    # The halves are compared as signed numbers, of which half are negative.
     return [(half ^ 0x8000) < round(probability * 65536) for half in halves[:num_elements]]
 
 
@@ -83,7 +83,7 @@ def test_masks_are_as_good_as_chance(probability: float) -> None:
         for other in others:
             if other is not values:
                 assert abs(float((values * other).mean())) < 5 / size**0.5
-    # By place: were some of them dropped too often, the counts would spread more than chance lets them.
+    # If some places were dropped too often, the counts would spread more than chance allows.
     counts = torch.stack([mask.float() for mask in masks.values()]).sum(0)
     spread = float(counts.var()) / (len(masks) * probability * (1 - probability))
     assert spread == pytest.approx(1.0, abs=5 * (2 / size) ** 0.5 + 0.01)

@@ -1,4 +1,4 @@
-"""Norms: one against its own words, the other against torch's."""
+"""Norms: one is compared with its formula, the other with torch's."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Block types: tp is the ordinary layer, all are what docs/block-types.md says, and shards may be spread."""
+"""Block types: tp is the ordinary layer, all follow docs/block-types.md, and shards may be in several processes."""
 
 import dataclasses
 import threading
@@ -87,7 +87,7 @@ def test_tp_is_the_ordinary_model(family: str, lora: LoraConfig) -> None:
 
 
 def by_hand(module: Transformer, tokens_BT: Tensor, types: tuple[str, ...], num_shards: int) -> Tensor:
-    """Logits of a GPT-2, as docs/block-types.md has them: shard by shard, and with the weights cut one by one."""
+    """Logits of a GPT-2, computed as docs/block-types.md says: shard by shard, with each weight cut by hand."""
     model, weights = module.model, {name: p.detach() for name, p in module.named_parameters()}
 
     def cut(name: str, shard: int) -> Tensor:
@@ -160,7 +160,7 @@ def test_each_type_computes_what_the_documentation_says(types: str | tuple[str, 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize(("types", "calls"), [("tp", 16), ("spd", 8), ("parallel", 2), (MIXTURE, 4 + 2 + 2)], ids=str)
 def test_sums_over_shards(types: str | tuple[str, ...], calls: int, gradient_checkpointing: bool) -> None:
-    """Half of them in the forward; none again where a backward computes a layer again."""
+    """Half of the sums are in the forward. A backward that computes a layer again takes no further sum."""
     module, made = make(block_types=types, num_shards=2, gradient_checkpointing=gradient_checkpointing), list[int]()
     expected = loss_and_gradients(make(block_types=types, num_shards=2))
 
@@ -197,7 +197,7 @@ def test_stages_compute_what_one_process_computes(types: str | tuple[str, ...], 
 
 
 def test_parallel_blocks_meet_at_the_ends_of_stages() -> None:
-    """So a run's cut is part of what they compute, and single ones are spd."""
+    """So results depend on a run's cut, and single parallel blocks are like spd."""
     tokens = make_tokens()
 
     def logits(cut: tuple[int, ...], types: str) -> Tensor:
@@ -230,7 +230,7 @@ def test_spread_shards_compute_what_shards_in_one_process_compute(
     found: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
 
     def run(process: int) -> None:
-        # Gloo does not mind that they are threads of one process.
+        # The processes are threads here, which Gloo does not mind.
         group = cast(dist.ProcessGroup, ProcessGroupGloo(store, process, num_processes, timedelta(seconds=60)))
         shards = Shards(num_shards=num_shards, num_held=num_shards // num_processes, reduce=sum_over(group))
         module = Transformer(config, shards)

@@ -44,7 +44,7 @@ def make_tokens() -> torch.Tensor:
 
 
 def loss_and_gradients(stages: list[nn.Module], key: DropoutKey | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Forward and backward through the stages with a cut of the graph between them, as peers do it."""
+    """Run forward and backward through the stages, with a cut of the graph between them, as peers do."""
     tokens = make_tokens()
     inputs, outputs = [tokens[:, :-1]], []
     for stage in stages:
@@ -98,7 +98,7 @@ def test_any_cut_is_the_uncut_model(cut: tuple[int, ...], key: DropoutKey | None
 @pytest.mark.parametrize("cut", [(4,), (1, 2, 1), (0, 4), (1, 0, 3)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_bottleneck_is_the_same_model_under_any_cut(cut: tuple[int, ...], checkpointing: bool) -> None:
-    """They are the same bits, and so are the initial weights, and their names and shapes."""
+    """Loss and gradients are the same bits, and the parameters have the same names."""
     config = make_config(cut, bottleneck_dim=6, gradient_checkpointing=checkpointing)
     uncut = build_transformer(config, device="cpu")
     expected = uncut.loss(make_tokens(), KEY)
@@ -185,7 +185,7 @@ def test_gradient_checkpointing_changes_no_gradient(cut: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_functional_call_uses_the_given_weights_in_backward_too(checkpointing: bool) -> None:
-    """A checkpointed layer that computed again with the module's own weights would give neither version's gradient."""
+    """A checkpointed layer that is computed again with the module's own weights would give neither one's gradient."""
     config = make_config((4,), gradient_checkpointing=checkpointing)
     tokens = make_tokens()
     trained = build_transformer(make_config((4,)), device="cpu")
@@ -270,7 +270,7 @@ class Mixer(nn.Module):
 
 
 class SeededMixer(Mixer):
-    """Sets its own initial weights."""
+    """A model that sets its own initial weights."""
 
     def init_parameters(self, seed: int) -> None:
         for parameter in self.parameters():
@@ -278,7 +278,7 @@ class SeededMixer(Mixer):
 
 
 class Broken(Mixer):
-    """Fails in one way or another."""
+    """A model that fails in one way or another."""
 
     error: Exception = RuntimeError("mat1 and mat2\nshapes cannot be multiplied")
 
@@ -287,7 +287,7 @@ class Broken(Mixer):
 
 
 class Greedy(Mixer):
-    """Does not fit on any machine."""
+    """A model that does not fit on any machine."""
 
     def init_parameters(self, seed: int) -> None:
         torch.empty(1 << 50)

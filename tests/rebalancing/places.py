@@ -1,4 +1,4 @@
-"""Swarms to rebalance: layouts, and what becomes of them when their peers decide in turn."""
+"""Swarms to rebalance: layouts, and the moves that their peers decide on in turn."""
 
 import dataclasses
 import random
@@ -34,11 +34,11 @@ def with_speeds(before: Layout, speeds: Mapping[PeerId, float]) -> Layout:
 def settle(
     now: Layout, rng: random.Random, policy: Policy = DEFAULT, *, limit: int = 10_000
 ) -> list[tuple[PeerId, int, Layout]]:
-    """Let peers decide, one at a time in random order, until nobody moves: each move and what comes of it."""
+    """Let peers decide one at a time, in random order, until none moves; yields each move and the layout after it."""
     moves: list[tuple[PeerId, int, Layout]] = []
     turns: list[PeerId] = []
     num_stays = 0
-    # So long that everybody has had a turn after waiting, in whichever order the turns came.
+    # By then every peer has had a turn after waiting, in whichever order the turns came.
     while num_stays < 3 * len(now.workers):
         if not turns:
             turns = sorted(now.workers)

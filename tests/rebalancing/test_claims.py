@@ -1,4 +1,4 @@
-"""Records and claims as a layout: who counts where."""
+"""Records and claims as a layout: which peer counts at which stage."""
 
 import random
 from typing import Any
@@ -99,7 +99,7 @@ def test_at_the_second_look_only_what_comes_before_counts() -> None:
 def test_of_all_who_claim_at_once_only_as_many_go_as_there_are_gaps(
     stages: list[int], times: list[int], seed: int
 ) -> None:
-    """Everybody decides from the same records, claims, looks again, and goes or not: as if they had taken turns."""
+    """All peers decide from the same records, claim, look again, and go or not, as if they had taken turns."""
     costs = (1.0, 1.0, 1.0)
     records = _by_stage(*(_record(number, stage) for number, stage in enumerate(stages)))
     first = layout_of(records, [], costs)
@@ -109,7 +109,7 @@ def test_of_all_who_claim_at_once_only_as_many_go_as_there_are_gaps(
         for number, target in targets.items()
         if target is not None
     ]
-    # In whatever order they look again, and whether those who went first have confirmed by then or not.
+    # This holds in whichever order they look again, and whether the first ones have confirmed by then or not.
     in_turn = random.Random(seed).sample(claims, len(claims))
     going = [o for o in in_turn if decide(layout_of(records, claims, costs, own=o), PeerId(o.peer_id)) == o.stage]
     after = layout_of(records, going, costs)

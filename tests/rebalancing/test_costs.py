@@ -1,4 +1,4 @@
-"""What a sample costs at each stage."""
+"""How much work a sample is at each stage."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def test_layers_count() -> None:
     "model", [{}, {"bottleneck_dim": 8}, {"head_width": 40}, {"feed_forward": "gelu", "feed_forward_bias": True}]
 )
 def test_multiplications_are_those_of_the_matrices(model: dict[str, object]) -> None:
-    """Attention's own, between tokens, aside: there is one token only."""
+    """There is only one token, so attention has next to no multiplications between tokens."""
     config = _config(num_heads=4, num_kv_heads=2, vocab_size=1000, **model)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=1))
     costs = stage_costs(config)

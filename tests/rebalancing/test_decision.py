@@ -1,4 +1,4 @@
-"""Who moves where: examples."""
+"""Which peer moves to which stage: examples."""
 
 import random
 import time
@@ -62,7 +62,7 @@ def test_the_strongest_stage_gives_first() -> None:
 
 @pytest.mark.parametrize("errors", [(1.0, 1.0, 1.0), (0.99, 1.0, 1.02), (0.955, 0.995, 1.0075)])
 def test_errors_do_not_make_a_move_look_needless(errors: tuple[float, float, float]) -> None:
-    """With a second move the plan would gain a little more, and the first one would seem to matter little."""
+    """With a second move the plan would gain a little more, and the first move would seem to matter little."""
     now = layout(*([error] * count for error, count in zip(errors, (2, 4, 4), strict=True)))
     movers = [peer for peer in now.workers if decide(now, peer, Policy(stay_seconds=20_000.0), waited=True) is not None]
     assert movers
@@ -79,7 +79,7 @@ def test_a_move_has_to_pay_for_itself() -> None:
 
 
 def test_costs_tell_what_a_peer_would_manage_elsewhere() -> None:
-    # The second stage is three times as much work: equally many peers make it the weaker one.
+    # The second stage is three times as much work, so with equally many peers it is the weaker one.
     moves = settle(layout([1] * 4, [1] * 4, costs=(0.5, 1.5)), random.Random(1))
     assert [len(row) for row in _rows(moves)] == [3, 5]
     assert settle(layout([1] * 4, [1] * 4), random.Random(1)) == []

@@ -1,4 +1,4 @@
-"""Who moves where: what holds whatever the swarm looks like."""
+"""Which peer moves to which stage: what holds for every swarm."""
 
 import random
 from collections import Counter
@@ -40,7 +40,7 @@ def test_a_move_never_lowers_the_throughput_nor_empties_a_stage(now: Layout, see
     for peer_id, _, after in settle(now, random.Random(seed)):
         source = now.workers[peer_id].stage
         assert after.pipeline_throughput >= now.pipeline_throughput
-        # While it is on its way as well: it counts nowhere then.
+        # That holds also while the peer is on its way, when it counts nowhere.
         assert now.throughput[source] - now.speed(now.workers[peer_id]) / now.costs[source] >= now.pipeline_throughput
         assert after.num_serving[source] >= 1
         now = after
@@ -54,7 +54,7 @@ def test_it_settles(now: Layout, seed: int) -> None:
 
 
 def test_a_peer_does_not_go_to_and_fro_for_the_sake_of_a_move_that_another_does_not_make() -> None:
-    """The fast one stays where a sample costs little: its own figure there is too uncertain for it to go."""
+    """The fast peer stays at the stage where a sample costs little: its figure there is too uncertain for a move."""
     slow = [Worker(peer_id=PeerId(f"slow {n}"), stage=0, movable=n > 0) for n in range(5)]
     others = [
         Worker(peer_id=PeerId("fast"), stage=2, speed=2.0, movable=True),
@@ -68,7 +68,7 @@ def test_a_peer_does_not_go_to_and_fro_for_the_sake_of_a_move_that_another_does_
 @settings(max_examples=60, deadline=None)
 @given(layouts(equal=True), st.integers(0, 2**32))
 def test_equal_peers_settle_at_the_best_there_is(now: Layout, seed: int) -> None:
-    """As far as stages that a peer could come from are there; and with as few moves as there are gaps."""
+    """They do so with no more moves than there are gaps."""
     best = len(now.workers) // len(now.costs)
     gaps = sum(max(0, best - round(throughput)) for throughput in now.throughput)
     moves = settle(now, random.Random(seed))
@@ -93,7 +93,7 @@ def test_a_settled_swarm_has_no_single_move_worth_making(now: Layout, seed: int)
 
 
 def test_noise_moves_hardly_anybody() -> None:
-    """Figures that are off by 5 % at each look, for as long as 40 checks of every peer, in 60 swarms of all sorts."""
+    """Figures are off by 5 % at each look, for 40 checks of every peer, in 60 swarms of all sorts."""
     counts, lowest = [], []
     for seed in range(60):
         rng = random.Random(seed)
@@ -133,7 +133,7 @@ def _any_layout(rng: random.Random) -> Layout:
 @settings(max_examples=60, deadline=None)
 @given(layouts(min_peers=2), st.integers(0, 2**32))
 def test_of_two_movers_the_later_one_counts_the_first(now: Layout, seed: int) -> None:
-    """Two may both go only if both gaps are there: what is won by the second is won on top."""
+    """Both may go only if there are two gaps: the second one's gain comes on top of the first one's."""
     movers = [(p, t) for p in now.workers if (t := decide(now, p)) is not None]
     if len(movers) < 2:
         return

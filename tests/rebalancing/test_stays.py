@@ -13,7 +13,7 @@ def test_departures_per_time_watched() -> None:
     assert stays.mean_seconds == PRIOR_SECONDS
     now = 0.0
     for minute in range(1000):
-        # One of ten is replaced each minute: each stays for ten.
+        # One of ten peers is replaced each minute, so each stays for ten minutes.
         stays.look(_peers(*range(minute, minute + 10)), now)
         now += 60
     assert 590 < stays.mean_seconds < 610

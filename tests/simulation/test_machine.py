@@ -1,4 +1,4 @@
-"""One simulated peer: it computes what a real one's queue would have it compute."""
+"""One simulated peer: it computes tasks in the order of a real peer's queue."""
 
 import random
 from functools import partial

@@ -19,7 +19,7 @@ def build(
     max_in_flight: int = 8,
     make_view: Callable[[Timeline, PeerId], View] | None = None,
 ) -> tuple[SimulatedPipeline, View]:
-    """Peers by stage, with what each takes for a microbatch; peer 2 of stage 1 is number 12."""
+    """A pipeline, from the seconds that each peer takes for a microbatch, by stage; peer 2 of stage 1 is number 12."""
     timeline = Timeline()
     pipeline = SimulatedPipeline(
         timeline,
@@ -45,7 +45,7 @@ def build(
 
 
 class Noted(Ours):
-    """Our router, and what it is told of failures."""
+    """Our router, which notes the failures that it is told of."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__(timeline, random.Random(1))
@@ -65,7 +65,7 @@ def test_one_microbatch_takes_computing_and_links_there_and_back() -> None:
     times: list[float] = []
     pipeline.train(view, lambda _: times.append(pipeline.timeline.monotonic()))
     pipeline.timeline.run(30.0)
-    # Asked, accepted, tensors and gradient: four times 0.1 s to stage 0, and four times 0.2 s between two peers.
+    # Question, answer, tensors and gradient take four times 0.1 s to stage 0, and four times 0.2 s between two peers.
     assert times == [pytest.approx(3.0 + 6.0 + 4 * 0.1 + 4 * 0.2)]
     pipeline.train(view, lambda _: times.append(pipeline.timeline.monotonic()))
     pipeline.timeline.run(60.0)
@@ -92,7 +92,7 @@ def test_what_a_dead_peer_had_goes_to_another_one() -> None:
     pipeline.kill(working.peer_id)
     pipeline.timeline.run(30.0)
     assert pipeline.num_reroutes == 1
-    # A forward of 2/3 s, then 5/6 s that are lost, then noticed; the whole of stage 1 again, and the backward of 4/3 s.
+    # A forward of 2/3 s, 5/6 s that are lost, the time to notice that, all of stage 1 again, and 4/3 s backward.
     assert done == [pytest.approx(1.5 + NOTICE_SECONDS + 4.0 + 4 / 3)]
 
 
@@ -157,7 +157,7 @@ def test_where_nobody_listens_the_router_is_told_so() -> None:
 
 
 def test_peers_tell_trainers_apart() -> None:
-    """One floods a busy peer, the other one gets its turn all the same."""
+    """One trainer floods a busy peer, and the other one gets its turn all the same."""
     pipeline, _ = build((1.0,), max_in_flight=4)
     done: dict[str, int] = {"flood": 0, "quiet": 0}
 
@@ -178,7 +178,7 @@ def test_peers_tell_trainers_apart() -> None:
 
 
 def test_peers_that_hand_on_choose_by_what_they_have_seen_themselves() -> None:
-    """Of two peers of stage 0 each sends to one of stage 1, whatever the trainer would choose."""
+    """Each of two peers of stage 0 sends to one of stage 1, whatever the trainer would choose."""
 
     class Fixed(Ours):
         def __init__(self, timeline: Timeline, choice: PeerId) -> None:
@@ -214,7 +214,7 @@ def test_peers_that_hand_on_choose_by_what_they_have_seen_themselves() -> None:
 
 
 def test_an_answer_of_a_full_peer_grants_nothing() -> None:
-    """What is free is counted before the answered microbatch's own slot is: the next one is asked for."""
+    """Free slots are counted before the answered microbatch's own is free, so the sender has to ask the next time."""
     pipeline, view = build((3.0,), link_seconds=0.2, max_in_flight=1)
     times: list[float] = []
     for until in (30.0, 60.0):
@@ -224,7 +224,7 @@ def test_an_answer_of_a_full_peer_grants_nothing() -> None:
 
 
 def test_where_work_waits_it_is_left_to_others() -> None:
-    """The first choice has two tasks, and leaves what comes next to the second one."""
+    """The peer that is chosen first has two tasks, and leaves the next microbatch to the second peer."""
 
     class InOrder(Ours):
         def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:

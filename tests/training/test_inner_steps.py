@@ -1,4 +1,4 @@
-"""What is reported of inner steps, and what is worth a warning."""
+"""The figures of inner steps, and which of them are worth a warning."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from swarm.training.inner_steps import InnerSteps
 
 
 def _steps(*, samples: int = 16, staleness: int = 0) -> InnerSteps:
-    """Ten steps of two microbatches, of which the second is as late as that."""
+    """Ten steps of two microbatches each, of which the second has this staleness."""
     steps = InnerSteps(configured_samples=16)
     for number in range(10, 20):
         steps.add(samples, {number: 1, number - staleness: 1} if staleness else {number: 2}, newest=number)

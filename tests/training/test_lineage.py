@@ -27,6 +27,6 @@ def _next(
     ],
 )
 def test_all_that_the_next_state_depends_on_is_in_it(other: str) -> None:
-    """Parted stages may decide one average and clip it by two norms."""
+    """Two parts of a network may decide the same average and clip it by different norms."""
     assert _next() == _next()
     assert other != _next()

@@ -1,4 +1,4 @@
-"""Muon's steps are torch's own, and where others repeat them, the same bits on any machine."""
+"""Muon's steps are torch's own; with `same_bits` they are the same bits on any machine."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def _gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have torch's Muon, which makes matrices orthogonal in bfloat16 whatever they are, compute in float64."""
+    """Have torch's Muon, which makes all matrices orthogonal in bfloat16, compute in float64."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.double().clone())
 
 
@@ -45,7 +45,7 @@ def test_steps_are_those_of_torchs_own_optimizers_in_float64(
     adjust_lr_fn: Literal["original", "match_rms_adamw"], nesterov: bool, same_bits: bool, tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Where all are to get the same bits, matrices have about 24 bits for so few products, and a step no more."""
+    """With `same_bits` matrices keep about 24 bits in products as small as these, so a step has no more."""
     _in_float64(monkeypatch)
     config = dataclasses.replace(CONFIG, adjust_lr_fn=adjust_lr_fn, nesterov=nesterov)
     ours, theirs = _parameters(0, torch.float64), _parameters(0, torch.float64)
@@ -86,7 +86,7 @@ def test_steps_are_those_of_torchs_own_optimizers_in_float64(
 @pytest.mark.parametrize("shape", [(64, 64), (150, 40), (40, 150), (1, 5)])
 @pytest.mark.parametrize("same_bits", [True, False])
 def test_singular_values_become_about_one(shape: tuple[int, int], same_bits: bool) -> None:
-    """In float32 as well, and whatever the matrix's size."""
+    """They do in float32 as well, and whatever the matrix's size."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for scale in (1.0, 1e-5, 1e12):
         result = orthogonal(matrix * scale, same_bits=same_bits)
@@ -101,7 +101,7 @@ def test_nothing_is_learnt_from_no_gradient(same_bits: bool) -> None:
 
 
 def test_no_sum_of_products_is_rounded() -> None:
-    """So any order gives the same bits: here the terms are summed up in reverse, and by fused operations or not."""
+    """So any order gives the same bits. Here terms are summed in reverse too, with fused operations and without."""
     generator = torch.Generator().manual_seed(2)
     left, right = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((9, 700), (700, 8)))
     product = exact_product(left, right)
@@ -129,7 +129,7 @@ def test_the_steps_that_peers_take_alone_are_torchs_to_float_tolerance(monkeypat
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 def test_every_cut_makes_the_same_choice(num_stages: int, positions: Literal["rope", "learned"]) -> None:
-    """Of a tied matrix, too, which is the head of the last stage."""
+    """That holds for a tied matrix as well, which is the head of the last stage."""
     config = RunConfig(
         model=ModelConfig(
             num_layers=3, d_model=8, num_heads=2, vocab_size=16, tied_embeddings=True, positions=positions,

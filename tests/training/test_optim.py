@@ -70,7 +70,7 @@ def test_a_schedule_has_the_values_of_its_formula(schedule: Any) -> None:
     ],
 )
 def test_a_schedule_has_the_values_that_were_worked_out_by_hand(schedule: Any, by_samples: dict[int, float]) -> None:
-    """At the peak, a quarter and half of the way down, at the floor, and long after."""
+    """They are checked at the peak, a quarter and half of the way down, at the floor, and long after."""
     config = dataclasses.replace(SCHEDULED, schedule=schedule)
     for samples, rate in by_samples.items():
         assert optim.learning_rate(config, samples) == pytest.approx(rate, rel=1e-9)
@@ -80,7 +80,7 @@ def test_a_schedule_has_the_values_that_were_worked_out_by_hand(schedule: Any, b
 
 
 def test_adamw_follows_the_formula_and_decays_matrices_only() -> None:
-    """Loshchilov and Hutter, arXiv 1711.05101, by hand in float64."""
+    """The formula of Loshchilov and Hutter (arXiv 1711.05101) is computed by hand in float64."""
     config = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.3)
     parameters = _parameters()
     expected = {name: parameter.detach().double() for name, parameter in parameters.items()}

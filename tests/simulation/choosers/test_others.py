@@ -45,7 +45,7 @@ def test_swarm_s_queue_gives_shares_in_inverse_proportion_to_the_seconds_of_a_ca
 
 
 def test_swarm_s_average_is_corrected_for_its_start() -> None:
-    """After 10 and then 1 second it is (0.9 * 10 + 1) / 1.9, and not nearly 10 still."""
+    """After 10 s and then 1 s it is (0.9 * 10 + 1) / 1.9, and not still nearly 10."""
     chooser = SwarmQueue(Timeline(), random.Random(0))
     announce(chooser, ONE, TWO)
     for seconds in (10.0, 1.0):

@@ -1,4 +1,4 @@
-"""Which line a training needs: bytes and seconds of small models, worked out by hand."""
+"""How fast lines must be: bytes and seconds of small models, worked out by hand."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from swarm.simulation.studies.bandwidth import Training
 
 SMALL = Training(num_layers=6, num_parameters=6e6, step_seconds=1.0)
 MEGABITS = 8e-3
-"""Of a million bytes, in thousands."""
+"""Gigabits in a million bytes."""
 
 
 def needed(*, wanted: float, overlap_steps: int = 0, num_fragments: int = 1) -> float:
@@ -20,9 +20,9 @@ def needed(*, wanted: float, overlap_steps: int = 0, num_fragments: int = 1) -> 
 
 
 def test_a_round_that_is_waited_for_may_take_as_long_as_the_machine_may_wait() -> None:
-    # 12 MB, in as many seconds as the ten steps take.
+    # 12 MB have to be sent in as many seconds as the ten steps take.
     assert needed(wanted=0.5) == pytest.approx(MEGABITS * 12 / 10)
-    # And in a quarter of them.
+    # They have to be sent in a quarter of these seconds.
     assert needed(wanted=0.8) == pytest.approx(MEGABITS * 12 / 2.5)
 
 
@@ -31,7 +31,7 @@ def test_a_round_that_overlaps_may_take_those_steps_longer() -> None:
 
 
 def test_fragments_share_the_steps_and_the_waiting() -> None:
-    # Two rounds of 6 MB, each hidden behind one step and a half of 2.5 s.
+    # There are two rounds of 6 MB, each hidden behind one step and half of 2.5 s.
     assert needed(wanted=0.8, overlap_steps=1, num_fragments=2) == pytest.approx(MEGABITS * 6 / (1 + 1.25))
 
 
@@ -44,7 +44,7 @@ def test_dense_codecs_send_half_a_contribution_and_half_a_result() -> None:
 def test_sparse_codecs_send_the_contribution_to_the_other_member() -> None:
     averaging = load_preset("sparseloco").averaging
     assert bandwidth.sent_bytes(averaging, 1 << 20) == contribution_codec(averaging).num_bytes(1 << 20)
-    # With an owner for every tile instead, the sum goes back with four times as many coefficients.
+    # If every tile has an owner instead, the sum goes back with four times as many coefficients.
     owners = AveragingConfig(codec="topk", gather_members=1)
     expected = contribution_codec(owners).num_bytes(1 << 19) + result_codec(owners).num_bytes(1 << 19)
     assert bandwidth.sent_bytes(owners, 1 << 20) == expected

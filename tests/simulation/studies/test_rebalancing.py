@@ -26,7 +26,7 @@ def test_a_small_run_gives_every_figure_of_every_rule() -> None:
 
 
 def test_the_traces_are_fit_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a rule, and with the paper's every 300 seconds, they come out near the paper's own."""
+    """Without a rule, and with the paper's rule every 300 seconds, results are near the paper's own."""
     rules = {"none": NoRule, "swarm_300": partial(SwarmRule, period_seconds=300.0)}
     monkeypatch.setattr(study, "rules_of", lambda options: rules | {"swarm_60": NoRule, "ours": NoRule})
     percent = run(Options(num_traces=4))["percent_of_optimal"]

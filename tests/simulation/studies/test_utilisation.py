@@ -1,4 +1,4 @@
-"""SWARM's table as far as two cells of a column tell the others, and our rows."""
+"""SWARM's table, in which two cells of a column give the others, and our rows."""
 
 import dataclasses
 
@@ -20,11 +20,11 @@ BASE = Pipeline(
     trainer_bytes_per_second=100.0,
 )
 FREE = dataclasses.replace(BASE, peer_bytes_per_second=FAST, trainer_bytes_per_second=FAST)
-"""Its lines carry everything at once."""
+"""Layers and lines for which transfers take no time."""
 
 
 def test_two_cells_tell_the_layers() -> None:
-    # Half of the time without a round trip, a quarter with one of 200 ms: 100 of 200 ms, and of 400 ms.
+    # A machine computes half of the time without a round trip (100 of 200 ms), and a quarter with one of 200 ms.
     layers = utilisation.read_off((50.0, 0.0, 0.0, 0.0, 25.0))
     assert layers.compute_seconds == pytest.approx(0.1)
     assert layers.transfer_seconds == pytest.approx(0.1)
@@ -51,19 +51,19 @@ def test_peers_compute_all_the_time_if_lines_cost_nothing(round_trip_seconds: fl
 
 
 def test_directly_the_line_of_an_inner_peer_is_the_limit() -> None:
-    # It carries an activation to one side and a gradient to the other, a second each; half a second is computing.
+    # A line carries an activation to one side and a gradient to the other, a second each; computing takes 0.5 s.
     assert BASE.direct().utilisation == pytest.approx(0.5 / 2)
-    # Of two stages neither has two neighbours with tensors.
+    # If there are two stages, neither has two neighbours that send tensors.
     assert dataclasses.replace(BASE, num_stages=2).direct().utilisation == pytest.approx(0.5 / 1)
 
 
 def test_by_way_of_the_trainer_its_line_is_the_limit() -> None:
-    # Up: of each of two boundaries the activation, the same once more with the backward, and the gradient.
+    # The trainer sends up, for each of two boundaries, the activation twice and the gradient once.
     assert BASE.by_way_of_the_trainer().utilisation == pytest.approx(0.5 / 6)
 
 
 def test_a_trainer_with_a_wide_line_leaves_the_limit_to_the_peers() -> None:
-    # Down to an inner peer: its input, and with the backward its input once more and a gradient.
+    # An inner peer receives its input twice, and a gradient.
     wide = dataclasses.replace(BASE, trainer_bytes_per_second=FAST)
     assert wide.by_way_of_the_trainer().utilisation == pytest.approx(0.5 / 3)
 
@@ -79,7 +79,7 @@ def test_our_peers_have_so_many_slots_and_our_trainer_so_many_in_flight(peers_pe
     far = dataclasses.replace(FREE, round_trip_seconds=60.0, peers_per_stage=peers_per_stage)
     ours = far.direct()
     assert ours.num_in_flight == most
-    # They compute so many in the time that one is under way.
+    # The peers compute `most` microbatches in the time that one is under way.
     assert ours.utilisation == pytest.approx(most * 0.5 / peers_per_stage / (3 * 0.5 + 3 * 60.0))
     assert far.by_way_of_the_trainer().utilisation == pytest.approx(1.0)
 
@@ -87,7 +87,7 @@ def test_our_peers_have_so_many_slots_and_our_trainer_so_many_in_flight(peers_pe
 def test_ours_and_the_same_by_way_of_the_trainer() -> None:
     layers = utilisation.read_off(utilisation.GPU_UTILISATION["xxlarge"])
     cell = utilisation.run(utilisation.Options())["ours"]["xxlarge"]["100 ms"]["bf16"]
-    # As the lines allow: an inner peer sends both tensors, the trainer nine for three boundaries.
+    # The lines set the pace: an inner peer sends both tensors, and the trainer nine for three boundaries.
     assert cell["direct"] == pytest.approx(100 * layers.compute_seconds / layers.transfer_seconds, abs=1.0)
     assert cell["trainer"] == pytest.approx(cell["direct"] * 2 / 9, abs=1.0)
 
