@@ -163,7 +163,7 @@ def _largest(tiles_RE: torch.Tensor, groups: Sequence[int]) -> Places:
 
 
 def _true_places(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The result of np.flatnonzero, in a third of its time if few elements are true. The size is a multiple of 8."""
+    """The result of np.flatnonzero, in a third of its time if few elements are true. The mask has 8 * n elements."""
     words = np.flatnonzero(mask.reshape(-1).view(np.uint64) != 0)
     in_words = np.flatnonzero(mask.reshape(-1, 8)[words])
     places: npt.NDArray[np.int64] = 8 * words[in_words >> 3] + (in_words & 7)

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 LEAVING_SECONDS = 5.0
 """A peer that left is listed as leaving for at least this long."""
 NUM_OFTEN, MAX_STRETCH = 32, 3.0
-"""Up to NUM_OFTEN peers are read at the requested interval. With more it grows in proportion, to MAX_STRETCH times."""
+"""Up to NUM_OFTEN peers are read at the requested interval. With more peers the interval grows in proportion, up to
+MAX_STRETCH times."""
 
 
 class Directory:

@@ -243,7 +243,7 @@ class DhtNode:
             # This node's own address is left out, and any that it had before p2pd was last started.
             if known[0] in self._kademlia.addresses or known[0].endswith(f"/p2p/{self._kademlia.libp2p_id}"):
                 continue
-            # The key is the addresses, not the node's id: what one peer says of a node must not replace others' word.
+            # Nodes are kept by their addresses, not by id: what one peer says of a node must not replace others' word.
             self._known.pop(known, None)
             self._known[known] = None
             if len(self._known) > MAX_REMEMBERED:

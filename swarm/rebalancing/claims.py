@@ -13,7 +13,7 @@ from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 
 def comes_before(one: ClaimRecord, other: ClaimRecord) -> bool:
-    """Whether `one` counts for the peer of `other`: confirmed claims come first, then older ones, then lower ids."""
+    """Whether `one` comes before `other`, whose peer counts it then: confirmed first, then older, then by id."""
     return _order(one) < _order(other)
 
 

@@ -20,7 +20,7 @@ LONGEST_MESSAGE_LIST = 1 << 14
 """The most entries of a list of messages. Each takes microseconds to look at, and the event loop waits meanwhile."""
 
 _INTEGERS = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
-"""The integers that can be beyond LARGEST_COUNT."""
+"""The types of integers whose values can be beyond LARGEST_COUNT."""
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
 _Fields = tuple[tuple[str, str, bool, Any], ...]

@@ -159,7 +159,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _admitted(self, method: str, request: Any, context: Context) -> AsyncIterator[Caller]:
-        """Count a call, then check it, and serve it inside the block. A call that is refused costs time as well."""
+        """Count a call, since even a refusal takes time; then check it, and serve it inside the block."""
         caller = caller_of(context)
         try:
             seconds = self._callers.enter(caller, num_entries(request) if isinstance(request, Message) else 0)

@@ -30,7 +30,8 @@ _RUN_BYTES, _ID_BYTES, _PORT_BYTES, _CHECK_BYTES = 8, 20, 2, 4
 _FOLLOWED = 0x80
 """Set in an endpoint's first byte if another endpoint of the same peer follows."""
 _IP_BYTES = {0: 4, 1: 16}
-"""The other bits of that byte are 0 for an IPv4 address, 1 for an IPv6 one, and for a name its length plus one."""
+"""The lengths of IP addresses by the other bits of an endpoint's first byte: 0 for IPv4 and 1 for IPv6. For a name
+these bits are its length plus one."""
 _LONGEST_NAME = 126
 _MOST_DIGITS = 1024
 """The most digits that are decoded, far more than any invite has."""

@@ -176,7 +176,7 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
 
     read_directory()
     load = _Load(pipeline, WARM_UP_SECONDS)
-    # Two microbatches for each peer keep all peers busy, with a few waiting: one keeps one peer at a time busy.
+    # Two microbatches for each peer keep all peers busy, with a few waiting: each microbatch keeps one busy.
     for number in range(2 * size):
         timeline.after(world.random() * 2 * num_stages * USUAL_SECONDS, partial(load.send, views[number % len(views)]))
     timeline.run(WARM_UP_SECONDS)
