@@ -22,6 +22,7 @@ from swarm.config import RunConfig
 from swarm.credentials.identity import Identity
 from swarm.machine.clock import Clock
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.probe import Distance
 from swarm.types import PeerRecord
 
 MOMENT_SECONDS = 2.0
@@ -89,12 +90,21 @@ async def in_passing(plan: Plan, run: Run, device: Device, clock: Clock) -> list
 
 
 async def _on_line(plan: Plan, run: Run, clock: Clock) -> list[Finding]:
+    # Others dial back meanwhile.
+    asking = from_outside(plan.ports, run.peers, run.channels, run.identity, insecure=run.insecure)
+    ports, on_line = await asyncio.gather(asking, _to_peers(run, clock))
+    return [*ports, *on_line]
+
+
+async def _to_peers(run: Run, clock: Clock) -> list[Finding]:
     found = await line.distances(run.peers, run.channels, clock, seconds=line.DISTANCE_SECONDS)
-    # Rates are measured afterwards: what they send would delay the answers that tell the distances.
-    rates = await line.rates([peer for peer in run.peers if peer.endpoint in found], run.channels, clock)
+    reached = [peer for peer in run.peers if isinstance(found.get(peer.endpoint), Distance)]
+    passing = await line.passing(reached, run.channels)
+    is_cut_off = passing and not any(passing)
+    # Rates are measured last: what they send would delay the answers that tell the rest.
+    rates = "no messages pass" if is_cut_off else await line.rates(reached, run.channels, clock)
     return [
-        *await from_outside(plan.ports, run.peers, run.channels, run.identity, insecure=run.insecure),
-        line.judge_peers(found), line.judge_clock(found), line.judge_round_trip(found),
+        line.judge_peers(found), line.judge_clock(found), line.judge_round_trip(found), line.judge_packets(passing),
         line.judge_rates(rates, run.config),
     ]  # fmt: skip
 

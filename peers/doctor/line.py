@@ -1,4 +1,4 @@
-"""Checks the lines to other peers: clocks, round trips, and rates.
+"""Checks the lines to other peers: clocks, round trips, large packets, and rates.
 
 Used by examination.py. It asks a few peers at once, and measures rates with one of them. The functions that judge are
 pure.
@@ -15,7 +15,7 @@ from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.probe import Distance, Rates, measure_distance, measure_rates
+from swarm.rpc.probe import SHORT_ALONE, Distance, Rates, measure_distance, measure_rates, passes_long
 from swarm.stage.boundary import request_specs
 from swarm.types import PeerRecord
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MOST_PEERS = 4
 """The most peers that are asked."""
-DISTANCE_SECONDS, RATE_SECONDS = 4.0, 9.0
+DISTANCE_SECONDS, RATE_SECONDS = 4.0, 6.0
 CLOCK_SECONDS = 3.0
 """By how many seconds clocks may differ; hivemind's DHT refuses more."""
 LONG_SECONDS = 1.0
@@ -49,6 +49,23 @@ async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: C
 
     asked = peers[:MOST_PEERS]
     return dict(zip((peer.endpoint for peer in asked), await asyncio.gather(*map(ask, asked)), strict=True))
+
+
+async def passing(peers: Sequence[PeerRecord], channels: ChannelPool) -> list[bool]:
+    """Whether messages of several packets reach each peer and come back, for those that answer.
+
+    Cancellation ends the calls.
+    """
+
+    async def ask(peer: PeerRecord) -> bool | None:
+        try:
+            return await passes_long(channels.channel(peer))
+        except SwarmError as error:
+            logger.debug("%s did not help: %s", peer.endpoint, error)
+            return None
+
+    answers = await asyncio.gather(*map(ask, peers))
+    return [answer for answer in answers if answer is not None]
 
 
 async def rates(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock) -> Rates | str:
@@ -123,6 +140,15 @@ def activation_bytes(config: RunConfig) -> int:
     """Bytes of a microbatch's activations at the stage where they are largest; its gradients are as large."""
     stages = range(config.stages.num_stages)
     return max(sum(spec.num_bytes for spec in request_specs(config, stage).values()) for stage in stages)
+
+
+def judge_packets(passing: Sequence[bool]) -> Finding:
+    """Whether messages of several packets pass, with some of those that answer short ones."""
+    if not passing:
+        return not_checked("packets", "no peer is free to try it with")
+    if any(passing):
+        return fine("packets", f"of any size, to {sum(passing)} of {counted(len(passing), 'peer')}")
+    return wrong("packets", f"{counted(len(passing), 'peer')} asked: {SHORT_ALONE}")
 
 
 def judge_rates(found: Rates | str, config: RunConfig) -> Finding:

@@ -80,14 +80,19 @@ async def from_outside(
         endpoints=_named(ports.outside, port),
         dht_endpoints=_named(ports.outside_dht, dht_port),
     )
-    replies, fault = list[pb.CheckReply](), "no peer that is reached directly is there to dial it back"
+    fault = "no peer that is reached directly is there to dial it back"
+
+    async def ask(peer: PeerRecord) -> pb.CheckReply:
+        nonlocal fault
+        try:
+            return await check(channels.channel(peer), request, seconds=ANSWER_SECONDS)
+        except SwarmError as error:
+            fault = str(error)
+            return pb.CheckReply()
+
     async with _answering(ports.host, port, dht_port, own, insecure=insecure):
-        for peer in [peer for peer in peers if direct(peer.endpoints)][:NUM_ASKED]:
-            try:
-                replies.append(await check(channels.channel(peer), request, seconds=ANSWER_SECONDS))
-            except SwarmError as error:
-                fault = str(error)
-    replies = [reply for reply in replies if reply.observed_host]
+        asked = [peer for peer in peers if direct(peer.endpoints)][:NUM_ASKED]
+        replies = [reply for reply in await asyncio.gather(*map(ask, asked)) if reply.observed_host]
     if not replies:
         return [not_checked(what, fault) for what in (GRPC, DHT)]
     reached = [end for reply in replies for end in reply.endpoints]

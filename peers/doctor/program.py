@@ -28,7 +28,7 @@ from swarm.machine.clock import SystemClock, run_loop
 from swarm.rpc.channels import ChannelPool
 
 PROG = "swarm-doctor"
-LOOK_SECONDS = 6.0
+LOOK_SECONDS = 8.0
 """How long to look for the run."""
 
 

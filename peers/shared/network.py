@@ -3,6 +3,7 @@
 Used by swarm-peer, swarm-trainer and swarm-status.
 """
 
+import asyncio
 import heapq
 import logging
 import os
@@ -54,9 +55,9 @@ class KnownPeers:
         self.router.update(stage, [record for record in records if record.peer_id != self.own_id])
 
     async def look(self, directory: Directory, stages: Sequence[int]) -> None:
-        """Read the records of every stage once. Raises PeerUnavailable."""
-        for stage in stages:
-            self.update(stage, await directory.peers(stage))
+        """Read the records of every stage once, all at the same time. Raises PeerUnavailable."""
+        for stage, records in zip(stages, await asyncio.gather(*map(directory.peers, stages)), strict=True):
+            self.update(stage, records)
 
     async def look_first(
         self, directory: Directory, stages: Sequence[int], clock: Clock, *, returns: bool = False

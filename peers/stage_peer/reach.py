@@ -1,11 +1,12 @@
 """Finds out how others reach this peer: it has them dial back, and waits at meeting points if they get no answer.
 
 Run by swarm-peer from before it announces anything until it ends. The peer announces direct endpoints that one of the
-others reached, and tunnels if one of them did not. A peer without either is not announced, and its user is told why.
-What meeting points do is in swarm/rpc/meeting.
+others reached, and tunnels if one of them did not. A peer without either is not announced, and its user is told why; so
+is a peer from which only short messages reach the others. What meeting points do is in swarm/rpc/meeting.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -14,34 +15,35 @@ from hashlib import sha256
 from typing import Never
 
 from peers.shared.membership import Membership
+from peers.stage_peer.inquiry import BUSY, Inquiry
 from peers.stage_peer.listen import Announced, Listen
 from peers.stage_peer.own_port import answering, reserved
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
 from swarm.dht import addresses
-from swarm.dht.addresses import is_host
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError
+from swarm.machine.repeats import Repeats
 from swarm.rpc.endpoint import endpoint_of, host_and_port
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import Kind
-from swarm.rpc.meeting.check import ANSWER_SECONDS, DIAL_SECONDS, GAP_SECONDS, MAX_ENDPOINTS, check
+from swarm.rpc.meeting.check import GAP_SECONDS, MAX_ENDPOINTS
 from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.endpoints import direct, versions
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
 from swarm.rpc.v1 import meeting_pb2 as pb
-from swarm.types import PeerId, PeerRecord
+from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-NUM_ASKED = 3
-"""How many peers are asked to dial back."""
 LOOK_SECONDS = 5.0
 """Time between two attempts to ask other peers, while none has answered."""
 AGAIN_SECONDS, DOUBT_SECONDS = 300.0, 15.0
 """Time after which others are asked again. It is shorter after a result that differs from the one before: that may have
 been an accident."""
+MOST_BUSY = 3
+"""After so many looks in which other peers had no time to dial back, the machine's own addresses are announced."""
 SAY_SECONDS = 15.0
 """Time between two log lines that nobody can reach this peer."""
 _EVERYWHERE = ("", "0.0.0.0", "::")
@@ -80,7 +82,7 @@ class Reach:
         """Whether this peer is reached by one version of IP only: peers that have only the other one need a meeting
         point that has both."""
         self._serves = False
-        self._rng = random.Random(membership.peer_id)
+        self._inquiry = Inquiry(membership, random.Random(membership.peer_id), insecure=insecure)
         self._dialler = Dialler()
         self._waiting = Waiting(
             membership.identity, Points(membership.identity, insecure=insecure), self._dialler, membership.clock,
@@ -106,10 +108,13 @@ class Reach:
     async def found_out(self) -> None:
         """Return once there is a way to this peer; until then, log at intervals that there is none."""
         clock = self._membership.clock
-        said_at = clock.monotonic()
+        said = Repeats(clock, SAY_SECONDS)
+        # A meeting point needs a moment to take a peer in.
+        patience = clock.monotonic() + SAY_SECONDS
         while not self.endpoints:
-            if self._direct is not None and clock.monotonic() >= said_at + SAY_SECONDS:
-                said_at = clock.monotonic()
+            if (hindrance := self._inquiry.hindrance) and said.count(hindrance):
+                logger.warning("this peer does not serve yet: %s", hindrance)
+            elif self._direct is not None and clock.monotonic() >= patience and said.count(""):
                 logger.error(
                     "nobody can reach this peer, so it does not serve yet: no peer of the run takes it in, and %s",
                     self._what_to_do(),
@@ -124,6 +129,7 @@ class Reach:
         """
         waiting: asyncio.Task[Never] | None = None
         former: Verdict | None = None
+        num_busy = 0
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -131,7 +137,9 @@ class Reach:
                     if verdict is not None and not verdict.endpoints and self._may_ask_router:
                         verdict = await self._with_router(verdict, tasks)
                     if verdict is None:
-                        self._direct = self._candidates if self._direct is None else self._direct
+                        num_busy += self._inquiry.hindrance == BUSY
+                        if self._direct is None and (not self._inquiry.hindrance or num_busy >= MOST_BUSY):
+                            self._direct = self._candidates
                     else:
                         is_sure = former is None or verdict.endpoints == former.endpoints
                         former, seconds = verdict, AGAIN_SECONDS if is_sure else DOUBT_SECONDS
@@ -206,14 +214,10 @@ class Reach:
             "forward them in the router; --port and --dht-port fix them, and --announce names the address outside"
         )
 
-    # -- asking ------------------------------------------------------------------------------------------------------
-
     async def _verdict(self) -> Verdict | None:
         """Ask some peers to dial back; gives None if none of them answers. Raises ValueError if the port is in use."""
         own = versions(self._candidates)
         others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
-        if not others:
-            return None
         nodes = [_host_and_port(address) for address in self._dht_addresses][: MAX_ENDPOINTS - 1]
         seen = [f":{self._outer(port)}" for _, port in nodes[:1]]
         request = pb.CheckRequest(
@@ -221,34 +225,10 @@ class Reach:
             endpoints=[*self._candidates, f":{self._outer(self.port)}"],
             dht_endpoints=[*(endpoint_of(*node) for node in nodes), *seen],
         )
-        asked = self._rng.sample(others, min(NUM_ASKED, len(others)))
-        async with self._answering():
-            replies = await self._replies(asked, request)
-        told = [reply for reply in replies if is_host(reply.observed_host)]
-        return Verdict.of(request, told) if told else None
-
-    async def _replies(self, asked: Sequence[PeerRecord], request: pb.CheckRequest) -> list[pb.CheckReply]:
-        """The replies of the peers that answer. After each reply, the others may take as long as dialling takes."""
-        told = list[pb.CheckReply]()
-        left = {asyncio.ensure_future(self._ask(record, request)) for record in asked}
-        try:
-            while left:
-                patience = DIAL_SECONDS + 0.5 if told else None
-                done, left = await asyncio.wait(left, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    break
-                told += [reply for task in done if (reply := task.result()) is not None]
-        finally:
-            for task in left:
-                task.cancel()
-        return told
-
-    async def _ask(self, record: PeerRecord, request: pb.CheckRequest) -> pb.CheckReply | None:
-        try:
-            return await check(self._membership.channels.channel(record), request, seconds=ANSWER_SECONDS)
-        except SwarmError as error:
-            logger.debug("%s does not dial back: %s", record.peer_id, error)
-            return None
+        async with contextlib.AsyncExitStack() as stack:
+            if others:
+                await stack.enter_async_context(self._answering())
+            return await self._inquiry.verdict(others, request)
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:

@@ -6,7 +6,9 @@ libp2p and importing hivemind. Records pass through as they are, signed; their r
 """
 
 import asyncio
+import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ from swarm.rpc.ask import ask
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.failures import abort
+from swarm.rpc.probe import LONG_SECONDS, SHORT_ALONE, passes_long
 from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import DirectoryServiceServicer, DirectoryServiceStub
 from swarm.types import PeerRecord
@@ -33,8 +36,14 @@ MAX_REPLY_BYTES = 4 << 20
 """The largest size of all records in a reply; the rest is left out and counted."""
 ANSWER_SECONDS = 12.0
 """Deadline of a question, connecting included; the peer's own lookup may take ten seconds of it."""
+NEXT_SECONDS = 1.5
+"""After so many seconds without an answer the next peer is asked as well: a joiner would otherwise wait for
+ANSWER_SECONDS wherever the first peer of its invite has died, or has an address to which no packet gets through."""
 MAX_OTHERS = 8
 """How many peers are remembered besides those that the user named."""
+
+Source = Entry | PeerRecord
+"""A peer that can be asked: one that the user named, or one whose announcement was read."""
 
 
 @dataclass
@@ -108,8 +117,9 @@ def _found(reply: pb.ReadReply, key: str) -> dict[str, tuple[bytes, float]]:
 class PeerStore:
     """Reads the DHT through a peer: a RecordStore for a directory that announces nothing.
 
-    It asks the peer that answered last, then those that the user named, then others of the run. A peer that does not
-    answer is passed over, and so is one that is alone in the DHT, if another one is not.
+    It asks the peer that answered last, then those that the user named, then others of the run; after NEXT_SECONDS
+    without an answer it asks the next one as well. A peer that does not answer is passed over, and so is one that is alone
+    in the DHT, if another one is not.
     """
 
     def __init__(self, entries: Sequence[Entry], channels: ChannelPool, own: Identity, *, insecure: bool) -> None:
@@ -118,9 +128,9 @@ class PeerStore:
         self._own = own
         self._insecure = insecure
         self._opened: dict[Entry, grpc.aio.Channel] = {}
-        self._opening = asyncio.Lock()
+        self._opening: defaultdict[Entry, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._others: list[PeerRecord] = []
-        self._last: list[Entry | PeerRecord] = []
+        self._last: list[Source] = []
 
     def learn(self, records: Iterable[PeerRecord]) -> None:
         """Remember other peers, to ask them when those asked so far are gone."""
@@ -136,28 +146,35 @@ class PeerStore:
             ValueError: the run is locked, and there is no token.
             NotServed, Fatal: the peer that was asked refused, for example with WrongRun or NotAllowed.
         """
-        faults: list[SwarmError] = []
+        sources = list(dict.fromkeys([*self._last, *self._entries, *self._others]))
+        faults: dict[Source, SwarmError] = {}
         lonely: pb.ReadReply | None = None
-        for source in dict.fromkeys([*self._last, *self._entries, *self._others]):
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    reply = await self._ask(source, key)
-            except TimeoutError:
-                faults.append(DeadlineExceeded(f"no answer within {ANSWER_SECONDS:.0f} s"))
-            except (Fatal, NotServed):
-                raise
-            except SwarmError as error:
-                logger.debug("%s does not answer: %s", source, error)
-                faults.append(error)
-            else:
-                if reply.is_alone:
-                    lonely = lonely or reply
-                    continue
-                self._last = [source]
-                return _found(reply, key)
+        asked: dict[asyncio.Task[pb.ReadReply | SwarmError], Source] = {}
+        try:
+            for number in itertools.count():
+                if number < len(sources):
+                    asked[asyncio.create_task(self._reply(sources[number], key))] = sources[number]
+                if not asked:
+                    break
+                patience = NEXT_SECONDS if number + 1 < len(sources) else None
+                done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in asked if task in done]:
+                    source, reply = asked.pop(task), task.result()
+                    if isinstance(reply, SwarmError):
+                        logger.debug("%s does not answer: %s", source, reply)
+                        faults[source] = reply
+                    elif reply.is_alone:
+                        lonely = lonely or reply
+                    else:
+                        self._last = [source]
+                        return _found(reply, key)
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
         if lonely is not None:
             return _found(lonely, key)
-        raise PeerUnavailable(f"no peer of the run answers: {faults[0]}")
+        raise PeerUnavailable(f"no peer of the run answers: {next(faults[s] for s in sources if s in faults)}")
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         """Refuse: a peer stores nothing for others."""
@@ -172,15 +189,47 @@ class PeerStore:
             await channel.close()
         self._opened.clear()
 
-    async def _ask(self, source: Entry | PeerRecord, key: str) -> pb.ReadReply:
-        channel = self._channels.channel(source) if isinstance(source, PeerRecord) else await self._enter(source)
-        stub: Any = DirectoryServiceStub(channel)
-        reply: pb.ReadReply = await ask(stub.Read, pb.ReadRequest(key=key), seconds=ANSWER_SECONDS)
-        return reply
+    async def _reply(self, source: Source, key: str) -> pb.ReadReply | SwarmError:
+        """The peer's answer, or the reason why none came. Raises Fatal, NotServed and ValueError as `get` does."""
+        is_connected = False
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                channel = await self._channel(source)
+                is_connected = True
+                stub: Any = DirectoryServiceStub(channel)
+                reply: pb.ReadReply = await ask(stub.Read, pb.ReadRequest(key=key), seconds=ANSWER_SECONDS)
+                return reply
+        except (Fatal, NotServed):
+            raise
+        except SwarmError as error:
+            fault = error
+        except TimeoutError:
+            fault = DeadlineExceeded(f"no answer within {ANSWER_SECONDS:.0f} s")
+        if is_connected and not await self._passes_long(source):
+            return PeerUnavailable(f"{source.endpoint}: {SHORT_ALONE}")
+        return fault
 
-    async def _enter(self, entry: Entry) -> grpc.aio.Channel:
+    async def _passes_long(self, source: Source) -> bool:
+        """Whether messages of several packets reach a peer and come back; True as well if that cannot be found out."""
+        try:
+            # The question takes a connection of its own: on the one that failed it would wait behind what was lost.
+            if isinstance(source, PeerRecord):
+                return await passes_long(self._channels.channel(source, bulk=True))
+            async with asyncio.timeout(LONG_SECONDS):
+                channel = await source.connect(self._own, insecure=self._insecure)
+            try:
+                return await passes_long(channel, "" if self._insecure else source.endpoint)
+            finally:
+                await channel.close()
+        except (SwarmError, TimeoutError, ValueError) as error:
+            logger.debug("why %s does not answer is not known: %s", source, error)
+            return True
+
+    async def _channel(self, source: Source) -> grpc.aio.Channel:
+        if isinstance(source, PeerRecord):
+            return self._channels.channel(source)
         # Several keys may be read at the same time, and one connection is enough for all.
-        async with self._opening:
-            if entry not in self._opened:
-                self._opened[entry] = await entry.connect(self._own, insecure=self._insecure)
-            return self._opened[entry]
+        async with self._opening[source]:
+            if source not in self._opened:
+                self._opened[source] = await source.connect(self._own, insecure=self._insecure)
+            return self._opened[source]

@@ -21,6 +21,8 @@ RETRY_SECONDS = 0.5
 FIRST_SECONDS = 2.0
 """After this time a line of the log says what is waited for, and for how long at most."""
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 
@@ -53,9 +55,14 @@ async def patiently(
                 try:
                     return await call()
                 except PeerUnavailable as fault:
+                    is_news = not faults or str(fault) != str(faults[-1])
                     faults.append(fault)
-                    if isinstance(fault, final) or clock.monotonic() > began_at + JOIN_SECONDS:
+                    seconds = clock.monotonic() - began_at
+                    if isinstance(fault, final) or seconds > JOIN_SECONDS:
                         raise
+                    # Once something has been said, a reason that is known only then does not wait for the next line.
+                    if is_news and seconds > FIRST_SECONDS:
+                        logger.warning("waiting for %s, %.0f s so far", what(seconds), seconds)
                 await clock.sleep(RETRY_SECONDS)
     finally:
         telling.cancel()

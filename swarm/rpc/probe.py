@@ -1,17 +1,20 @@
 """How far away a peer is, how fast the line to it is, and what its clock shows: both ends of ProbeService.
 
-The servicer runs at every stage peer. swarm-doctor and a peer that joins ask it. Bytes without a meaning go there and
-back, few enough to be no burden, and none while the asked peer exchanges: its own training comes first.
+The servicer runs at every stage peer. swarm-doctor and whatever joins ask it. Bytes without a meaning go there and
+back, few enough to be no burden, and next to none while the asked peer exchanges: its own training comes first.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from swarm.errors import MalformedMessage, Overloaded, SwarmError
+from swarm.errors import MalformedMessage, Overloaded, PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock
+from swarm.rpc.endpoint import host_and_port
+from swarm.rpc.entry import shown_certificate
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import receive, send
 from swarm.rpc.stream import Stream
@@ -33,6 +36,15 @@ BUDGET_BYTES, BUDGET_SECONDS = 8 * MEASURED_BYTES, 60.0
 SILENCE_SECONDS = 5.0
 """Longest wait for a message."""
 NUM_ROUND_TRIPS = 3
+LONG_BYTES = 4 << 10
+"""The size of a message that takes several packets on any line except the loopback."""
+LONG_SECONDS = 3.0
+"""The longest wait for each answer while `passes_long` finds out whether long messages get through."""
+SHORT_ALONE = (
+    "short messages pass on the way there, and none that takes several packets: something in between, such as a VPN, "
+    "drops large packets. Make them smaller on this machine: ip link set dev INTERFACE mtu 1280"
+)
+"""Tells users what is wrong where `passes_long` gives False, and what to do."""
 
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
@@ -87,7 +99,8 @@ class ProbeServicer(ProbeServiceServicer):
         now = self._clock.monotonic()
         if now - self._counted_since >= BUDGET_SECONDS:
             self._num_bytes, self._counted_since = 0, now
-        if num_bytes and (self._is_exchanging() or self._num_bytes + num_bytes > BUDGET_BYTES):
+        is_busy = num_bytes > 2 * LONG_BYTES and self._is_exchanging()
+        if is_busy or self._num_bytes + num_bytes > BUDGET_BYTES:
             raise Overloaded("the line is in use", retry_after_seconds=5.0)
         self._num_bytes += num_bytes
 
@@ -130,6 +143,46 @@ async def measure_distance(channel: grpc.aio.Channel, clock: Clock) -> Distance:
             found.append(Distance(round_trip_seconds=seconds, clock_offset_seconds=offset))
         call.cancel()
     return min(found, key=lambda distance: distance.round_trip_seconds)
+
+
+async def passes_long(channel: grpc.aio.Channel, endpoint: str = "") -> bool:
+    """Whether a message of several packets reaches a peer, and another one comes back.
+
+    Some paths lose all packets of full size, without a word to either end. Then only short messages get through, and
+    with TLS gRPC does not even connect, because the key that it offers fills a packet.
+
+    Args:
+        channel: may be broken afterwards, since on such a path nothing follows a long message.
+        endpoint: HOST:PORT of the peer's server, whose certificate is a short message; empty without TLS.
+
+    Raises:
+        SwarmError: not even a short message was answered, or the peer answers another probe now.
+    Cancellation ends the call.
+    """
+    is_heard = False
+    try:
+        async with Stream(_open(channel)) as call:
+            await call.write(pb.ProbeRequest(total_bytes=2 * LONG_BYTES), LONG_SECONDS)
+            await call.read(LONG_SECONDS)
+            is_heard = True
+            await call.write(pb.ProbeRequest(data=bytes(LONG_BYTES), wanted_bytes=LONG_BYTES), LONG_SECONDS)
+            await call.read(LONG_SECONDS)
+            call.cancel()
+    except PeerUnavailable as error:
+        is_silent = error.is_unreachable and not error.is_gone
+        if not is_heard and not (is_silent and endpoint and await _shows_certificate(endpoint)):
+            raise
+        return False
+    return True
+
+
+async def _shows_certificate(endpoint: str) -> bool:
+    try:
+        async with asyncio.timeout(LONG_SECONDS):
+            await shown_certificate(*host_and_port(endpoint))
+    except (OSError, TimeoutError):
+        return False
+    return True
 
 
 async def measure_rates(channel: grpc.aio.Channel, clock: Clock) -> Rates:

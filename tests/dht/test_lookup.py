@@ -9,7 +9,7 @@ import pytest
 
 from swarm import config as configs
 from swarm.credentials.identity import Identity, generate
-from swarm.dht import keys
+from swarm.dht import keys, lookup
 from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_config
 from swarm.dht.lookup import FRESH_SECONDS, MAX_REPLY_BYTES, DirectoryServicer, PeerStore
@@ -17,14 +17,18 @@ from swarm.dht.record_store import NoOtherNode
 from swarm.dht.records import seal
 from swarm.errors import PeerUnavailable, WrongRun
 from swarm.machine.clock import ManualClock
-from swarm.rpc import tls
+from swarm.rpc import probe, tls
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import Entry
+from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
+from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, TrainerRecord
 from tests.support.memory_store import MemoryStore
+from tests.support.proxy import Direction, Proxy
 
 OURS, THEIRS = generate(), generate()
 CONFIG = configs.load_preset("tiny")
@@ -71,6 +75,7 @@ class Swarm:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         servicer = DirectoryServicer(store=store or self.dht, keys=keys.of_run(RUN, 2), clock=self.clock)
         add_DirectoryServiceServicer_to_server(servicer, server)
+        add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=self.clock), server)
         port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
         await server.start()
         self._servers[identity] = server
@@ -211,6 +216,30 @@ async def test_when_nobody_answers_the_first_ones_reason_is_told(swarm: Swarm) -
     await swarm.stop(OURS)
     with pytest.raises(PeerUnavailable, match="no peer of the run answers"):
         await store.get(keys.RUNS)
+
+
+async def test_a_silent_peer_does_not_hold_up_the_next_one(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an address to which there is no way: it takes connections, and says nothing."""
+    monkeypatch.setattr(lookup, "NEXT_SECONDS", 0.05)
+    record = await swarm.serve(OURS)
+    async with Proxy("127.0.0.1", 1) as nowhere, Proxy(*host_and_port(record.endpoint)) as silent:
+        silent.stall()
+        first, second = (record.model_copy(update={"endpoint": proxy.address}) for proxy in (silent, nowhere))
+        assert await swarm.reader(first, second, record).get(keys.RUNS) == {}
+        assert silent.num_connections == 1, "it is asked first"
+
+
+async def test_a_path_that_loses_large_packets_is_called_that(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "LONG_SECONDS", 0.2)
+    monkeypatch.setattr(lookup, "ANSWER_SECONDS", 0.5)
+    await swarm.dht.store(keys.RUNS, "", bytes(4000), 1060.0)
+    record = await swarm.serve(OURS)
+    async with Proxy(*host_and_port(record.endpoint)) as path:
+        path.links[Direction.TO_CLIENT].largest_bytes = 1300
+        reader = swarm.reader(record.model_copy(update={"endpoint": path.address}))
+        with pytest.raises(PeerUnavailable, match="none that takes several packets: something in between"):
+            await reader.get(keys.RUNS)
+    assert len(await swarm.reader(record).get(keys.RUNS)) == 1
 
 
 async def test_a_reader_announces_nothing(swarm: Swarm) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from peers.commands import command_line
 from peers.local.supervisor import Supervisor
 from scripts.benches.parity import train_reference
 from scripts.benches.shared.common import with_corpus
@@ -164,6 +165,39 @@ def test_lost_packets_between_two_stages_cost_no_sample_and_are_told_as_they_are
     assert "has no peer" not in log.read_text(), "both are announced all the time"
     report = swarm.audit()
     assert report["proven"], report
+
+
+@pytest.mark.slow
+def test_behind_a_path_that_drops_large_packets_each_program_says_so_and_others_train_on(
+    internet: Internet, children: Supervisor, tmp_path: Path
+) -> None:
+    """As in a VPN whose MTU nobody is told of: connections open, and nothing of more than a packet passes."""
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+    for stage in (0, 1):
+        swarm.start_peer_on(internet.public_host(), stage)
+    trainer = swarm.start_trainer_on(internet.public_host(), "trainer", steps=1000)
+    cut = internet.host("restricted")
+    chain = "type filter hook forward priority 0\nmeta length > 1300 drop\n"
+    nft(internet.router_of(cut), f"table inet vpn {{ chain on_the_way {{\n{chain}}}\n}}\n")
+    swarm.wait_for_steps("trainer", 2)
+    words: dict[str, list[str]] = {"peer": [], "trainer": ["--output", str(tmp_path / "cut-off")], "doctor": []}
+    programs = [
+        children.start(f"cut-off-{name}", cut.command(command_line(name, [swarm.invite, *options])))
+        for name, options in words.items()
+    ]
+    for program in programs:
+        assert swarm.wait_for_end(program) != 0
+        said = program.log.read_text()
+        assert "short messages pass on the way there, and none that takes several packets" in said
+        assert "Traceback" not in said
+    before = len(swarm.steps("trainer"))
+    wait_until(lambda: len(swarm.steps("trainer")) > before + 2, 60.0, "training to go on")
+    rows = swarm.status_from(internet.public_host())
+    assert sorted(rows) == ["peer-1", "peer-2"], "nobody else was announced"
+    assert [rows[name]["rerouted_backwards"] for name in ("peer-1", "peer-2")] == [0, 0]
+    trainer.process.send_signal(signal.SIGINT)
+    swarm.wait_for_end(trainer)
+    assert swarm.audit()["proven"]
 
 
 @pytest.mark.slow

@@ -77,6 +77,17 @@ def test_an_attempt_that_takes_long_is_no_silence_either(caplog: pytest.LogCaptu
     ]
 
 
+def test_a_reason_that_is_found_out_late_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    @in_virtual_time
+    async def look() -> None:
+        await patiently(_Peer(1, seconds=7.0).ask, LoopClock(), "a peer")
+
+    look()
+    assert caplog.messages[2] == (
+        "waiting for a peer (25 s at most; tried 2 times, the last time because it is not there), 7 s so far"
+    )
+
+
 @in_virtual_time
 async def test_it_ends_with_the_last_fault() -> None:
     with pytest.raises(PeerUnavailable, match="it is not there"):

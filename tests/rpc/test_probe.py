@@ -10,11 +10,12 @@ from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, SwarmEr
 from swarm.machine.clock import SystemClock
 from swarm.rpc import probe
 from swarm.rpc.options import CLIENT_OPTIONS
-from swarm.rpc.probe import ProbeServicer, measure_distance, measure_rates
+from swarm.rpc.probe import ProbeServicer, measure_distance, measure_rates, passes_long
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import probe_pb2 as pb
 from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceStub, add_ProbeServiceServicer_to_server
+from tests.support.proxy import Direction, Proxy
 
 SECONDS = 5.0
 
@@ -34,9 +35,8 @@ class Peer:
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         servicer = ProbeServicer(is_exchanging=lambda: self.is_exchanging, clock=Ahead())
         add_ProbeServiceServicer_to_server(servicer, self.server)
-        self.channel = grpc.aio.insecure_channel(
-            f"127.0.0.1:{bind_server(self.server, '127.0.0.1', 0, None)}", options=CLIENT_OPTIONS
-        )
+        self.port = bind_server(self.server, "127.0.0.1", 0, None)
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options=CLIENT_OPTIONS)
 
     def called(self) -> Stream:
         stub: Any = ProbeServiceStub(self.channel)
@@ -62,6 +62,19 @@ async def test_the_line_both_ways(peer: Peer) -> None:
     rates = await measure_rates(peer.channel, SystemClock())
     assert rates.up_per_second > 1e6
     assert rates.down_per_second > 1e6
+
+
+@pytest.mark.parametrize("direction", [None, *Direction])
+async def test_whether_long_messages_pass(
+    peer: Peer, direction: Direction | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "LONG_SECONDS", 0.3 if direction else 60.0)
+    peer.is_exchanging = True  # Next to nothing is asked for.
+    async with Proxy("127.0.0.1", peer.port) as proxy:
+        if direction is not None:
+            proxy.links[direction].largest_bytes = 1300
+        async with grpc.aio.insecure_channel(proxy.address, options=CLIENT_OPTIONS) as channel:
+            assert await passes_long(channel) is (direction is None)
 
 
 @pytest.mark.parametrize("fault", ["it exchanges", "too much within a minute"])

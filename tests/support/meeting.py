@@ -20,8 +20,10 @@ from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
+from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
+from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
 
@@ -47,6 +49,7 @@ async def meeting_point(
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
     point = MeetingPoint(own.peer_id, limits or MeetingLimits(), CLOCK, insecure=False, is_exchanging=lambda: False)
     add_MeetingServiceServicer_to_server(point, server)
+    add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=CLOCK), server)
     port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
     await server.start()
     try:

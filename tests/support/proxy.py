@@ -33,6 +33,9 @@ class Link:
     """Each connection's share, not the sum of them."""
     blocked: bool = False
     """Swallow what arrives, as a firewall that drops: the sender's TCP still sees it acknowledged."""
+    largest_bytes: int = _CHUNK_BYTES
+    """Of what is written at once. More than that is lost, and all that follows it on that connection: so it is with TCP
+    over a path that drops large packets."""
     open: asyncio.Event = field(default_factory=asyncio.Event)
     """While cleared, bytes are held back: see Proxy.stall."""
     num_bytes: int = 0
@@ -148,6 +151,7 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link
     held: deque[tuple[float, bytes]] = deque()
     room = asyncio.Semaphore(_HELD_CHUNKS)
     arrived = asyncio.Semaphore(0)
+    is_stuck = False
 
     async def receive() -> None:
         while True:
@@ -159,6 +163,7 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link
                 return
 
     async def send() -> None:
+        nonlocal is_stuck
         while True:
             await arrived.acquire()
             due, chunk = held.popleft()
@@ -168,7 +173,8 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link
             if not chunk:
                 writer.write_eof()
                 return
-            if link.blocked:
+            is_stuck = is_stuck or len(chunk) > link.largest_bytes
+            if link.blocked or is_stuck:
                 continue
             link.num_bytes += len(chunk)
             writer.write(chunk)

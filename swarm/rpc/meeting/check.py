@@ -3,8 +3,8 @@
 A peer that joins asks two or three others, which dial it back and tell what they reached. `DialBack` is their end, and
 must not serve as a port scanner. Of an address other than the caller's own it tells only whether the asking peer itself
 answers there, which TLS proves, or that this machine has no way to such an address; and a "no" always takes the same
-time. A node of the DHT is dialled only where its peer has proved itself, or at the caller's own address. One caller is
-answered at a time.
+time. A node of the DHT is dialled only where its peer has proved itself, or at the caller's own address. A few callers
+are answered at a time.
 """
 
 import asyncio
@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 DIAL_SECONDS = 2.0
 """Longest wait for an endpoint to answer: enough for a lost packet and three round trips."""
 ANSWER_SECONDS = 5.0
-"""Deadline of a question: another caller's may be answered before it."""
+"""Deadline of a question: other callers' may be answered before it."""
+AT_ONCE = 8
+"""The most callers that are dialled back at the same time; one that is not reached takes DIAL_SECONDS."""
 GAP_SECONDS = 1.0
 """A caller's next question is answered no sooner than this after its last one."""
 MAX_ENDPOINTS = 4
@@ -72,7 +74,7 @@ class _Target:
 
 
 class DialBack:
-    """Dials callers back and answers them, one at a time."""
+    """Dials callers back and answers them, AT_ONCE at a time."""
 
     def __init__(self, clock: Clock, *, insecure: bool) -> None:
         """
@@ -81,7 +83,7 @@ class DialBack:
         """
         self._clock = clock
         self._insecure = insecure
-        self._dialling = asyncio.Lock()
+        self._dialling = asyncio.Semaphore(AT_ONCE)
         self._asked_at: dict[Caller, float] = {}
 
     async def answer(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:

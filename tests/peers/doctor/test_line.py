@@ -63,6 +63,18 @@ def test_peers(found: line.Distances, state: State, words: str) -> None:
     _is(line.judge_peers(found), state, words)
 
 
+@pytest.mark.parametrize(
+    ("passing", "state", "words"),
+    [
+        ([True, False], State.FINE, "of any size, to 1 of 2 peers"),
+        ([False], State.WRONG, "1 peer asked: short messages pass on the way there, and none that takes"),
+        ([], State.NOT_CHECKED, "no peer is free to try it with"),
+    ],
+)
+def test_packets(passing: list[bool], state: State, words: str) -> None:
+    _is(line.judge_packets(passing), state, words)
+
+
 def test_rates() -> None:
     """A microbatch of `small` brings 8 x 256 x 384 numbers of 4 bytes to a stage: 3.1 MB."""
     _is(line.judge_rates("the line is in use", CONFIG), State.NOT_CHECKED, "the line is in use")

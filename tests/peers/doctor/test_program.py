@@ -63,7 +63,7 @@ async def test_a_machine_that_can_serve_is_told_so_with_figures() -> None:
         found = await _examine(_options(run.entry))
     assert list(found) == [
         "device", "files", "memory", "disk", "version", "gRPC port", "DHT port", "peers", "clock", "round trip",
-        "bandwidth",
+        "packets", "bandwidth",
     ]  # fmt: skip
     assert {finding.state for finding in found.values()} == {State.FINE}
     for what in ("gRPC port", "DHT port"):

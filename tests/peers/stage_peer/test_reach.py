@@ -6,9 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
+import grpc
 import pytest
 
 from peers.shared.membership import Membership
+from peers.stage_peer import inquiry
 from peers.stage_peer import reach as reaches
 from peers.stage_peer.listen import Listen, Outside
 from peers.stage_peer.reach import Reach
@@ -16,7 +18,9 @@ from peers.stage_peer.verdict import Verdict
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.dht.node import DhtNode
+from swarm.errors import Overloaded
 from swarm.machine.clock import SystemClock
+from swarm.rpc import probe
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting import check as checks
 from swarm.rpc.meeting.budget import MeetingLimits
@@ -25,6 +29,7 @@ from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.meeting import meeting_point
 from tests.support.memory_store import MemoryStore
+from tests.support.proxy import Direction, Proxy
 
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=1, d_model=32, num_heads=2, vocab_size=64), stages=StagesConfig(num_stages=1)
@@ -46,14 +51,25 @@ class Node:
 
 @asynccontextmanager
 async def _reach(
-    limits: MeetingLimits | None = None, *, is_known: bool = True, others: Sequence[str] = ()
+    limits: MeetingLimits | None = None,
+    *,
+    is_known: bool = True,
+    others: Sequence[str] = (),
+    largest_bytes: int | None = None,
 ) -> AsyncIterator[tuple[Reach, Node, Entry]]:
-    """Of a peer that finds one other peer in the run, at further endpoints too, or none."""
+    """Of a peer that finds one other peer in the run, at further endpoints too, or none.
+
+    Args:
+        largest_bytes: what is written at once is lost on its way there if it is more than that.
+    """
     own, other, node = generate(), generate(), Node()
-    async with meeting_point(other, limits=limits) as host:
+    async with meeting_point(other, limits=limits) as host, Proxy(host.entry.host, host.entry.port) as path:
+        if largest_bytes is not None:
+            path.links[Direction.TO_SERVER].largest_bytes = largest_bytes
         member = Membership.enter(CONFIG, MemoryStore(CLOCK), own, CLOCK, insecure=False)
         record = PeerRecord(
-            peer_id=other.peer_id, announced_at=CLOCK.time(), stage=0, endpoint=host.entry.endpoint,
+            peer_id=other.peer_id, announced_at=CLOCK.time(), stage=0,
+            endpoint=host.entry.endpoint if largest_bytes is None else path.address,
             other_endpoints=tuple(others),
             certificate_pem=other.certificate_pem, state=PeerState.SERVING,
         )  # fmt: skip
@@ -120,6 +136,44 @@ async def test_a_peer_that_nobody_takes_in_does_not_serve_and_says_why(
         line = next(record.message for record in caplog.records if "nobody can reach this peer" in record.message)
         assert str(reach.port) in line
         assert "5002" in line
+
+
+async def test_a_peer_that_others_have_no_time_for_asks_again_before_it_announces_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where two behind one router begin at the same moment."""
+    num_asked, ask = 0, checks.check
+
+    async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds: float) -> pb.CheckReply:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked <= inquiry.NUM_TRIES:
+            raise Overloaded("this caller has just been dialled back", retry_after_seconds=1.0)
+        return await ask(channel, request, seconds=seconds)
+
+    for module, name, value in (
+        (inquiry, "check", check),
+        (inquiry, "GAP_SECONDS", 0.01),
+        (reaches, "LOOK_SECONDS", 0.01),
+    ):
+        monkeypatch.setattr(module, name, value)
+    async with _reach() as (reach, _, _):
+        await reach.found_out()
+        assert num_asked == inquiry.NUM_TRIES + 1
+        assert reach.endpoints == (f"127.0.0.1:{reach.port}",)
+
+
+async def test_a_peer_to_which_only_short_messages_pass_does_not_serve_and_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "LONG_SECONDS", 0.2)
+    async with _reach(largest_bytes=1300) as (reach, _, _):
+        finding_out = asyncio.create_task(reach.found_out())
+        await eventually(lambda: "none that takes several packets" in caplog.text)
+        assert reach.endpoints == ()
+        finding_out.cancel()
+        await asyncio.wait([finding_out])
+        assert finding_out.cancelled()
 
 
 async def test_a_peer_with_one_version_of_ip_also_waits_at_one_that_has_both() -> None:
