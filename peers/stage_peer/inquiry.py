@@ -74,7 +74,7 @@ class Inquiry:
         return told
 
     async def _ask(self, record: PeerRecord, request: pb.CheckRequest) -> pb.CheckReply | None:
-        """The reply of one peer; None if it is silent or busy, or if only short messages pass between it and this peer."""
+        """The reply of one peer; None if it is silent or busy, or if only short messages pass on the way to it."""
         # Each call takes the channel from the pool, because the pool may have put a better one in its place.
         channels, end = self._membership.channels, direct(record.endpoints)[0]
         try:

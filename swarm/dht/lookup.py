@@ -118,8 +118,8 @@ class PeerStore:
     """Reads the DHT through a peer: a RecordStore for a directory that announces nothing.
 
     It asks the peer that answered last, then those that the user named, then others of the run; after NEXT_SECONDS
-    without an answer it asks the next one as well. A peer that does not answer is passed over, and so is one that is alone
-    in the DHT, if another one is not.
+    without an answer it asks the next one as well. A peer that does not answer is passed over, and so is one that is
+    alone in the DHT, if another one is not.
     """
 
     def __init__(self, entries: Sequence[Entry], channels: ChannelPool, own: Identity, *, insecure: bool) -> None:
