@@ -12,19 +12,17 @@ Used by stage/weights and by the benches' training in one process, so that both 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 
 from swarm.config import OptimizerConfig, OuterConfig
+from swarm.training.pieces import in_pieces
 
 Parameters = Mapping[str, torch.Tensor]
 
-CACHED_ELEMENTS = 1 << 16
-"""How many elements each thread steps at once, so that the result of one operation is in cache for the next."""
-GPU_ELEMENTS = 1 << 24
-"""How many elements are stepped at once on a GPU, where fewer and larger operations are faster."""
 COSINE_TERMS = 14
 """How many terms of the cosine's series are summed. Those after them add less than 1e-23 up to a quarter turn."""
 
@@ -75,22 +73,19 @@ class AdamW(Optimizer):
         return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
-        beta1, beta2, epsilon = self._config.beta1, self._config.beta2, self._config.epsilon
+        config = self._config
         for name, parameter in parameters.items():
             state = self._state_of(name, parameter)
             num_steps = int(state["step"].add_(1.0))
-            size = rate / (1.0 - _power(beta1, num_steps))
-            unbiased = 1.0 / math.sqrt(1.0 - _power(beta2, num_steps))
-            decay = 1.0 - rate * self._config.weight_decay if parameter.ndim >= 2 else 1.0
-            tensors = parameter, gradients[name], state["exp_avg"], state["exp_avg_sq"]
-            for (weights, gradient, first, second), scratch in _pieces(*tensors):
-                # m <- m + (1 - beta1) (g - m)
-                first.add_(torch.sub(gradient, first, out=scratch).mul_(1.0 - beta1))
-                # v <- beta2 v + (1 - beta2) g^2
-                second.mul_(beta2).add_(torch.mul(gradient, gradient, out=scratch).mul_(1.0 - beta2))
-                # p <- decay p - size m / (sqrt(v) unbiased + epsilon)
-                _sqrt(second, out=scratch).mul_(unbiased).add_(epsilon)
-                weights.mul_(decay).sub_(torch.div(first, scratch, out=scratch).mul_(size))
+            work = partial(
+                _adamw,
+                betas=(config.beta1, config.beta2),
+                epsilon=config.epsilon,
+                decay=1.0 - rate * config.weight_decay if parameter.ndim >= 2 else 1.0,
+                size=rate / (1.0 - _power(config.beta1, num_steps)),
+                unbiased=1.0 / math.sqrt(1.0 - _power(config.beta2, num_steps)),
+            )
+            in_pieces(work, parameter, gradients[name], state["exp_avg"], state["exp_avg_sq"])
 
     def _state_of(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         if name not in self.state:
@@ -118,17 +113,12 @@ class OuterSgd(Optimizer):
         for name, parameter in parameters.items():
             if self._momentum == 0.0:
                 # Without momentum there is no state.
-                for (weights, gradient), scratch in _pieces(parameter, gradients[name]):
-                    weights.sub_(torch.mul(gradient, rate, out=scratch))
+                in_pieces(partial(_sgd, rate=rate), parameter, gradients[name])
                 continue
             if name not in self.state:
                 self.state[name] = {"momentum_buffer": torch.zeros_like(parameter)}
-            tensors = parameter, gradients[name], self.state[name]["momentum_buffer"]
-            for (weights, gradient, velocity), scratch in _pieces(*tensors):
-                # v <- mu v + g
-                velocity.mul_(self._momentum).add_(gradient)
-                # p <- p - rate (mu v + g)
-                weights.sub_(torch.mul(velocity, self._momentum, out=scratch).add_(gradient).mul_(rate))
+            work = partial(_nesterov, momentum=self._momentum, rate=rate)
+            in_pieces(work, parameter, gradients[name], self.state[name]["momentum_buffer"])
 
 
 @torch.no_grad()
@@ -137,23 +127,55 @@ def step(optimizer: Optimizer, parameters: Parameters, gradients: Mapping[str, t
     optimizer.update(parameters, gradients, rate)
 
 
-def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-    """Cut tensors of one shape into groups of rows: views of each group, and scratch memory of the same shape."""
-    rows = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
-    on_cpu = tensors[0].device.type == "cpu"
-    num_elements = CACHED_ELEMENTS * torch.get_num_threads() if on_cpu else GPU_ELEMENTS
-    num_rows = max(1, num_elements // max(1, rows[0][:1].numel()))
-    scratch = torch.empty_like(rows[0][:num_rows], requires_grad=False)
-    for piece in zip(*(torch.split(tensor, num_rows) for tensor in rows), strict=True):
-        yield piece, scratch[: len(piece[0])]
+def _adamw(
+    xp: Any,
+    scratch: Any,
+    weights: Any,
+    gradient: Any,
+    first: Any,
+    second: Any,
+    *,
+    betas: tuple[float, float],
+    epsilon: float,
+    decay: float,
+    size: float,
+    unbiased: float,
+) -> None:
+    # m <- m + (1 - beta1) (g - m)
+    xp.subtract(gradient, first, out=scratch)
+    xp.multiply(scratch, 1.0 - betas[0], out=scratch)
+    xp.add(first, scratch, out=first)
+    # v <- beta2 v + (1 - beta2) g^2
+    xp.multiply(gradient, gradient, out=scratch)
+    xp.multiply(scratch, 1.0 - betas[1], out=scratch)
+    xp.multiply(second, betas[1], out=second)
+    xp.add(second, scratch, out=second)
+    # p <- decay p - size m / (sqrt(v) unbiased + epsilon)
+    xp.sqrt(second, out=scratch)
+    xp.multiply(scratch, unbiased, out=scratch)
+    xp.add(scratch, epsilon, out=scratch)
+    xp.divide(first, scratch, out=scratch)
+    xp.multiply(scratch, size, out=scratch)
+    xp.multiply(weights, decay, out=weights)
+    xp.subtract(weights, scratch, out=weights)
 
 
-def _sqrt(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Square roots, correctly rounded. On a CPU torch's own come from MKL, whose last bit depends on the processor."""
-    if tensor.device.type != "cpu":
-        return torch.sqrt(tensor, out=out)
-    np.sqrt(tensor.numpy(), out=out.numpy())
-    return out
+def _nesterov(
+    xp: Any, scratch: Any, weights: Any, gradient: Any, velocity: Any, *, momentum: float, rate: float
+) -> None:
+    # v <- mu v + g
+    xp.multiply(velocity, momentum, out=velocity)
+    xp.add(velocity, gradient, out=velocity)
+    # p <- p - rate (mu v + g)
+    xp.multiply(velocity, momentum, out=scratch)
+    xp.add(scratch, gradient, out=scratch)
+    xp.multiply(scratch, rate, out=scratch)
+    xp.subtract(weights, scratch, out=weights)
+
+
+def _sgd(xp: Any, scratch: Any, weights: Any, gradient: Any, *, rate: float) -> None:
+    xp.multiply(gradient, rate, out=scratch)
+    xp.subtract(weights, scratch, out=weights)
 
 
 def _power(base: float, exponent: int) -> float:

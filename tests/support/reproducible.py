@@ -44,8 +44,13 @@ CONFIG = RunConfig(
         learning_rate=0.03, clip_norm=1.0, weight_decay=0.1, schedule="cosine", warmup_samples=20, total_samples=400
     ),
 )
-ANOTHER_PROCESSOR = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
-"""An environment in which torch, and MKL, which it uses, compute as if the processor had fewer instructions."""
+ANOTHER_PROCESSOR = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "NPY_DISABLE_CPU_FEATURES": "AVX F16C FMA3 AVX2 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL",
+}
+"""An environment in which torch, numpy, and MKL, which torch uses, compute as if the processor had fewer
+instructions."""
 MAGNITUDES = torch.tensor([math.ldexp(1.0, -exponent) for exponent in (0, 0, 0, 1, 5, 10, 20, 60, 70, 130, 140)])
 
 

@@ -1,0 +1,72 @@
+"""Work on tensors in pieces treats every element once, on any number of threads."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.training import pieces
+from swarm.training.pieces import in_pieces
+
+
+@pytest.fixture(params=[1, 3])
+def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Pieces are small meanwhile."""
+    monkeypatch.setattr(pieces, "CACHED_ELEMENTS", 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def _add_product(xp: Any, scratch: Any, sums: Any, values: Any) -> None:
+    """sums <- sums + 3 values"""
+    xp.multiply(values, 3.0, out=scratch)
+    xp.add(sums, scratch, out=sums)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (64,), (65,), (1000,), (3, 500), (500, 3), (5, 4, 30), (0, 3)])
+def test_every_element_has_its_turn_once(shape: tuple[int, ...], num_threads: int) -> None:
+    sums, values = torch.rand(shape), torch.rand(shape)
+    expected, before = sums + 3.0 * values, values.clone()
+    in_pieces(_add_product, sums.requires_grad_(), values)
+    assert torch.equal(sums, expected)
+    assert torch.equal(values, before)
+
+
+def test_rows_need_not_lie_one_after_the_other(num_threads: int) -> None:
+    sums, values = torch.rand(40, 70).T, torch.rand(70, 80)[:, ::2]
+    expected = sums + 3.0 * values
+    in_pieces(_add_product, sums, values)
+    assert torch.equal(sums, expected)
+
+
+def test_pieces_are_small_and_spread_over_the_threads(num_threads: int) -> None:
+    sizes, threads = list[int](), set[str]()
+    together = threading.Barrier(num_threads)
+
+    def look(xp: Any, scratch: Any, piece: Any) -> None:
+        together.wait(10.0)
+        assert scratch.shape == piece.shape
+        sizes.append(piece.size)
+        threads.add(threading.current_thread().name)
+
+    in_pieces(look, torch.zeros(1000))
+    assert sum(sizes) == 1000
+    assert max(sizes) <= 64
+    assert len(threads) == num_threads
+
+
+def test_what_is_no_number_warns_of_nothing_and_what_fails_is_raised(num_threads: int) -> None:
+    """Any warning fails a test."""
+    sums = torch.full((200,), 3e38)
+    in_pieces(_add_product, sums, sums.clone())
+    assert torch.isinf(sums).all()
+
+    def fail(xp: Any, scratch: Any, piece: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        in_pieces(fail, sums)
