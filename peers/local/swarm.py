@@ -140,7 +140,7 @@ class LocalSwarm:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _show(self, table: LiveTable) -> int:
-        """Update the table; gives the trainer's step."""
+        """Update the table and return the trainer's step."""
         view = await self._view()
         table.show(view)
         return view.trainers[0].step if view.trainers else self.output.first_step

@@ -51,7 +51,7 @@ def has_rows(path: Path) -> bool:
 
 
 def of_file(path: Path) -> Iterator[Row]:
-    """The rows of a file. Raises ValueError, one line, for a row that cannot be read, or OSError."""
+    """The rows of a file. Raises OSError, or ValueError (one line) for a row that cannot be read."""
     return _jsonl(path) if path.suffix.lower() in JSONL else _parquet(path)
 
 
