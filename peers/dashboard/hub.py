@@ -1,7 +1,7 @@
 """Gives the dashboard's state and its changes to all viewers. Each message is made once for all of them.
 
-program.py publishes the state, and app.py follows it. Nobody waits for a slow viewer: it misses changes, and gets the
-whole state instead.
+program.py publishes the state, and app.py follows it. A slow viewer holds up no other one: it misses changes, and
+gets the whole state instead.
 """
 
 import asyncio

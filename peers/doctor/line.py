@@ -36,7 +36,7 @@ Distances = Mapping[str, Distance | str]
 
 
 async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock, *, seconds: float) -> Distances:
-    """Measure the distances to some peers at the same time, for so many seconds. Cancellation ends the calls."""
+    """Measure the distances to some peers at the same time, for `seconds`. Cancellation ends the calls."""
 
     async def ask(peer: PeerRecord) -> Distance | str:
         try:

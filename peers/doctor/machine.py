@@ -63,13 +63,13 @@ def _why_no_gpu(driver: str, cuda: str | None, complaints: Sequence[str]) -> str
 
 
 def files(num_peers: int) -> Finding:
-    """Whether a process may have enough files, and so connections, open for a run with so many peers."""
+    """Whether a process may have enough files, and so connections, open for a run with `num_peers` peers."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return judge_files(limit if limit != resource.RLIM_INFINITY else None, num_peers)
 
 
 def judge_files(limit: int | None, num_peers: int) -> Finding:
-    """Compare the limit, None if there is none, with what a run of so many peers takes."""
+    """Compare the limit, None if there is none, with what a run of `num_peers` peers takes."""
     needed = OWN_FILES + FILES_OF_A_PEER * num_peers
     if limit is None or limit >= needed:
         return fine("files", f"{'any number' if limit is None else limit} may be open; about {needed} are needed")

@@ -50,7 +50,7 @@ class Needs:
         frozen = _FROZEN_BYTES * own if config.lora.is_on else 0
         is_last = stage == config.stages.num_stages - 1
         loss = loss_bytes(config.model, config.data.tokens_per_microbatch) if is_last else 0
-        # Per trained parameter: weights, their copy, gradients and the round's first weights; briefly, one gradient.
+        # Per trained parameter: weights, their copy, gradients, the round's first weights; and, briefly, one gradient.
         held, once_a_round = 4 + 1, 6
         if not config.rounds.synchronous:
             # Besides: briefly, a second version of the weights; the round's first weights again; outer momentum.

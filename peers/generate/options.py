@@ -58,7 +58,7 @@ class GenerateOptions:
     top_p: float = 1.0
     """Choose among the likeliest tokens that have this probability together."""
     top_k: int = 0
-    """Choose among so many of the likeliest tokens; 0 among all."""
+    """Choose among this many of the likeliest tokens; 0 among all."""
     seed: int = 0
     """The same seed gives the same text."""
     stop: tuple[str, ...] = ()

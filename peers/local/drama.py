@@ -23,7 +23,7 @@ class Drama:
         self._newcomer: LocalPeer | None = None
 
     def act(self, num_steps: int) -> list[str]:
-        """Do what is due after so many steps of this run; gives what happened."""
+        """Do what is due after this number of steps of this run; gives what happened."""
         happened = []
         if self._kill_at is not None and num_steps >= self._kill_at and not self.num_killed:
             happened += self._kill()

@@ -32,9 +32,9 @@ class LocalOptions:
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
     kill_at: int | None = None
-    """Kill -9 a random peer once this run has made so many steps; its stage keeps another one."""
+    """Kill -9 a random peer once this run has made this many steps; its stage keeps another one."""
     join_at: int | None = None
-    """Start one more peer, where there are fewest, once this run has made so many steps."""
+    """Start one more peer, where there are fewest, once this run has made this many steps."""
     evaluate_every: int = 10
     """Steps between two evaluations on held-out text."""
     sample_tokens: int = 200

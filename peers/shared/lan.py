@@ -163,7 +163,7 @@ def merged(claims: Iterable[tuple[str, Invite]]) -> dict[str, Invite]:
 
 
 async def _is_set(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until the event is set, for so many seconds at most; gives whether it is set."""
+    """Wait until the event is set, for `seconds` at most; gives whether it is set."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -142,7 +142,7 @@ async def agree_on_config(
             share the DHT.
         IncompatibleVersion: the run speaks another version of the protocol.
         ConfigMismatch: ours differs from the run's, naming the field.
-        PeerUnavailable: nobody has published one.
+        PeerUnavailable: no peer has published one.
     """
     if not initial_peers:
         assert own is not None, "the first peer brings a configuration"

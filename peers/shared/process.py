@@ -141,7 +141,7 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
     """Run a program and turn every fault that is not a bug into one line on stderr.
 
     A ValueError is the user's fault (exit code 2); SwarmError, OSError and a lack of memory come from the world (1);
-    Ctrl-C gives 130, SIGTERM 143; and where nobody reads the output any more (`| head`), the code is 141, without a
+    Ctrl-C gives 130, SIGTERM 143; and where nothing reads the output any more (`| head`), the code is 141, without a
     line. Of an ExceptionGroup a lack of memory is reported, or else the first fault. Log level `debug` shows the
     traceback as well.
 
@@ -164,7 +164,7 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
     except Exception as error:
         faults = list(leaves(error))
         if any(isinstance(fault, BrokenPipeError) for fault in faults) and _has_lost_reader(sys.stdout):
-            # Python flushes stdout when it ends, and would complain that nobody reads it.
+            # Python flushes stdout when it ends, and would complain that nothing reads it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_NO_READER
         shortages = [shortage for fault in faults if (shortage := _shortage(fault)) is not None]

@@ -4,7 +4,7 @@ from rich.console import Console
 
 
 class Screen(Console):
-    """rich's console, but it raises BrokenPipeError when nobody reads its output, as in `swarm-status | head`."""
+    """rich's console, but it raises BrokenPipeError when nothing reads its output, as in `swarm-status | head`."""
 
     def on_broken_pipe(self) -> None:
         """Raise the error for which run_program ends the program. rich's SystemExit would end only an asyncio task."""

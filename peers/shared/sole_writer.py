@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 def require_sole_writer(path: Path, given_as: str) -> int:
     """Lock a folder, or a file, which is made if missing; gives a descriptor that holds the lock until it is closed.
 
-    Where the file system has no such locks, nobody is kept out.
+    Where the file system has no such locks, no process is kept out.
 
     Args:
         given_as: what the user typed.

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SWARM_TOKEN"
 """The environment variable with a token; it counts only where no option and no address has one."""
 FAREWELL_SECONDS = 90.0
-"""A program begins to leave so many seconds before its token expires: afterwards no peer would answer it."""
+"""A program begins to leave this many seconds before its token expires: afterwards no peer would answer it."""
 
 
 def read_token(text: str) -> Token:

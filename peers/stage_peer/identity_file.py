@@ -30,7 +30,7 @@ class ClaimedIdentity:
 def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdentity:
     """Claim the file `path`, or else the first free one with a label (`stage-2`, say) in `folder`; make it if missing.
 
-    Where the file system has no locks, nobody is kept out.
+    Where the file system has no locks, no process is kept out.
 
     Raises:
         ValueError: the named file is in use by another peer.

@@ -40,7 +40,7 @@ class Incarnation:
     """One start of a peer's process.
 
     Attributes:
-        nonce: a word that no other start has; empty where nobody checks for rivals.
+        nonce: a word that no other start has; empty where no peer checks for rivals.
         started_at: seconds since the epoch, by the process's own clock.
     """
 

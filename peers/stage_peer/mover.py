@@ -2,8 +2,8 @@
 
 Used by swarm-peer. A peer that moves waits for the end of a round, drains, withdraws, and begins at the new stage like
 any joiner, in the same process, with the same identity and DHT node. A peer that cannot begin there goes back. It never
-serves a stage whose state it has not got, and never moves away from one that nobody else serves. rebalancer.py decides
-when to move.
+serves a stage whose state it has not got, and never moves away from one that no other peer serves.
+rebalancer.py decides when to move.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ hold of the round is lost."""
 DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
 """How long such a peer then waits for its microbatches to end; a moving peer stays if they take longer."""
 QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 5.0
-"""A peer no longer waits for its round once nothing has been under way for this long: nobody trains."""
+"""A peer no longer waits for its round once nothing has been under way for this long: no trainer trains."""
 COMMIT_SECONDS = 5.0
 """How long another peer of the stage may take to commit the round that this one has committed."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0

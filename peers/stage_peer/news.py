@@ -35,7 +35,7 @@ class Around:
         num_calls: how many calls have come since this peer serves, from any caller.
         num_others: how many trainers and other peers of its stage there are, which would all call this peer.
         has_trainer: whether there is a trainer.
-        empty_stages: the other stages that nobody serves.
+        empty_stages: the other stages that no peer serves.
         left_alone_by: senders that say that they have banned this peer, each with the reason that it gives.
     """
 

@@ -43,7 +43,7 @@ class PeerOptions:
     """TOML file of a new run."""
     model: str | None = None
     """A new run begins with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its
-    name on the hub. With an INVITE, a stage that nobody holds yet gets its weights from it."""
+    name on the hub. With an INVITE, a stage that no peer holds yet gets its weights from it."""
     preset: str | None = None
     """Configuration of a new run that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m,
     sparseloco or targon."""
@@ -116,7 +116,7 @@ class PeerOptions:
     resume_round: int | None = None
     """Go on from the checkpoint of this round instead."""
     start_over: bool = False
-    """Where nobody holds the stage of a run that has gone on, and there is no checkpoint, begin it again from initial
+    """Where no peer holds the stage of a run that has gone on, and there is no checkpoint, begin it again from initial
     weights; what it had learnt is gone."""
     metrics_port: int | None = None
     """Answer at this port, at /metrics, with this process's figures for Prometheus; 0 takes a free one. Needs the extra

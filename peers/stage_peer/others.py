@@ -63,7 +63,7 @@ class Others:
 
     @property
     def latest(self) -> int:
-        """The newest round of the run; 0 where nobody answers."""
+        """The newest round of the run; 0 where no peer answers."""
         return max(self.rounds.values(), default=0)
 
 
@@ -90,7 +90,7 @@ async def find_others(
 
     While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
     frozen, or cut off from here, and a stage must not begin anew beside them. It waits likewise while a holder is
-    leaving, because it may write its last checkpoint, or stay after all where nobody else has the state. And it waits
+    leaving, because it may write its last checkpoint, or stay after all where no other peer has the state. And it waits
     while peers of other stages are announced in a run that has gone on, and none of them answers: silence does not mean
     round 0. A peer that died is no longer announced after some seconds.
 
@@ -142,7 +142,7 @@ class _Holders:
         self._missed_since: float | None = None
 
     def look(self) -> None:
-        """Note the holders that are announced, and forget those that say that they leave: nobody waits for them."""
+        """Note the holders that are announced, and forget those that say that they leave: no peer waits for them."""
         announced = self._known.others(self._stage)
         self._seen |= {record.peer_id: record for record in announced}
         for record in self._known.leaving(self._stage):

@@ -35,7 +35,7 @@ class OwnState:
         """The records of these peers that were last read from the DHT."""
 
     async def begin(self) -> None:
-        """Take the state of a checkpoint, if there is one and nobody holds this stage; see resume.begin.
+        """Take the state of a checkpoint, if there is one and no peer holds this stage; see resume.begin.
 
         Raises:
             ValueError, Fatal, PeerUnavailable: as of find_others and resume.choose.

@@ -320,7 +320,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
 
 def meeting_limits(megabits_per_second: int) -> MeetingLimits:
-    """How much the peer does as a meeting point if it may carry so many megabits per second; nothing for 0."""
+    """How much the peer does as a meeting point if it may carry this many megabits per second; nothing for 0."""
     limits = MeetingLimits(bytes_per_second=max(1, megabits_per_second) * 125_000.0)
     return limits if megabits_per_second else dataclasses.replace(limits, max_waiting=0)
 

@@ -40,7 +40,7 @@ class Rebalancer:
         """
         Args:
             every_seconds: mean time between two checks whether to move; 0 never moves.
-            checkpoints: folder from which a stage that nobody holds can be restored; None if there is none.
+            checkpoints: folder from which a stage that no peer holds can be restored; None if there is none.
         """
         self._config = membership.config
         self._own_id = PeerId(membership.peer_id)
@@ -62,7 +62,7 @@ class Rebalancer:
 
         Raises:
             PeerUnavailable: the DHT does not answer.
-            Fatal: nobody holds any stage of the run any more.
+            Fatal: no peer holds any stage of the run any more.
         """
         records, claims = await self._look()
         first = _some(self._judgement.first_choice(records, claims, self._lost()))
@@ -173,7 +173,7 @@ class Rebalancer:
         return bool(await self._ask(others))
 
     async def _ask(self, records: Sequence[PeerRecord], *, num_asked: int = ASKED) -> list[pb.DescribeReply]:
-        """Ask so many of these peers; gives the replies of those that serve and are not about to leave."""
+        """Ask some of these peers; gives the replies of those that serve and are not about to leave."""
         asked = self._rng.sample(records, min(num_asked, len(records)))
         replies = await answers(self._config, asked, self._channels)
         return [reply for reply in replies if reply.state == PeerState.SERVING]
@@ -207,7 +207,7 @@ class Rebalancer:
         return records, claims
 
     def _lost(self) -> Collection[int]:
-        """Stages that nobody can enter: no peer and no checkpoint has what they learnt."""
+        """Stages that no peer can enter: no peer and no checkpoint has what they learnt."""
         rows = self._known.records
         if not any(record.round for row in rows.values() for record in row):
             return ()

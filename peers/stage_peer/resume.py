@@ -41,8 +41,8 @@ class ResumeOptions:
         joins: the run exists, as far as the command line knows.
         moves: the peer comes from another stage. It does not bring initial weights to a run that has gone on.
         has_weights: the weights that the run begins with, if they are not drawn from the seed, are on this machine.
-        starts_over: the user wants initial weights if nobody holds the stage of a run that has gone on, and there is no
-            checkpoint.
+        starts_over: the user wants initial weights if no peer holds the stage of a run that has gone on, and there is
+            no checkpoint.
     """
 
     folder: Path | None = None
@@ -77,7 +77,7 @@ async def begin(
     config: RunConfig, stage: int, member: StageMember, shapes: Mapping[str, torch.Size], others: Others,
     options: ResumeOptions, *, checkpoints: CheckpointWriter | None,
 ) -> None:  # fmt: skip
-    """Begin a stage with a checkpoint's state, if there is one and nobody holds the stage, or with its initial state.
+    """Begin a stage with a checkpoint's state, if there is one and no peer holds the stage, or with its initial state.
 
     Args:
         shapes: of the stage's parameters.
@@ -90,7 +90,7 @@ async def begin(
     folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
     beginning = await asyncio.to_thread(choose, config, stage, shapes, others, folder, options)
     if beginning is None:
-        # Peers of this stage that are gone may have granted ids in this very round, of which nobody can tell any more.
+        # Peers of this stage that are gone may have granted ids in this very round, and no living peer can tell which.
         await member.begin(highest_microbatch=0 if others.has_begun else -1)
         return
     restored = beginning.restored

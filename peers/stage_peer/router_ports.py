@@ -54,7 +54,7 @@ class NatPmp:
         """Forward a port, as Router says."""
         request = struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, outer_port, lease_seconds)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            # A connected socket hears nobody but the router.
+            # A connected socket hears only the router.
             sock.connect(self._address)
             for seconds in _TRIES_SECONDS:
                 sock.settimeout(seconds)

@@ -264,7 +264,7 @@ class StageServer:
 
         Returns sooner if `seconds` have passed, if this peer has no samples in the round, if no other peer serves some
         stage, this one included, or if nothing has been under way here for `quiet_seconds` while all members are there:
-        then nobody trains.
+        then no trainer trains.
         """
         with self._membership.waits.on(f"the end of round {self.stage.round}, to leave after it"):
             await self._end_of_round(seconds, quiet_seconds)
@@ -296,7 +296,7 @@ class StageServer:
         """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on.
 
         Returns:
-            Whether all were finished within so many seconds.
+            Whether all were finished within `seconds`.
         """
         self.stage.admission.close()
         await self.presence.leaves()

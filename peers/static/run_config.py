@@ -91,7 +91,7 @@ def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfi
 
 
 def in_shards(model: ModelConfig, num_workers: int) -> ModelConfig:
-    """The model with its layers in shards for so many workers. Raises ValueError if they cannot share its layers."""
+    """The model with its layers in shards for the workers. Raises ValueError if they cannot share its layers."""
     if num_workers == 1:
         return model
     if model.block_types:

@@ -22,7 +22,7 @@ class StageRow:
     stage: int
     peers: tuple[PeerRow, ...] = ()
     last_peer: LastPeer | None = None
-    """If no peer serves the stage, the last one that did; None if nobody knows."""
+    """If no peer serves the stage, the last one that did; None if it is not known."""
 
     @property
     def is_served(self) -> bool:

@@ -30,12 +30,12 @@ class AveragingConfig:
     """`topk` and `dct-topk`: largest group in which every member sends its contribution to every other one. In larger
     ones each tile has an owner that sums it and encodes the sum again, with four times as many coefficients."""
     clip_to_median: float = 3.0
-    """DiLoCo only: a contribution's norm is cut to so many times the median norm of the members; 0 turns it off."""
+    """DiLoCo only: a contribution's norm is cut to this many times the median norm of the members; 0 turns it off."""
     overlap_steps: int = 5
     """DiLoCo only: inner steps a peer may take while a round is exchanged; the result is merged as soon as it is
     committed. A few cost no loss (docs/performance.md). 0: the peer waits, and accumulates gradients."""
     num_fragments: int = 1
-    """DiLoCo only: a stage is cut into so many parts, and each round averages one of them, in turn; at most as many as
+    """DiLoCo only: a stage is cut into this many parts; each round averages one of them, in turn. At most as many as
     the smallest stage has layers."""
     quorum: Quorum = "available"
     """`majority`: a round needs more than half of the members of the last committed one. `available`: the live peers

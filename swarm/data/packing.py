@@ -16,7 +16,7 @@ from swarm.training import samples
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 
 NUM_OPEN = 64
-"""The most sequences that are open because they still have room. With so many, hardly any room is left empty."""
+"""The most sequences that are open because they still have room. With this many, hardly any room is left empty."""
 
 
 def record_dtype(config: DataConfig, vocab_size: int) -> np.dtype[np.void]:

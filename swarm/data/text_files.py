@@ -133,7 +133,7 @@ def _walk(root: Path, unreadable: dict[Path, str], *, skipped_folders: frozenset
 def _why_unreadable(path: Path) -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            # We do not open it, because a pipe that nobody writes to would block.
+            # We do not open it, because a pipe that nothing writes to would block.
             return "not a regular file"
         path.open("rb").close()
     except OSError as error:

@@ -142,7 +142,7 @@ def is_at(folder: Path, digest: str) -> bool:
 
 
 def digests_of(content: bytes) -> dict[str, str]:
-    """The digest of each file, read from a list of a tokenizer's files. Raises IntegrityError if it is none."""
+    """The digest of each file, read from a list of a tokenizer's files. Raises IntegrityError if it is no such list."""
     try:
         digests = {str(name): str(digest) for name, digest in json_file.parse(content).items()}
     except (ValueError, AttributeError):

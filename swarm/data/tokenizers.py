@@ -177,7 +177,7 @@ def load(spec: str) -> Tokenizer:
 def load_for_run(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     """Load the tokenizer that `data` names on this machine, and check that it fits the run and the model.
 
-    A warning is logged if the model has so many more tokens that it must be meant for another tokenizer.
+    Log a warning if the model has so many more tokens that it must be meant for another tokenizer.
 
     Args:
         vocab_size: the model's.

@@ -21,7 +21,7 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, num_positions: int) -> AsyncIterator[None]:
-        """Wait for room for a sequence of so many positions, and hold it inside the block."""
+        """Wait for room for a sequence of `num_positions` positions, and hold it inside the block."""
         assert num_positions <= self.capacity, "there will never be room"
         async with self._turn:
             while self._sequences_left == 0 or self._positions_left < num_positions:

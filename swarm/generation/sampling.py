@@ -14,7 +14,7 @@ class Sampling:
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: choose only among the likeliest tokens that together have this probability; 1 takes all.
-        top_k: choose only among so many of the likeliest tokens; 0 takes all.
+        top_k: choose only among this many of the likeliest tokens; 0 takes all.
         seed: seed of the random numbers.
     """
 

@@ -99,7 +99,7 @@ class Keys:
         return Keys(value)
 
     def finish(self) -> None:
-        """Raise ValueError, which names the key, if there is one that nobody has read."""
+        """Raise ValueError, which names the key, if there is one that was not read."""
         if self._unread:
             raise ValueError(
                 f"config.json: the key {min(self._unread)!r} is not known for this family, and may change what the "
