@@ -68,6 +68,6 @@ def test_defaults_are_resolved() -> None:
 def test_an_outer_step_that_is_left_out_follows_from_the_round(
     inner_batches: int, outer: OuterConfig, expected: tuple[float, float]
 ) -> None:
-    """Where one of the two is given, the other one is DiLoCo's."""
+    """If only one of the two is given, the other one takes DiLoCo's value."""
     run = RunConfig(rounds=RoundsConfig(round_samples=16 * inner_batches, inner_batch_samples=16), outer=outer)
     assert (run.outer_step.learning_rate, run.outer_step.momentum) == expected

@@ -154,7 +154,7 @@ def _fields() -> list[tuple[str, str, Any]]:
 
 @pytest.mark.parametrize(("section", "name", "default"), _fields())
 def test_no_field_takes_another_type(section: str, name: str, default: Any) -> None:
-    """It does not even take a value that Python would convert: `true` is no number, 1 no boolean, and "4" is not 4."""
+    """Not even a value that Python would convert is taken: `true` is no number, 1 no boolean, and "4" is not 4."""
     values = {bool: "true", int: "4", float: "0.5", str: "'4'", list: "[true]", dict: "{}", None: "1979-05-27"}
     wrong = [text for kind, text in values.items() if kind is not type(default)]
     if isinstance(default, float):

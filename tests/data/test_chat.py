@@ -65,7 +65,7 @@ def test_macros_that_are_called_mark_nothing() -> None:
 
 
 def test_template_that_changes_earlier_turns_is_refused() -> None:
-    """As those do that leave a model's reasoning out of all turns but the last."""
+    """Such are templates that leave a model's reasoning out of all turns but the last."""
     template = _template(
         "{% for m in messages %}{{ m.content if loop.last else m.content[:1] }}{% endfor %}", eos_token="."
     )
@@ -76,7 +76,7 @@ def test_template_that_changes_earlier_turns_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["generation", "prefixes", "tools", "llama_date"])
 def test_renders_as_transformers_does(name: str, tmp_path: Path) -> None:
-    """The text, and for a template that marks them the assistant's tokens."""
+    """Compare the text, and, for a template that marks them, the assistant's tokens."""
     template = {
         "generation": CHAT_TEMPLATE,
         "prefixes": WITHOUT_MARKS,
@@ -150,7 +150,7 @@ WITH_LITTLE_MEMORY = Limits(seconds=5.0, memory_bytes=128 << 20)
     [
         "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
         "{% macro m(n) %}{{ m(n + 1) if n < 60 }}{{ m(n + 1) if n < 60 }}{% endmacro %}{{ m(0) }}",
-        # Within one operation, and before anything is rendered: Jinja computes constants when it compiles.
+        # This is one operation, before anything is rendered: Jinja computes constants when it compiles.
         "{{ 9 ** (9 ** 9) }}",
         "{{ messages | map('length') | sum ** (9 ** 9) }}",
     ],
@@ -193,7 +193,7 @@ def test_after_a_rendering_that_failed_the_next_one_is_made() -> None:
 
 
 def _endless() -> ChatTemplate:
-    """One that has begun, and would render a first message with a 9 for a minute."""
+    """A template whose process has begun, and that would render a first message with a 9 for a minute."""
     template = _template("{{ 9 ** (9 ** messages[0].n) }}", Limits(seconds=60.0))
     assert template.render([{"n": 0}]) == "9"
     return template
@@ -201,7 +201,7 @@ def _endless() -> ChatTemplate:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_rendering_can_be_interrupted(number: signal.Signals) -> None:
-    """By Ctrl-C, and by SIGTERM where the program has it raise."""
+    """Ctrl-C interrupts it, and SIGTERM where the program has it raise."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -222,7 +222,7 @@ def test_what_waits_for_a_rendering_does_not_once_it_is_closed() -> None:
     template = _endless()
     with ThreadPoolExecutor(1) as thread:
         rendering = thread.submit(template.render, [{"n": 9}])
-        # The first time it may not have begun.
+        # At the first signal the rendering may not have begun.
         while not rendering.done():
             time.sleep(0.1)
             template.close()
@@ -231,7 +231,7 @@ def test_what_waits_for_a_rendering_does_not_once_it_is_closed() -> None:
 
 
 def test_messages_may_hold_what_json_does_not_know() -> None:
-    """As rows of Parquet files do, or lone halves of characters; without end they are refused."""
+    """Rows of Parquet files hold such values, and lone halves of characters. Messages without end are refused."""
     template = _template("{{ messages[0].content }}{{ messages[0].at }}")
     messages: list[dict[str, Any]] = [{"content": "\ud800", "at": datetime(2026, 5, 4)}]
     assert template.render(messages) == "\ud8002026-05-04 00:00:00"

@@ -52,7 +52,7 @@ def _config(dataset: Path, **changes: Any) -> DataConfig:
 
 
 def test_every_conversation_is_in_one_sample(talks: Path, cache: Path) -> None:
-    """And what travels of samples is what was stored, wherever it stands."""
+    """What travels of a sample is also what was stored, wherever the sample stands."""
     config = _config(talks)
     corpus = corpora.prepare(config, cache_dir=cache)
     assert not corpus.is_text
@@ -80,7 +80,7 @@ def test_without_packing_each_has_a_sample(talks: Path, cache: Path) -> None:
 
 
 def test_the_digest_is_of_what_is_learnt_and_how(talks: Path, tmp_path: Path) -> None:
-    """Not of where it lies, nor of the kind of the file."""
+    """Neither the file's place nor its kind is part of the digest."""
     config = _config(talks)
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -101,7 +101,7 @@ def test_the_digest_is_of_what_is_learnt_and_how(talks: Path, tmp_path: Path) ->
 
 
 def test_another_template_is_another_corpus(talks: Path, cache: Path) -> None:
-    """Also where a corpus was prepared with the one before."""
+    """That also holds where a corpus was prepared with the earlier template."""
     config = _config(talks)
     before = corpora.prepare(config, cache_dir=cache)
     write_chat_tokenizer(talks.parent / "tokenizer", CHAT_TEMPLATE.replace("{{ '\n' }}", ""))

@@ -79,7 +79,7 @@ def _several(*datasets: Path, **changes: Any) -> DataConfig:
 
 
 def test_several_datasets_are_each_what_they_are_alone(folder: Path, tmp_path: Path, cache: Path) -> None:
-    """With a held-out part of its own; what one of them was made into is used again."""
+    """Each has a held-out part of its own; what was prepared of one of them is used again."""
     parts = [folder / "part0", folder / "part1", folder / "part2"]
     alone = [corpora.prepare(_config(part), cache_dir=cache) for part in parts]
     files = sorted(cache.iterdir())
@@ -484,7 +484,7 @@ def test_no_text_says_where(tmp_path: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("fraction", [0.02, 0.98])
 def test_too_short(tmp_path: Path, cache: Path, fraction: float) -> None:
-    """Either part may be the one that cannot fill a microbatch."""
+    """The part to train on or the held-out part cannot fill a microbatch."""
     path = tmp_path / "short.txt"
     path.write_text("x" * 499)
     train, held_out = sorted([10, 490], reverse=fraction < 0.5)

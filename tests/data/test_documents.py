@@ -39,7 +39,7 @@ def _of(documents: Documents, *values: dict[str, Any]) -> Sequence[Document]:
 
 
 def test_of_a_conversation_the_assistants_words_are_learnt(tmp_path: Path) -> None:
-    """By hand, and as transformers marks them."""
+    """Compare with marks made by hand, and with those of transformers."""
     documents = _documents(tmp_path)
     (document,) = _of(documents, {"messages": TALK, "source": "kept out"})
     assert _learnt(documents, document) == "na\u00efve<|im_end|>No \U0001f41d<|im_end|>"

@@ -23,7 +23,7 @@ from tests.support.tokenizers import write_tokenizer
             {"generation_config.json": {"eos_token_id": 1}, "tokenizer_config.json": {"eos_token": {"content": "two"}}},
             {1, 2},
         ),
-        # It is no token.
+        # "one two" is no token.
         ({"tokenizer_config.json": {"eos_token": "one two"}}, set()),
         ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {}}, set()),
     ],

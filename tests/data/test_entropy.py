@@ -22,7 +22,7 @@ def _random(num_tokens: int, vocab_size: int) -> list[int]:
 
 @pytest.mark.parametrize("chunk", [1, 7, 2**20])
 def test_against_plain_counting(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """They follow the formulas of the docstrings, one token at a time, however the corpus is cut into chunks."""
+    """Entropies follow the formulas of the docstrings, one token at a time, however the corpus is cut into chunks."""
     monkeypatch.setattr(entropy, "_CHUNK_TOKENS", chunk)
     vocab_size, training = 11, 300
     tokens = _random(400, vocab_size)
@@ -63,10 +63,10 @@ def test_large_vocabulary() -> None:
 
 
 def test_neighbours_of_two_texts_are_no_pair() -> None:
-    """Counts are of all texts, and so are the means; but the first text's end and the second's beginning are apart."""
+    """Counts and means are of all texts, but the first text's end and the second's beginning form no pair."""
     texts = [np.array(tokens, dtype=np.uint16) for tokens in ([0, 1] * 500, [2, 3] * 200)]
     corpus = text_corpus(*((text, len(text) - 100) for text in texts), vocab_size=4)
-    # Times that each is followed by another, and one more.
+    # How often each token is followed by another one, plus 1.
     unigram = np.array([451, 450, 151, 150]) / 1202
     assert unigram_entropy(corpus) == pytest.approx(-np.log(unigram).mean())
     assert bigram_entropy(corpus) < 0.02

@@ -1,6 +1,6 @@
 """Datasets of Hugging Face through the library itself, from a folder that lies as one on the hub does.
 
-It needs the extra `hf`, without which it is skipped; it takes a while to import.
+Without the extra `hf` this module is skipped. The library takes a while to import.
 """
 
 from pathlib import Path

@@ -24,7 +24,7 @@ def _samples(microbatches: Microbatches, count: int, microbatch_size: int = 3) -
 
 
 def _epoch(microbatches: Microbatches, number: int) -> list[int]:
-    """First token of each sample of an epoch."""
+    """The first token of each sample of an epoch."""
     size = microbatches.num_windows
     return [int(first) for first in _samples(microbatches, size * (number + 1))[-size:, 0]]
 
@@ -93,7 +93,7 @@ def test_training_never_sees_what_is_held_out(training: int) -> None:
 
 
 def test_held_out_is_spread_evenly() -> None:
-    """They are the same windows each time, from the whole part, and none comes twice."""
+    """The held-out windows are the same each time, are from the whole part, and none comes twice."""
     microbatches = _microbatches(training=400, held_out=101)
     batches = [batch[TOKENS] for batch in microbatches.held_out(7)]
     assert [len(batch) for batch in batches] == [3, 3, 1]
@@ -136,7 +136,7 @@ def test_of_several_datasets_each_window_comes_once_an_epoch() -> None:
 
 
 def test_weights_say_how_much_of_each_dataset_is_seen() -> None:
-    """A small one comes again and again, a large one in parts, and each of its windows as often as any other."""
+    """A small dataset comes again and again, a large one in parts, and all windows of one come equally often."""
     microbatches = _mixture(10, 190, weights=(3, 1))
     assert microbatches.num_windows == 200
     firsts = _samples(microbatches, 200 * 19)[:, 0]

@@ -58,7 +58,7 @@ def test_without_packing_each_has_a_sequence() -> None:
 
 @pytest.mark.parametrize("count", [1, 5000])
 def test_a_bounded_number_is_open(count: int) -> None:
-    """However many documents there are that fit nowhere."""
+    """That is so however many documents fit nowhere."""
     taken = 0
 
     def documents() -> Any:

@@ -74,7 +74,7 @@ def test_a_line_without_words_is_cut_by_its_length(tmp_path: Path, text: str) ->
     ],
 )
 def test_what_is_wrong_with_a_file_and_where(tmp_path: Path, content: bytes, reason: str) -> None:
-    """It finds them even if a character lies across two chunks that are read."""
+    """The fault is found even if a character lies across two chunks that are read."""
     path = tmp_path / "file"
     path.write_bytes(content.replace(b"\0123", b"\x00123"))
     assert text_files.fault(path) == reason

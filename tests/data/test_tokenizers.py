@@ -59,7 +59,7 @@ def test_json_vocabulary_with_a_gap(tmp_path: Path) -> None:
 
 
 def test_json_separator(tmp_path: Path) -> None:
-    """It is the end-of-text token if there is one, and otherwise a newline."""
+    """The separator is the end-of-text token if there is one, and otherwise a newline."""
     with_end = tokenizers.load(_write(tmp_path / "a.json", {**WORDS, "</s>": 4}))
     newline = library.Tokenizer(BPE({"\n": 0, "a": 1}, []))
     newline.save(str(tmp_path / "b.json"))
@@ -114,7 +114,7 @@ def test_a_text_that_cannot_be_encoded_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_run_names_its_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is known by its identity, which is compared before anything else."""
+    """The tokenizer's identity is compared before anything else."""
     path = _write(tmp_path / "tokenizer.json", WORDS)
     identity = tokenizers.load(path).identity
     for known in ("", identity):

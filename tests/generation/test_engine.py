@@ -40,7 +40,7 @@ def _load_as(kind: type[_Kind], folder: Path) -> _Kind:
 async def _running(
     model: Transformer, *, num_sequences: int = 8, capacity: int = 8 * POSITIONS, piece_tokens: int = 256
 ) -> AsyncIterator[LocalEngine]:
-    """An engine that computes."""
+    """An engine that computes inside the block."""
     engine = LocalEngine(model, Room(num_sequences, capacity), longest=POSITIONS, piece_tokens=piece_tokens)
     async with asyncio.TaskGroup() as tasks:
         computing = tasks.create_task(engine.run())
@@ -122,7 +122,7 @@ async def test_sequences_are_computed_together_and_do_not_mix(model: _Watched) -
         assert alone[0] != alone[1]
         model.shapes.clear()
         assert await asyncio.gather(*(collect(engine, prompt, SAMPLING, 20) for prompt in prompts)) == alone
-    # A prompt is computed in pieces, and beside the texts that go on.
+    # The prompt is computed in pieces, together with the texts that go on.
     assert max(shape[1] for shape in model.shapes) == 8
     num_together = sum(shape[0] for shape in model.shapes if shape[1] == 1)
     assert num_together >= 4 * 19
@@ -164,7 +164,7 @@ async def test_a_caller_that_does_not_read_holds_nobody_up(model: _Watched) -> N
             begun = [await anext(slow)]
             model.shapes.clear()
             assert await collect(engine, prompt, SAMPLING, 40) == alone
-            # It is a few tokens ahead of its caller, and not all of its text.
+            # The engine was a few tokens ahead of its caller, and not at the end of the text.
             assert sum(shape[0] for shape in model.shapes if shape[1] == 1) < 39 + 10
             assert begun + [token async for token in slow] == alone
 

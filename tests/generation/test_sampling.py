@@ -24,7 +24,7 @@ def test_no_temperature_takes_the_likeliest_token() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-308, 5e-324])
 def test_however_low_a_temperature_is_it_takes_the_likeliest_token(temperature: float) -> None:
-    """One of them, where several are: no logit becomes infinite or no number."""
+    """Of several likeliest ones it takes one: no logit becomes infinite or NaN."""
     assert _drawn(1000.0 * LOGITS, 10, temperature=temperature, top_p=0.9) == {1: 10}
     assert _drawn(torch.tensor([-2.0, 1.0, 1.0]), 40, temperature=temperature).keys() == {1, 2}
 
@@ -33,7 +33,7 @@ def test_however_low_a_temperature_is_it_takes_the_likeliest_token(temperature: 
 def test_frequencies_are_the_softmax_s(temperature: float) -> None:
     found, expected = _drawn(LOGITS, temperature=temperature), (LOGITS / temperature).softmax(-1)
     for token, probability in enumerate(expected.tolist()):
-        # Five standard deviations of a share of 4000 draws.
+        # The tolerance is five standard deviations of a share of 4000 draws.
         assert found[token] / 4000 == pytest.approx(
             probability, abs=5 * (probability * (1 - probability) / 4000) ** 0.5
         )

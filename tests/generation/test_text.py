@@ -1,4 +1,4 @@
-"""Text comes piece by piece, in whole characters, and ends where it is to."""
+"""Text comes piece by piece, in whole characters, and ends where it should."""
 
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path

@@ -17,7 +17,7 @@ NUM_LAYERS = 24
 
 
 def write_model(folder: Path, width: int = 512) -> tuple[int, int]:
-    """Write a folder, two layers in a file; gives all bytes, and those of the largest file."""
+    """Write a model's folder, two layers to a file; return its bytes, and those of the largest file."""
     config = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": width, "intermediate_size": 4 * width,
         "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 8, "max_position_embeddings": 64,
@@ -49,7 +49,7 @@ def write_model(folder: Path, width: int = 512) -> tuple[int, int]:
 
 
 def _peak_bytes() -> int:
-    # Not getrusage's: a child's includes what its parent had.
+    # The peak is not getrusage's, because a child's includes what its parent had.
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 

@@ -56,7 +56,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model whose every weight matters: norms and biases are random as well."""
+    """Make a model in which every weight matters: norms and biases are random as well."""
     model = MODELS[name]()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -67,12 +67,12 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-    """Save a model to a folder; gives it."""
+    """Save a model to a folder, and return the model."""
     model = make(name, dtype)
     model.save_pretrained(folder, **options)
     return model
 
 
 def make_tokens() -> torch.Tensor:
-    """Two samples that use most of the positions."""
+    """Make two samples that use most of the positions."""
     return torch.randint(0, VOCABULARY, (2, POSITIONS - 4), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Adapters learn as peft's do, and go home in its form or merged."""
+"""Adapters learn as peft's do, and are exported in peft's form or merged."""
 
 import dataclasses
 import json
@@ -26,13 +26,13 @@ from swarm.interchange.weights import Weights
 from swarm.model.stages import parameter_shapes
 from tests.interchange.small_models import POSITIONS, VOCABULARY, make_tokens, save
 
-# peft asks transformers by this name.
+# peft uses this deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 STEPS = 8
 LEARNING_RATE, DECAY, CLIP = 5e-3, 0.1, 1.0
 EPSILON = 1e-4
-"""Where a gradient is next to nothing, a smaller one would have Adam blow its rounding up."""
+"""If a gradient is nearly 0, Adam with a smaller epsilon would magnify its rounding errors."""
 CASES = {
     "llama-3": ("all-linear",),
     "qwen2": ("q_proj", "v_proj", "down_proj"),
@@ -81,12 +81,12 @@ def _origin(config: RunConfig, trained: Mapping[str, Tensor], base: Weights | No
 
 
 def _in_peft(folder: Path, config: RunConfig, begin: Mapping[str, Tensor]) -> tuple[PeftModel, list[float]]:
-    """What peft makes of the same adapters with the same data, and torch's optimizer."""
+    """Train the same adapters on the same data with peft and torch's optimizer."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     export_adapter(_origin(config, begin, None), folder / "initial")
     model = PeftModel.from_pretrained(model, folder / "initial", is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # torch's own multiplies in another order than the swarm's.
+    # torch's AdamW multiplies in another order than the swarm's.
     adamw = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=DECAY)
     losses = []
     for step in range(STEPS):
@@ -130,7 +130,7 @@ def test_training_follows_peft_and_goes_home_in_both_forms(name: str, tmp_path: 
 
 
 def test_our_adapters_are_all_that_peft_would_make(tmp_path: Path) -> None:
-    """Also for the matrices that all-linear means."""
+    """That also holds for the matrices that `all-linear` means."""
     for name in CASES:
         config = _import(tmp_path / name, name)
         begin = _trained(_chain(config, tmp_path / name))

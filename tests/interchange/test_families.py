@@ -22,7 +22,7 @@ CARD = Card(round=0, num_samples=0, losses={})
 
 
 def _logits(source: Source, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """What as many stages as there are layers compute."""
+    """The logits that as many stages as there are layers compute."""
     config = RunConfig(
         model=source.model, stages=StagesConfig(num_stages=NUM_LAYERS), data=DataConfig(sequence_length=8)
     )
@@ -74,7 +74,7 @@ def test_the_exported_model_computes_the_same(tmp_path: Path) -> None:
     source = Source(tmp_path / "in")
     config = RunConfig(model=source.model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
     origin = Origin(config=config, load=lambda names: dict(source.tensors(names)), card=CARD, tokenizer="bytes")
-    # Small shards, so that there is an index.
+    # Shards are small, so that there is an index.
     files = export_model(origin, tmp_path / "out", Target(shard_bytes=20_000))
     assert len([file for file in files if file.suffix == ".safetensors"]) > 3
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -82,7 +82,7 @@ def test_the_exported_model_computes_the_same(tmp_path: Path) -> None:
 
 
 def _changed(tmp_path: Path, name: str, **values: Any) -> Path:
-    """The config.json of a family, with some keys changed."""
+    """Make a family's config.json with some keys changed."""
     save(name, tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))

@@ -25,7 +25,7 @@ def _import(tmp_path: Path, name: str = "llama-2", options: ImportOptions | None
 
 
 def test_what_the_configuration_cannot_name_is_refused(tmp_path: Path) -> None:
-    """Names of files may be any bytes, and TOML is UTF-8."""
+    """Names of files may be any bytes, but TOML is UTF-8."""
     save("llama-2", tmp_path / "model")
     write_tokenizer(tmp_path / "model" / "tokenizer.json", ["one"])
     for output, dataset in (("run", "a\udcff.txt"), ("run\udcff", "stdlib")):
@@ -153,7 +153,7 @@ def test_memory_is_bounded_by_a_shard_and_a_layer(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
     )
-    # A shard, of which the kernel may map more than is read, and a layer, with some room for what else moves.
+    # Memory for a shard, of which the kernel may map more than is read, for a layer, and some more.
     layer_bytes = model_bytes // 24
     assert 0 < int(result.stdout) < shard_bytes + 2 * layer_bytes < model_bytes / 5
 

@@ -121,7 +121,7 @@ SIZES = {
     "qwen2": ["sliding_window"],
     "gpt2": ["vocab_size", "n_embd", "n_layer", "n_head", "n_positions", "n_inner"],
 }  # fmt: skip
-"""Of our own, 0 stands for a default, or for no bound."""
+"""In our own configuration 0 stands for a default, or for no bound."""
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in SIZES.items() for key in keys])
@@ -158,7 +158,7 @@ def test_a_tied_head_s_copy_may_be_left_out(is_same: bool, tmp_path: Path) -> No
 
 
 def test_gpt2_s_masks_and_names_without_a_prefix_are_read(tmp_path: Path) -> None:
-    """As the files of the first releases have them."""
+    """The files of the first releases are like that."""
     save("gpt2", tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}

@@ -42,13 +42,13 @@ def _read(name: str, tmp_path: Path, config: dict[str, Any], generation: dict[st
         ("qwen2", {"bos_token_id": 3, "eos_token_id": [5, 6], "pad_token_id": 0}, None, 3, (5, 6), 0),
         ("qwen2", {"eos_token_id": 5}, {"eos_token_id": [7, 8], "bos_token_id": 4}, 4, (7, 8), -1),
         ("qwen2", {"eos_token_id": 5}, {"eos_token_id": None}, -1, (5,), -1),
-        # transformers' own, where there is no such key.
+        # Without such a key it is transformers' own default.
         ("llama-2", {}, None, 1, (2,), -1),
         ("llama-2", {"bos_token_id": None, "eos_token_id": None}, None, -1, (), -1),
-        # It has too few tokens for 50256.
+        # The model has too few tokens for 50256.
         ("gpt2", {}, None, -1, (), -1),
         ("gpt2", {"bos_token_id": 50256, "eos_token_id": 50256}, {"eos_token_id": 50256}, -1, (), -1),
-        # As the first Llamas say that there is none.
+        # The first Llamas say in this way that there is none.
         ("llama-2", {"eos_token_id": [5], "pad_token_id": -1}, None, 1, (5,), -1),
     ],
 )
@@ -63,7 +63,7 @@ def test_they_are_read_as_transformers_reads_them(
 @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
 @pytest.mark.parametrize("is_in_config", [True, False])
 def test_what_is_no_token_is_refused(is_in_config: bool, key: str, tmp_path: Path) -> None:
-    """In either file, also where the other one counts."""
+    """A wrong token is refused in either file, even if the other file decides."""
     faults = dict.fromkeys(["2", True, 2.5, "x" * 5000], "is .*, and should be a token's number, or a list of such")
     values: list[tuple[object, str]] = [
         *faults.items(),
@@ -99,7 +99,7 @@ def test_they_go_out_again(eos: int | list[int], has_tokenizer: bool, tmp_path: 
 
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_run_from_scratch_gives_those_of_its_tokenizer(is_named: bool, tmp_path: Path) -> None:
-    """By their numbers, which is what transformers ends a text with."""
+    """They are given by their numbers, because transformers ends a text by these."""
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", ["one", "two"])
     if is_named:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "two"}))
@@ -123,7 +123,7 @@ def test_a_run_from_scratch_gives_those_of_its_tokenizer(is_named: bool, tmp_pat
 
 
 def test_a_model_without_them_gets_none(tmp_path: Path) -> None:
-    """Where the keys are left out, transformers would end a Llama's text at token 2."""
+    """The keys are written all the same: without them transformers would end a Llama's text at token 2."""
     save("llama-2", tmp_path / "in")
     _write(tmp_path / "in", "config.json", bos_token_id=None, eos_token_id=None)
     (tmp_path / "in" / "generation_config.json").unlink()

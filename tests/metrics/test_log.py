@@ -36,7 +36,7 @@ def test_a_step_is_a_line_with_the_documented_names(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.step(METRICS)
-        # Readable while the run goes on.
+        # The file can be read while the run goes on.
         (row,) = map(json.loads, path.read_text().splitlines())
     assert row == {
         "step": 1,

@@ -12,7 +12,7 @@ from swarm.metrics.tensorboard import TensorBoard
 
 
 def test_figures_are_read_back(tmp_path: Path) -> None:
-    """Numbers that are known, under the names of the JSONL file."""
+    """What is known comes as numbers, under the names of the JSONL file."""
     board = TensorBoard(tmp_path / "deep" / "board")
     board.log({"train/loss": 2.5, "val/loss": None, "note": "text", "averaging/bytes": 1 << 40}, step=7)
     board.log({"train/loss": 2.25}, step=8)

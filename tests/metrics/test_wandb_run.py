@@ -103,7 +103,7 @@ def test_a_hanging_wandb_stalls_nobody(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_real_package_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its interface is what the fakes pretend."""
+    """Its interface is the one that the stand-ins have."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = _start(tmp_path)
     run.log({"train/loss": 2.0}, step=1)

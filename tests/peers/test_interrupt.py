@@ -14,7 +14,7 @@ from tests.support.swarm import CONFIG, wait_until, write_text
 
 SLOW_TOKENIZER = """
 import signal, sys, time
-# What starts tests in the background may have them ignore it.
+# A program that starts tests in the background may have them ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from peers import commands
 from swarm.data.tokenizers import ByteTokenizer
@@ -132,7 +132,7 @@ def test_a_peer_that_looks_for_others_ends_at_once(
 PROGRAMS = ["peer", "trainer", "status", "keys", "local", "doctor", "dashboard", "generate", "model"]
 INTERRUPTED_AT = """
 import os, signal, sys
-# What starts tests in the background may have them ignore it.
+# A program that starts tests in the background may have them ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Interrupt:
@@ -164,7 +164,7 @@ def test_ctrl_c_in_a_program_s_first_imports_ends_it_without_a_word(program: str
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_ctrl_c_in_any_import_ends_a_program_without_a_word(program: str, module: str) -> None:
     ended = _interrupt_at_import(program, module, "--steps")
-    # Those that do not import it come to their options, which are wrong.
+    # Programs that do not import it come to their options, which are wrong.
     assert ended.returncode in (130, 2)
     assert ended.returncode == 2 or (ended.stderr, ended.stdout) == ("", "")
     assert "Traceback" not in ended.stderr
@@ -195,7 +195,7 @@ def test_ctrl_c_at_any_moment_of_a_start_is_one_line_at_most(program: str, tmp_p
 
 
 def _ends_unread(script: str, first: str) -> bool:
-    """Whether a script ends as it should once nobody reads on after how its output begins."""
+    """Whether a script ends as it should if nothing reads its output beyond how it begins."""
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -210,7 +210,7 @@ def _ends_unread(script: str, first: str) -> bool:
 
 
 def test_a_reader_that_goes_away_ends_a_program_without_a_word(tmp_path: Path) -> None:
-    """Also one that prints from a task, and in a group of errors."""
+    """So does a program that prints from a task, and whose error is in a group."""
     script = """
 import asyncio, sys
 from peers.shared import process

@@ -50,7 +50,7 @@ def _client(
 
 
 def _events(response: httpx2.Response) -> list[Any]:
-    """What a stream told, but for its last word."""
+    """The events of a stream, without the word that ends it."""
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, last, end = response.text.split("\n\n")
     assert (last, end) == ("data: [DONE]", "")
@@ -67,14 +67,14 @@ async def test_the_model_is_listed_with_run_and_round(client: httpx2.AsyncClient
     assert (await client.get("/models")).json()["data"][0]["id"] == f"{RUN}@9"
     for name in (RUN, f"{RUN}@7", f"{RUN}@9"):
         assert (await client.get(f"/models/{name}")).json()["id"] == f"{RUN}@9"
-    # Another text that is under way has older weights.
+    # Another text, which is under way, has older weights.
     engine.round = 8
     assert (await client.get(f"/models/{RUN}@9")).json()["id"] == f"{RUN}@8"
 
 
 @pytest.mark.parametrize("name", ["gpt-4", "", f"{RUN}@6", f"{RUN}@8", f"{RUN}@", f"{RUN}@x", f"{RUN}@7@7", f"@{RUN}"])
 async def test_another_model_is_not_found(client: httpx2.AsyncClient, name: str) -> None:
-    """Among them are rounds that had passed before the server began, and those to come."""
+    """Such models are also rounds before those that the server has had, and rounds to come."""
     for route, body in BODIES.items():
         response = await client.post(f"/{route}", json=body | {"model": name})
         assert response.status_code == 404
@@ -197,7 +197,7 @@ async def test_how_long_a_text_may_become(client: httpx2.AsyncClient, engine: Sc
     ],
 )
 async def test_what_is_too_long_is_refused(client: httpx2.AsyncClient, body: dict[str, Any]) -> None:
-    """And blamed on the field that is too long: on the prompt only where that leaves no room."""
+    """The error names the field that is too long: the prompt only if that leaves no room."""
     is_prompt = len(body.get("prompt", "")) == 100
     for stream in (False, True):
         response = await client.post("/completions", json=COMPLETION | body | {"stream": stream})
@@ -225,7 +225,7 @@ async def test_what_is_too_long_in_a_chat_is_named(
 
 
 async def test_a_template_that_takes_for_ever_is_refused_and_holds_up_nobody(engine: ScriptedEngine) -> None:
-    """Others are answered meanwhile, however many conversations wait."""
+    """Other requests are answered meanwhile, however many conversations wait."""
     template = ChatTemplate("{{ 9 ** (9 ** 9) }}", {}, now=datetime.now, limits=Limits(seconds=0.3))
     model = dataclasses.replace(scripted_model(engine), template=template)
     async with _client(engine, model=model, most_requests=40) as client:
@@ -360,7 +360,7 @@ async def test_prompts_that_cannot_be(client: httpx2.AsyncClient, prompt: Any) -
     ],
 )
 async def test_messages_that_cannot_be(client: httpx2.AsyncClient, messages: Any) -> None:
-    """The last one makes a prompt without tokens, with this template."""
+    """With this template the last of these makes a prompt without tokens."""
     response = await client.post("/chat/completions", json=CHAT | {"messages": messages})
     assert response.status_code == 400
     assert response.json()["error"]["param"] in ("messages", "prompt")

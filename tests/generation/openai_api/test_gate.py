@@ -95,7 +95,7 @@ async def test_a_body_may_come_in_pieces_and_be_so_large() -> None:
     await exchange.task
     assert exchange.status == 413
     assert "larger than 4 MiB" in exchange.body.decode()
-    # It is not read for ever.
+    # The body is not read for ever.
     assert await _status(gate, [spaces] * 1000) == 413
 
 

@@ -39,7 +39,7 @@ async def _page(token: str | None = None) -> AsyncIterator[tuple[str, Hub]]:
 
 
 async def _said(url: str, token: str = "", **options: Any) -> Any:
-    """The first thing that a viewer is told, or the code with which it is sent away."""
+    """The first message to a viewer, or the code with which the viewer is sent away."""
     async with connect(f"{url.replace('http', 'ws')}/live", **options) as socket:
         try:
             await socket.send(token)

@@ -39,7 +39,7 @@ def test_who_took_part_and_who_was_there_and_did_not() -> None:
     rounds = {number: found.stages[0] for number, found in history.rounds.rounds.items()}
     assert rounds[0].took_part == [*rounds[1].took_part, B] == [A, B]
     assert history.rounds.to_json()["1"] == {"at": 4.0, "stages": {"0": {"took_part": [A], "missing": [B]}}}
-    # One that comes a moment later has taken part all the same.
+    # A peer that comes a moment later has taken part, too.
     history.add(later, view([peer("bob", round=2, recent_rounds=(0, 1))]), 6.0)
     assert history.rounds.to_json()["1"] == {"at": 4.0, "stages": {"0": {"took_part": [A, B], "missing": []}}}
 
@@ -125,7 +125,7 @@ def test_history_comes_back(tmp_path: Path) -> None:
     file.write(history)
     assert file.read("run") == history
     assert file.read("another run") == History(run="another run")
-    # And it goes on from there.
+    # A history that is read back goes on from there.
     again = file.read("run")
     again.add(None, seen, 100.0)
     assert again.contributions.peers[A].microbatches == 3

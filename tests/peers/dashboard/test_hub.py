@@ -21,7 +21,7 @@ _OBJECTS = st.recursive(
 
 
 def apply(target: Any, patch: Any) -> Any:
-    """RFC 7386, section 2."""
+    """Apply a merge patch: RFC 7386, section 2."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(target) if isinstance(target, dict) else {}

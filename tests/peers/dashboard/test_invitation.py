@@ -1,4 +1,4 @@
-"""The lines with which one comes to a run that is shown."""
+"""The command lines with which a reader joins a run that is shown."""
 
 import dataclasses
 import re

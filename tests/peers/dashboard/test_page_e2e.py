@@ -31,7 +31,7 @@ TABLE = """() => [...document.querySelectorAll("#peers tbody tr")].map(
 
 
 class _Shown:
-    """A lookout that sees what it is told, and the dashboard that looks from there."""
+    """A lookout that sees what the test says, and the dashboard that looks from there."""
 
     def __init__(self) -> None:
         self.config = CONFIG
@@ -49,13 +49,13 @@ class _Shown:
         return self.seen
 
     async def show(self, seen: SwarmView) -> None:
-        """Have all viewers see this."""
+        """Have all viewers see this view."""
         self.seen = seen
         await self.watcher.look()
         self.hub.publish({"runs": {CONFIG.run_id: self.watcher.state}})
 
     async def stop(self) -> None:
-        """As if the dashboard had ended."""
+        """Stop as if the dashboard had ended."""
         assert self.serving is not None
         self.is_over.set()
         await self.serving
@@ -148,7 +148,7 @@ async def test_several_runs_are_side_by_side_and_one_is_chosen() -> None:
             await page.get_by_role("button", name="other", exact=True).click()
             assert await page.inner_text("#name") == "other"
             assert "1.250" in await page.inner_text("#now")
-            # It stays chosen, and what happens to the other runs is seen.
+            # The run stays chosen, and what happens to the other runs is seen.
             shown.hub.publish({"runs": {**runs, CONFIG.run_id: {**first, "trainers": []}}})
             await page.wait_for_function(
                 "() => document.querySelector('#runs tbody tr').children[1].textContent === 'Nobody trains'"
@@ -217,7 +217,7 @@ async def test_everybody_can_read_it(width: int, scheme: str) -> None:
             await page.wait_for_selector("#peers tbody tr")
             assert await page.evaluate("document.documentElement.dataset.theme") == scheme
             assert await page.evaluate("document.documentElement.scrollWidth") <= width
-            # Its own script is put into the page by the browser's debugger, which the page's policy does not concern.
+            # The browser's debugger puts axe's script into the page; the page's policy does not bind it.
             results = await axe.Axe().run(page)
             assert results.violations_count == 0, results.generate_report()
             reached = set()
@@ -240,7 +240,7 @@ async def test_a_thousand_peers_are_drawn_within_a_second() -> None:
     async with chromium() as browser, _dashboard() as (url, shown):
         await shown.show(view(*crowd))
         async with page_at(browser, url) as page:
-            # In milliseconds since its scripts were there: how long a browser takes to begin is not the page's doing.
+            # Milliseconds since the page's scripts were there: how long a browser takes to begin does not count.
             drawn = await page.wait_for_function(
                 """() => document.querySelectorAll("#pipeline button").length === 1000 && performance.now() - Math.max(
                   ...performance.getEntriesByType("resource").map(({ name, responseEnd }) =>

@@ -78,8 +78,8 @@ def test_without_its_libraries_it_says_what_to_install(missing: str, monkeypatch
 
 
 async def _told(arguments: list[str], runs: set[str], *, embed: bool = False) -> dict[str, Any]:
-    """What a dashboard tells its viewer once it has seen these runs. It then ends in order: by Ctrl-C, or if embedded
-    once nobody holds its stdin."""
+    """What a dashboard tells its viewer once it has seen these runs. It then ends in order: by Ctrl-C, or, if embedded,
+    once its stdin is closed."""
     dashboard = await asyncio.create_subprocess_exec(
         *command_line("dashboard", [*arguments, *(["--embed"] if embed else [])]), stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, start_new_session=True,
@@ -114,7 +114,7 @@ async def _told(arguments: list[str], runs: set[str], *, embed: bool = False) ->
 
 
 async def test_it_watches_and_remembers(tmp_path: Path) -> None:
-    """And comes back, with another run beside the first."""
+    """The dashboard also comes back with what it remembers, with another run beside the first."""
     async with shown_run(CONFIG, generate(), NODE) as run, shown_run(OTHER, generate(), NODE) as other:
         invite, others = (str(Invite.fitting(one.config.run_id, [one.entry], is_locked=False)) for one in (run, other))
         arguments = [invite, "--port", "0", "--history", str(tmp_path)]

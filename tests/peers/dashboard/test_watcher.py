@@ -18,7 +18,7 @@ CONFIG = configs.load_preset("tiny")
 
 
 class _Place:
-    """A lookout that sees what it is told, one thing after another, and then the last one for ever."""
+    """A lookout that sees what the test says, one view after another, and then the last one for ever."""
 
     def __init__(self, *outcomes: SwarmView | Exception) -> None:
         self.config = CONFIG
@@ -42,7 +42,7 @@ def _watcher(place: _Place, interval_seconds: float = 2.0) -> Watcher:
 
 
 async def test_the_page_has_what_status_has_of_everybody() -> None:
-    """Under the same names: a figure that is added there is on the page."""
+    """Names are the same, too: a figure that is added to status is on the page."""
     seen = view([peer("ann", round=3, samples_per_second=4.25, loop_lag_seconds=0.5)], [peer("bob", state="joining")])
     watcher = _watcher(_Place(seen))
     await watcher.look()

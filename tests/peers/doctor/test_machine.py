@@ -109,7 +109,7 @@ def _num_parameters() -> int:
 
 
 def test_needs_are_the_formulas_of_the_docs() -> None:
-    """Bytes a parameter: held, for moments, and while a round is averaged."""
+    """Compare the bytes for each parameter: held, for moments, and while a round is averaged."""
     from swarm.model.loss import loss_bytes
 
     size = _num_parameters()
@@ -123,7 +123,7 @@ def test_needs_are_the_formulas_of_the_docs() -> None:
 
 
 def test_muon_has_one_moment_of_a_matrix() -> None:
-    """Of the layers' matrices: 4 d_model^2 of attention and 3 d_model * feed-forward width each."""
+    """Each layer has matrices of 4 d_model^2 (attention) and 3 d_model * feed-forward width numbers."""
     plain, muon = (_config(optimizer=OptimizerConfig(name=name)) for name in ("adamw", "muon"))
     model = plain.model
     matrices = model.num_layers * (4 * model.d_model**2 + 3 * model.d_model * model.feed_forward_width)

@@ -34,7 +34,7 @@ NODE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWQfGkQq4wGkyNqHUBd7HScWJGfNYsPzRUnGwk
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found does not depend on how busy the machine is that runs these tests."""
+    """Wait so long that findings do not depend on how busy the machine is."""
     monkeypatch.setattr(line, "DISTANCE_SECONDS", 60.0)
     monkeypatch.setattr(line, "RATE_SECONDS", 60.0)
     monkeypatch.setattr(ports, "ANSWER_SECONDS", 60.0)
@@ -42,7 +42,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ahead(SystemClock):
-    """A clock that is set."""
+    """A clock that is a minute fast."""
 
     def time(self) -> float:
         return super().time() + 60.0
@@ -139,7 +139,7 @@ async def test_a_peer_that_joins_is_told_only_what_is_wrong() -> None:
 
 
 async def test_a_frozen_peer_does_not_hold_up_one_that_joins(caplog: pytest.LogCaptureFixture) -> None:
-    """Its kernel takes connections, and nobody answers."""
+    """The frozen peer's kernel takes connections, but no process answers."""
     with socket.create_server(("127.0.0.1", 0)) as frozen, caplog.at_level(logging.DEBUG):
         channels, record = ChannelPool(insecure=True), None
         async with shown_run(CONFIG, generate(), NODE) as run:

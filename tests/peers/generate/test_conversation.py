@@ -18,7 +18,7 @@ from tests.support.scripted_model import ScriptedEngine, scripted_model
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A pipe that is stdin, to write into."""
+    """Make stdin a pipe, and return the end to write into."""
     read, write = os.pipe()
     with os.fdopen(read) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -110,7 +110,7 @@ async def test_what_cannot_be_answered_is_a_line(typed: int, capsys: pytest.Capt
 
 
 async def test_one_answer_that_failed_is_told_by_the_exit_code(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a pipe; in a terminal somebody has seen it."""
+    """That is so with a pipe; in a terminal the user has seen the failure."""
     _type(typed, "x" * 90 + "\nhi\n")
     assert await conversation.talk(scripted_model(ScriptedEngine()), _options()) == process.EXIT_FAILURE
     assert capsys.readouterr().out == "hello\n"

@@ -105,7 +105,7 @@ def test_a_text_ends_before_a_stop_and_with_the_model_s_end_token(
 def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256))
     write_cut(tmp_path, cut(2, config), num_rounds=1)
-    # Its sequences are of eight tokens.
+    # The model's sequences are of eight tokens.
     assert _run(capsys, "--checkpoint", str(tmp_path), "--prompt", "a").startswith("a")
     (tmp_path / "adapters").mkdir()
     config = dataclasses.replace(config, lora=LoraConfig(rank=2))

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    """A server, which Ctrl-C ends cleanly at the end."""
+    """Start a server, which Ctrl-C ends cleanly at the end; its address."""
     arguments = ["--model", str(folder), "--serve", "0", "--threads", "1", "--max-sequences", "4"]
     with subprocess.Popen(
         command_line("generate", arguments),
@@ -123,7 +123,7 @@ async def test_fifty_clients_are_served_and_those_that_hang_up_are_forgotten(url
         assert all(isinstance(result, str | openai.RateLimitError) for result in results)
         assert sum(isinstance(result, str) for result in results) >= 4
 
-        # They take all places, and more wait for these.
+        # These requests take all places, and more wait.
         streams = await asyncio.gather(
             *(
                 client.completions.create(model=model, prompt="word1", max_tokens=LONGEST - 1, stream=True, seed=number)

@@ -12,7 +12,7 @@ from peers.shared import process
 
 
 def _end(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the program says before it loads anything, and with which it ends."""
+    """The line with which the program ends before it loads anything."""
     assert process.run_program(PROG, lambda: program.main(["--model", "nowhere", *arguments])) == 2
     return capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""A local swarm with children that are only written down."""
+"""A local swarm whose child processes are not started, only noted."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ OLD = ("logs/peer-1.log", "logs/peer-2.log", "logs/trainer.log", "summary.json",
 
 
 class _Process(subprocess.Popen[bytes]):
-    """A process that nobody started."""
+    """A process that was never started."""
 
     def __init__(self) -> None:
         self.args, self.returncode = "", 0
@@ -28,7 +28,7 @@ class _Process(subprocess.Popen[bytes]):
 
 
 class Children(Supervisor):
-    """Writes down what is to be started, and a first line into each log."""
+    """Notes what should be started, and writes a first line into each log."""
 
     def __init__(self, log_folder: Path) -> None:
         super().__init__(log_folder)
@@ -63,7 +63,7 @@ class Children(Supervisor):
 def started_peers(
     tmp_path: Path, run: RunConfig | None = None, **options: object
 ) -> tuple[LocalOptions, LocalPeers, Children]:
-    """No peer yet, with two GPUs for eight of them."""
+    """LocalPeers without any peer yet, with two GPUs for eight."""
     children = Children(tmp_path / "out" / "logs")
     values = LocalOptions(**{"output": tmp_path / "out", **options})  # type: ignore[arg-type]
     places = [Device(name=f"cuda:{number % 2}", free_bytes=8 << 30) for number in range(8)]
@@ -71,7 +71,7 @@ def started_peers(
 
 
 def write_ready_file(path: Path) -> None:
-    """As a peer does once it serves."""
+    """Write a ready file, as a peer does once it serves."""
     identity = generate()
     ready = {
         "peer_id": identity.peer_id, "time": 0.0, "endpoint": "127.0.0.1:1", "dht_addresses": ["/ip4/127.0.0.1"],
@@ -88,7 +88,7 @@ def serve(peer: LocalPeer) -> LocalPeer:
 
 
 def leave_old_files(output: Path) -> None:
-    """What an earlier run left, and a file of the user's."""
+    """Write what an earlier run left, and a file of the user's."""
     for name in (*OLD, "logs/mine.txt", "metrics.jsonl"):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text(json.dumps({"step": 60, "train/loss": 2.0, "train/tokens_per_sec": 1.0}) + "\n")

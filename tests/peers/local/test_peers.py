@@ -17,7 +17,7 @@ def test_each_peer_has_its_device_and_its_part_of_the_memory(tmp_path: Path) -> 
         peers.start(stage)
     commands = [children.commands[f"peer-{number}"] for number in (1, 2, 3)]
     assert [command[command.index("--device") + 1] for command in commands] == ["cuda:0", "cuda:1", "cuda:0"]
-    # Half of 8 GiB, which four peers share.
+    # Four peers share half of 8 GiB.
     assert {command[command.index("--graph-memory-mib") + 1] for command in commands} == {"1024"}
 
 

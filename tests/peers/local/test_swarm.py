@@ -1,4 +1,4 @@
-"""A local swarm with children that are only written down: what it waits for, deletes, kills and gives up."""
+"""A local swarm whose child processes are only noted: what it waits for, deletes, kills and gives up."""
 
 import asyncio
 import json
@@ -86,7 +86,7 @@ def test_what_an_earlier_run_left_is_deleted_once_the_first_peer_serves(resume: 
     ],
 )
 async def test_why_the_trainer_failed_is_told_and_not_when(reason: str, told: str, tmp_path: Path) -> None:
-    """It may have trained to the end, and found the disk full only then."""
+    """The trainer may have trained to the end, and found the disk full only then."""
     swarm, children = _swarm(tmp_path)
     trainer = children.start("trainer", [])
     children.ended = [Exit(name="trainer", returncode=1, reason=reason)]
@@ -152,7 +152,7 @@ def test_the_last_peer_of_a_stage_is_spared(tmp_path: Path) -> None:
 async def test_a_stage_that_has_lost_its_last_peer_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its trainer would wait for ever. A peer that is still starting may be in time."""
+    """The trainer would wait for ever. A peer that is still starting may come in time."""
     monkeypatch.setattr(swarms, "LOOK_SECONDS", 0.01)
     swarm, children = _swarm(tmp_path)
     for stage in (0, 1, 2, 1):

@@ -39,7 +39,7 @@ CONFIG = cut(2)
 
 
 class StageHolder(Holder):
-    """Holds a stage's parameters, of which the first changes with every round, and something of an optimizer's."""
+    """Holds a stage's parameters, of which the first changes with every round, and some state of an optimizer."""
 
     def __init__(self, stage: int, clock: Clock) -> None:
         super().__init__(clock)
@@ -60,14 +60,14 @@ class StageHolder(Holder):
 
 
 class Known(KnownPeers):
-    """Whose records are given once."""
+    """Peers whose records are given once."""
 
     async def look(self, directory: Directory, stages: Sequence[int]) -> None:
         pass
 
 
 class World:
-    """Two stages with some holders each, numbered through."""
+    """Two stages with some holders each, numbered consecutively."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *num_holders: int, rounds: int = 3) -> None:
         self.clock = LoopClock()
@@ -94,7 +94,7 @@ class World:
         known = Known(Router(self.clock, random.Random(0)))
         for stage, records in enumerate(self.records):
             known.update(stage, records)
-        # Of the line nothing but downloads is asked.
+        # The line is used for downloads only.
         return LiveModel(dataclasses.replace(member, known=known), transport=cast("Transport", self.line))
 
     def commit(self, stage: int) -> None:
@@ -121,7 +121,7 @@ async def test_all_stages_come_and_nothing_but_their_weights(tmp_path: Path, mon
     assert await world.model().write_checkpoints(tmp_path) == 3
     _is_exact(world, tmp_path, 3)
     assert len(file.names(tmp_path)) == 2
-    # Each byte once, in segments; what optimizers remember is left where it is.
+    # Each byte is sent once, in segments; what optimizers remember is not sent.
     weights = sum(t.nbytes for stage in world.stages for t in stage[0].tensors.values())
     assert weights <= sum(world.line.num_bytes.values()) < weights + 2 * 512
 
@@ -186,7 +186,7 @@ async def test_a_swarm_that_trains_gives_one_round_of_all_stages(
 
 @in_virtual_time
 async def test_a_stage_that_is_behind_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with DiLoCo; the others keep what they had, far longer than a newcomer would have them."""
+    """With DiLoCo a stage may be behind. The others keep what they had, far longer than for a newcomer."""
     world = World(monkeypatch, 1, 1)
     for _ in range(2):
         world.commit(0)

@@ -72,7 +72,7 @@ def _set(**values: object) -> Callable[[Path], None]:
 
 
 def _beside(name: str, content: str) -> Callable[[Path], None]:
-    """A tokenizer, and another file of it."""
+    """Write a tokenizer, and another file that belongs to it."""
 
     def write(folder: Path) -> None:
         write_tokenizer(folder / "tokenizer.json", ["one", "two"])
@@ -175,7 +175,7 @@ def test_adapters_are_shown_and_exported_by_themselves_and_merged(
     checkpoints = ("--checkpoint", str(tmp_path / "checkpoints"))
     shown = _run(capsys, "show", str(tmp_path / "checkpoints"))
     assert "rank 2, alpha 3, dropout 0, q_proj, up_proj" in shown
-    # Of four layers: rank times inputs and outputs of two matrices, the feed-forward block being 64 wide.
+    # In each of four layers: rank times inputs and outputs of two matrices; the feed-forward block is 64 wide.
     assert f"{4 * 2 * (16 + 16 + 16 + 64):,} parameters, of adapters" in shown
     _run(capsys, "export", *checkpoints, "--output", str(tmp_path / "merged"))
     assert "PeftModel" in _run(capsys, "export", *checkpoints, "--adapter", "--output", str(tmp_path / "adapter"))
@@ -226,7 +226,7 @@ def test_adapters_are_merged_into_any_folder_from_which_their_run_could_begin(
 
 
 def test_nothing_is_made_within_what_it_is_made_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not even by way of a link."""
+    """A link into the source does not help either."""
     save("llama-2", tmp_path / "in")
     (tmp_path / "link").symlink_to(tmp_path / "in")
     _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"))
@@ -250,7 +250,7 @@ def test_nothing_is_made_within_what_it_is_made_from(tmp_path: Path, capsys: pyt
 
 
 def test_where_something_is_nothing_is_begun(tmp_path: Path) -> None:
-    """Nor is anybody asked for it: the invite leads nowhere."""
+    """No peer is asked for weights either: the invite leads nowhere."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     for source in ("--checkpoint", "--initial-peers"):

@@ -106,7 +106,7 @@ def test_a_wrong_line_is_one_line(argv: str, complaint: str, capsys: pytest.Capt
 def test_what_is_missing_is_named_and_nothing_else(
     argv: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Arguments without an option are, by what they take; options that an explanation names are not."""
+    """Positional arguments are named by what they take. Options that an explanation mentions are not named."""
     with pytest.raises(SystemExit):
         parse(_Arguments, prog="swarm-x", argv=argv.split())
     assert capsys.readouterr().err == f"swarm-x: error: {complaint} (see swarm-x --help)\n"

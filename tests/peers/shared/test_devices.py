@@ -51,7 +51,7 @@ def test_a_swarm_s_processes_are_spread_by_free_memory(
     here: list[Device], num_processes: int, numbers: Sequence[int]
 ) -> None:
     assert [device.name for device in spread(here, num_processes)] == [f"cuda:{number}" for number in numbers]
-    # One more does not send those elsewhere that are there.
+    # One more process does not move those that are there.
     assert spread(here, num_processes + 1)[:num_processes] == spread(here, num_processes)
 
 

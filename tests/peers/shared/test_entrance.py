@@ -53,7 +53,7 @@ async def test_an_invite_leads_to_the_addresses_that_its_peer_knows() -> None:
 
 @pytest.mark.parametrize("content", [f"{_invite()}\n", json.dumps({"stage": 0, "invite": _invite()})])
 def test_an_invite_may_be_in_a_file(content: str, tmp_path: Path) -> None:
-    """Alone, or as a peer's --ready-file has it."""
+    """The file has the invite alone, or is a peer's --ready-file."""
     path = tmp_path / "ready.json"
     path.write_text(content)
     assert _find(_options(f"@{path}")).entries == (ENTRY,)

@@ -11,7 +11,7 @@ from peers.shared import env_file
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*env_file.NAMES, "LD_PRELOAD"):
-        # First set, so that it is undone at the end whatever is set meanwhile.
+        # The key is set first, so that it is undone at the end, whatever is set meanwhile.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

@@ -1,4 +1,4 @@
-"""Whose an event file is."""
+"""Which process an event file belongs to."""
 
 import dataclasses
 from pathlib import Path

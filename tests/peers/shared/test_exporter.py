@@ -42,7 +42,7 @@ def _read(url: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 
 async def _scrape(record: Any, prefix: str = "swarm_peer", **labels: str) -> Any:
-    """What Prometheus reads of a process that has these figures."""
+    """What Prometheus reads from a process that has these figures."""
     own = OwnFigures()
     own.follow(lambda: record, **labels)
     port = _free_port()
@@ -75,7 +75,7 @@ async def test_every_number_of_status_is_a_metric_of_the_same_name() -> None:
 async def test_a_trainer_s_figures() -> None:
     samples = await _scrape(TrainerRow(name="t", step=5, loss=2.5, tokens_per_second=99.0), "swarm_trainer")
     assert (samples["swarm_trainer_step"], samples["swarm_trainer_loss"]) == ({(): 5.0}, {(): 2.5})
-    # One that has no loss yet exports none, rather than a zero.
+    # A trainer that has no loss yet exports none, rather than 0.
     assert "swarm_trainer_loss" not in await _scrape(TrainerRow(name="t"), "swarm_trainer")
 
 
@@ -130,5 +130,5 @@ async def test_the_grafana_dashboard_asks_for_metrics_that_are_there() -> None:
     asked = {name for query in queries for name in re.findall(r"\b(?:swarm|process)_\w+", query)}
     assert len(asked) > 12
     assert asked <= exported
-    # What only grows is asked for by how fast.
+    # Panels show how fast a counter grows, not its value.
     assert all(re.search(rf"(rate|increase)\({name}\[", "".join(queries)) for name in asked if name.endswith("_total"))

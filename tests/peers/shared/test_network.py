@@ -17,7 +17,7 @@ from swarm.types import PeerId, PeerRecord, PeerState
 
 
 class _Directory:
-    """Has nobody, and cannot be read so many times."""
+    """Has no peer, and cannot be read the first `num_faults` times."""
 
     def __init__(self, num_faults: int) -> None:
         self.num_faults = num_faults
@@ -47,7 +47,7 @@ class _Forgetful:
 async def test_whoever_is_back_where_it_was_waits_for_those_who_remember_it(
     returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It began the run, and its command line names nobody. But not for ever: they may be gone as well."""
+    """The peer began the run, and its command line names no other. It stops waiting: others may be gone, too."""
     monkeypatch.setattr(network, "LOOK_SECONDS", 0.01)
     clock = SystemClock()
     known = KnownPeers(Router(clock, random.Random(0)))

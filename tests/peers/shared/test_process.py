@@ -78,7 +78,7 @@ def test_a_result_is_the_exit_code() -> None:
 
 @pytest.mark.parametrize("error", [KeyError("x"), ExceptionGroup("", [ValueError("y"), TypeError("z")])])
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
-    """Also when faults that followed from it share its group."""
+    """That holds, too, if faults that followed from the bug share its group."""
     with pytest.raises(type(error)):
         process.run_program("swarm-x", lambda: _raise(error))
 
@@ -124,7 +124,7 @@ from peers.shared import process
 process.keep_freed_memory()
 
 def turn():
-    # As a microbatch's gradients, and a round's vector of them: beside each other, and all gone at the end.
+    # Like a microbatch's gradients and a round's vector of them: there at the same time, then all freed.
     kept = [bytearray(size) for size in [8_000_000] * 16 + [128_000_000]]
 
 def turns():

@@ -32,7 +32,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a process writes, one that has a child."""
+    """A folder where a process writes that has a child."""
     return tmp_path / "out"
 
 
@@ -53,7 +53,7 @@ def _refused(folder: Path) -> None:
 
 
 def test_a_second_process_is_refused_until_the_first_is_gone(folder: Path, holder: subprocess.Popen[str]) -> None:
-    """Though a child of the first, which was killed, lives on. Nothing but the events is left."""
+    """A child of the first process, which was killed, lives on. Nothing but the events is left."""
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     try:
@@ -73,7 +73,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(folder: Path, holde
 
 @pytest.fixture
 def _own_logging() -> Iterator[None]:
-    """Programs set the root logger up."""
+    """Restore the root logger, which programs set up."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers.clear()

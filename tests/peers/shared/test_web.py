@@ -52,7 +52,7 @@ def test_an_address_is_taken_at_once(host: str, is_local: bool) -> None:
 
 @asynccontextmanager
 async def _served() -> AsyncIterator[tuple[str, int]]:
-    """A server that answers at once, or takes its time; gives its address."""
+    """Run a server that answers at once, or takes its time; its address."""
 
     async def answer(request: Request) -> PlainTextResponse:
         await asyncio.sleep(0.8 if request.url.path == "/slow" else 0.0)
@@ -78,7 +78,7 @@ async def _served() -> AsyncIterator[tuple[str, int]]:
     ids=["nothing", "one byte", "half of the headers", "half of a second request", "a body that nobody reads"],
 )
 async def test_a_connection_that_brings_no_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that sends a byte now and then."""
+    """So is a connection that sends a byte now and then."""
     monkeypatch.setattr(web, "REQUEST_SECONDS", 0.3)
     async with _served() as address:
         reader, writer = await asyncio.open_connection(*address)

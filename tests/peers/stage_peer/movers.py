@@ -39,7 +39,7 @@ from tests.support.memory_store import MemoryStore
 
 
 class Ordered(Rebalancer):
-    """Moves when it is told to, and looks at nothing but whether it can be spared."""
+    """Moves when the test says so, and checks only whether the peer can be spared."""
 
     def __init__(self, *parts: Any, **more: Any) -> None:
         super().__init__(*parts, **more)
@@ -76,8 +76,8 @@ class LocalPeer:
     ) -> None:
         """
         Args:
-            model: its user's copy of the model that the run begins with.
-            cache: where it keeps what it has of that model from others; None where the run's weights are drawn.
+            model: the user's copy of the model that the run begins with.
+            cache: where the peer keeps what it got of that model from others; None where the run's weights are drawn.
         """
         self._config = config
         self.identity = generate()
@@ -97,10 +97,10 @@ class LocalPeer:
         self.log = Record()
         self.stop = asyncio.Event()
         self.served: asyncio.Queue[int] = asyncio.Queue()
-        """Every stage, when it is served."""
+        """Gets the number of every stage once the peer serves it."""
         self.server: StageServer | None = None
         self.tasks: asyncio.TaskGroup | None = None
-        """Of the server that it has."""
+        """The tasks of `server`."""
         self.made: list[weakref.ref[StageServer]] = []
 
     @asynccontextmanager
@@ -133,7 +133,7 @@ class LocalPeer:
             return await self.served.get()
 
     async def has_left(self) -> None:
-        """Wait until it has left the run."""
+        """Wait until the peer has left the run."""
         async with asyncio.timeout(10.0):
             while Leave() not in self.log.events:  # noqa: ASYNC110 - nothing says when
                 await asyncio.sleep(0.05)
@@ -143,7 +143,7 @@ class LocalPeer:
         return next((r for r in await self.directory.peers(stage) if r.peer_id == self.peer_id), None)
 
     async def state(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """Round, and anchor and outer state, of what it serves now."""
+        """Round, anchor and outer state of the stage that the peer serves now."""
         assert self.server is not None
         snapshot = await self.server.member.snapshot()
         return snapshot.round, dict(snapshot.tensors)
@@ -174,7 +174,7 @@ class LocalPeer:
 async def trainer(
     config: RunConfig, peers: Sequence[LocalPeer]
 ) -> AsyncIterator[Callable[[int], Coroutine[None, None, HopReply]]]:
-    """Hands a microbatch to one of these peers; gives the answer, not acknowledged yet."""
+    """A function that hands a microbatch to one of these peers and returns the answer, not acknowledged yet."""
     clock = SystemClock()
     router = Router(clock, random.Random(0))
     router.update(0, [record for peer in peers if (record := await peer.record(0)) is not None])
@@ -193,7 +193,7 @@ async def trainer(
 
 
 async def train_all(config: RunConfig, peers: Sequence[LocalPeer], microbatches: Sequence[int]) -> list[float]:
-    """As a trainer does, through one of these peers each; gives the losses."""
+    """Train on microbatches as a trainer does, each through one of these peers; gives the losses."""
     async with trainer(config, peers) as train:
 
         async def one(index: int) -> float:

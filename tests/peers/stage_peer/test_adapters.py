@@ -90,7 +90,7 @@ class Tuned:
             yield first, second
 
     async def train(self, rounds: range, *peers: LocalPeer) -> list[float]:
-        """Whole rounds, through the first of these peers, until all of them have committed them; gives the losses."""
+        """Train whole rounds through the first of these peers, until all have committed them; gives the losses."""
         losses, count = list[float](), self.config.microbatches_per_round
         for number in rounds:
             losses += await train_all(self.config, peers[:1], range(number * count, (number + 1) * count))
@@ -98,7 +98,7 @@ class Tuned:
         return losses
 
     def frozen(self, stage: int) -> dict[str, torch.Tensor]:
-        """A stage's weights of the model."""
+        """The model's weights of a stage."""
         return open_weights(self._folder / "run", self.config).load(parameter_shapes(self.config, stage))
 
 
@@ -120,7 +120,7 @@ def _assert_holds(peer: LocalPeer, frozen: dict[str, torch.Tensor]) -> None:
 
 
 async def test_a_run_that_stopped_goes_on_from_checkpoints_of_its_adapters(tuned: Tuned, tmp_path: Path) -> None:
-    """A peer that comes back to it without its cache has the frozen weights from others again."""
+    """A peer that comes back without its cache gets the frozen weights from others again."""
     async with tuned.pair() as (first, second):
         losses = await tuned.train(range(4), first, second)
         whole = [(await peer.state())[1] for peer in (first, second)]
@@ -149,7 +149,7 @@ async def test_a_peer_that_moves_fetches_the_frozen_weights_of_its_new_stage_and
         assert _round(mover) == 1
         await tuned.train(range(1, 2), first, second, mover)
         assert_close((await mover.state())[1], (await second.state())[1], 0.0)
-        # Then all goes through it.
+        # Then all microbatches go through the first peer.
         second.stop.set()
         await second.has_left()
         losses = await tuned.train(range(2, 3), first, mover)

@@ -48,12 +48,12 @@ class Newcomer:
     cache: Path
 
     def start(self) -> Contents:
-        """As when its process starts."""
+        """What the peer has when its process starts."""
         member = Membership.enter(self.config, MemoryStore(self.clock), generate(), self.clock, insecure=True)
         return Contents(member, None, self.cache, checkpoints=None)
 
     async def wait_for(self, num_sent: int) -> None:
-        """Until the first donor has sent so much."""
+        """Wait until the first donor has sent this many answers."""
         while self.line.num_sent["first"] < num_sent:
             await self.clock.sleep(1.0)
 
@@ -90,7 +90,7 @@ async def test_where_the_only_donor_dies_another_is_looked_for_however_long_it_h
 async def test_where_no_other_comes_what_is_whole_is_kept_for_the_next_start(newcomer: Newcomer) -> None:
     shapes = parameter_shapes(newcomer.config, STAGE)
     num_in_head = len([name for name in shapes if part_of(name) == "head"])
-    # The list of them all, and the head, which comes first.
+    # The donor sends the index, and the head, which comes first.
     newcomer.line.faults["first"] = after(1 + num_in_head, PeerUnavailable("it hung up"))
     assert await newcomer.start().initial_weights(STAGE, resumes=False) is None
     assert newcomer.line.num_asked["first"] > 2 + num_in_head, "it was looked for again"

@@ -16,7 +16,7 @@ Claim = Callable[[Path | None, Path, str], ClaimedIdentity]
 
 @pytest.fixture
 def claim() -> Iterator[Claim]:
-    """Claims identities until the test is over."""
+    """A function that claims identities until the test is over."""
     claimed = []
 
     def claim(path: Path | None, folder: Path, label: str) -> ClaimedIdentity:

@@ -31,7 +31,7 @@ NOBODY = "127.0.0.1:1"
 
 
 class Host(StageServiceServicer):
-    """A process that serves under some identity, and tells of rivals what it knows of them."""
+    """A process that serves under some identity, and tells what it knows of rivals."""
 
     Train: Any = None
     Evaluate: Any = None
@@ -99,7 +99,7 @@ async def test_who_is_alone_may_serve() -> None:
 
 
 async def test_a_record_of_a_process_that_has_died_is_nobody() -> None:
-    """As after a kill -9, for the 20 seconds until it expires."""
+    """After a kill -9 such a record lasts until it expires, 20 seconds later."""
     async with rivals_of(record(ELDER, NOBODY)) as rivals:
         await rivals.require_alone()
 
@@ -125,7 +125,7 @@ async def test_a_process_that_lives_is_named() -> None:
 
 
 async def test_one_that_has_no_answer_from_here_is_asked_by_other_peers() -> None:
-    """The address that it announces may be good inside of its own network alone."""
+    """The address that the other process announces may work only inside its own network."""
     async with AsyncExitStack() as stack:
         elder = await stack.enter_async_context(another(ELDER))
         other = Host(OTHER.peer_id, 0)

@@ -72,7 +72,7 @@ def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 async def test_a_peer_takes_the_other_stage_s_state_and_writes_its_checkpoints(
     config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path
 ) -> None:
-    # It has no checkpoint to begin with: all it knows it has from others.
+    # The peer has no checkpoint to begin with: all that it has comes from others.
     nothing, written = tmp_path / "nothing", tmp_path / "written"
     nothing.mkdir()
     async with (
@@ -95,7 +95,7 @@ async def test_a_peer_takes_the_other_stage_s_state_and_writes_its_checkpoints(
         assert claim.state is ClaimState.WITHDRAWN
     assert {name.stage for name in file.names(written)} == {0, 1}, "one on leaving each"
     kinds = [type(event) for event in peer.log.events]
-    # What the audit needs: what follows a move is about the new stage, from the state that it begins with on.
+    # The audit needs this: events after a move are about the new stage, beginning with its state.
     assert kinds == [Install, Install, Join, Move, Install, Install, Join, Leave]
     assert peer.log.events[3] == Move(stage=1)
 
@@ -149,7 +149,7 @@ async def test_a_stage_that_does_not_fit_is_one_line(
     config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, error: Exception, reason: str,
 ) -> None:  # fmt: skip
-    """Whoever moves there goes back."""
+    """A peer that moves there goes back."""
 
     def no_memory(run: RunConfig, stage: int, **more: Any) -> torch.nn.Module:
         if stage == 1:
@@ -279,7 +279,7 @@ async def test_holders_that_are_announced_and_silent_send_it_back(
         async with LocalPeer(config, store, resume=trained).running(1) as holder:
             record = await holder.record(1)
             assert record is not None
-        # As if it had died without a word.
+        # The record is as if the peer had died without a word.
         dead = record.model_copy(update={"state": PeerState.SERVING})
         await holder.directory.announce_peer(dead, 60.0)
         peer.rebalancer.orders.put_nowait(1)
@@ -396,7 +396,7 @@ async def test_it_stays_if_the_others_of_its_stage_hold_another_state(
 async def test_a_peer_that_is_told_to_stop_while_it_drainsleaves(
     config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The round, which is not complete, is not waited for.
+    # The peer does not wait for the round, which is not complete.
     for name in ("ROUND_SECONDS", "LAST_ROUND_SECONDS"):
         monkeypatch.setattr(mover, name, 0.0)
     async with (
@@ -409,7 +409,7 @@ async def test_a_peer_that_is_told_to_stop_while_it_drainsleaves(
         async with trainer(config, [peer]) as train:
             reply = await train(ROUND * config.microbatches_per_round)
             peer.rebalancer.orders.put_nowait(1)
-            # It drains until that is acknowledged.
+            # The peer drains until the microbatch is acknowledged.
             await eventually(lambda: server.presence.state is PeerState.LEAVING)
             peer.stop.set()
             await eventually(lambda: server.presence.describe(server.averager).state == PeerState.LEAVING)
@@ -423,7 +423,7 @@ async def test_a_peer_that_is_told_to_stop_while_it_drainsleaves(
 async def mates(
     config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[LocalPeer, LocalPeer]]:
-    """Two peers of stage 0, which wait long for their round; one more is at the other stage."""
+    """Two peers of stage 0, which wait long for their round; a third one is at the other stage."""
     monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 30.0)
     async with (
         LocalPeer(config, store, resume=trained).running(0) as mate,
@@ -474,7 +474,7 @@ async def test_a_peer_that_is_told_to_stop_with_its_first_microbatch_under_way_s
 
 @pytest.fixture
 async def last_peer(config: RunConfig, store: MemoryStore, trained: Path) -> AsyncIterator[LocalPeer]:
-    """The only one of the last stage."""
+    """The only peer of the last stage."""
     async with LocalPeer(config, store, resume=trained).running(1) as peer:
         yield peer
 
@@ -500,7 +500,7 @@ async def test_a_peer_that_drains_waits_for_the_acknowledgement_of_what_it_has_a
 async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_state(
     config: RunConfig, store: MemoryStore, last_peer: LocalPeer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or what the stage has learnt would be gone with it."""
+    """Otherwise what the stage has learnt would be gone with that holder."""
     assert last_peer.server is not None
     handlers, asked, goes_on = last_peer.server.averager.handlers, asyncio.Event(), asyncio.Event()
     download = handlers.download
@@ -558,7 +558,7 @@ async def test_a_peer_whose_disk_hangs_ends_all_the_same(
     config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, *, regular: bool,
 ) -> None:  # fmt: skip
-    """Whether its last checkpoint is being written then, or one that was due."""
+    """That is so while its last checkpoint is being written, and while one that was due is."""
     monkeypatch.setattr(checkpoints, "LAST_CHECKPOINT_SECONDS", 1.0)
     disk, folder = threading.Event(), tmp_path / "written"
     monkeypatch.setattr(file, "write", lambda *_, **__: disk.wait())
@@ -577,7 +577,7 @@ async def test_a_peer_whose_disk_hangs_ends_all_the_same(
 async def test_a_peer_that_ends_waits_for_no_retry(
     config: RunConfig, store: MemoryStore, trained: Path, last_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody can ask it any more."""
+    """No caller can reach the peer any more."""
     monkeypatch.setattr(mover, "LAST_DRAIN_SECONDS", 0.0)
     monkeypatch.setattr(stage_server, "StageLimits", partial(StageLimits, orphan_seconds=60.0))
     async with asyncio.timeout(15.0) as patience, LocalPeer(config, store, resume=trained).running(0) as peer:
@@ -597,7 +597,7 @@ async def test_a_peer_that_ends_waits_for_no_retry(
 async def idle_peer(
     config: RunConfig, mates: tuple[LocalPeer, LocalPeer], monkeypatch: pytest.MonkeyPatch
 ) -> LocalPeer:
-    """It has something of a round that nobody trains on; one more peer is at its stage, and one at the other."""
+    """A peer with a part of a round that no trainer goes on with; each stage has one other peer."""
     monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 0.5)
     _, peer = mates
     await train_all(config, [peer], [ROUND * config.microbatches_per_round])
@@ -614,7 +614,7 @@ async def test_a_peer_that_is_told_to_stop_where_nobody_trains_does_not_wait_for
 async def test_a_peer_that_is_told_to_stop_while_its_round_waits_for_a_silent_mate_waits_as_well(
     idle_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has would have to be done again."""
+    """Otherwise what the peer has would have to be done again."""
     assert idle_peer.server is not None
     monkeypatch.setattr(idle_peer.server.averager, "misses_member", lambda: True)
     idle_peer.stop.set()

@@ -11,7 +11,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 
 
 def report(number: int) -> pb.RoundReport:
-    """Of a round."""
+    """Make the report of a round."""
     return pb.RoundReport(round=number, num_samples=512, num_members=2, num_alive=3, aggregate_seconds=0.84)
 
 
@@ -53,7 +53,7 @@ def test_of_a_round_that_was_replayed_nothing_is_said_as_if_the_peer_had_been_th
 
 
 def around(**changes: Any) -> Around:
-    """What a peer sees that has nothing to complain about."""
+    """What a peer sees around it while nothing is wrong."""
     usual = Around(
         endpoint="192.0.2.1:5001", num_calls=7, num_others=2, has_trainer=True, empty_stages=(), left_alone_by={}
     )

@@ -1,4 +1,4 @@
-"""Where the others are: of peers that are announced, which answer, which are silent, and which leave."""
+"""Where the others are: which of the announced peers answer, which are silent, and which leave."""
 
 import dataclasses
 import itertools
@@ -73,7 +73,7 @@ async def _find(
     committed: Mapping[int, int] | None = None, num_forwards: int = 0, leaving: Collection[int] = (),
     needs_holder: bool = False,
 ) -> tuple[Others, int]:  # fmt: skip
-    """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time.
+    """What a joiner learns, and how often it looked again; `rounds` has the successive answers of each stage.
 
     `silent_looks`: of stages that never answer, for how many looks they have a dead peer that is announced.
     `committed`: how many rounds each has committed itself. `leaving`: stages whose peer is about to be gone.
@@ -87,7 +87,7 @@ async def _find(
     async with AsyncExitStack() as stack:
         living = []
         for number, turns in rounds.items():
-            # The last one again and again.
+            # After the last turn it is repeated.
             saying = itertools.chain(turns, itertools.repeat(turns[-1]))
             peer = describing(number, lambda _, number=number, saying=saying: say(number, saying))  # type: ignore[misc]
             living.append(await stack.enter_async_context(peer))
@@ -154,7 +154,7 @@ async def test_a_stage_whose_holders_are_announced_and_silent_does_not_begin_ane
 
 
 async def test_a_stage_whose_holder_is_leaving_does_not_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
-    """It may stay, or write its last checkpoint."""
+    """The holder may stay, or write its last checkpoint."""
     others, num_looks = await _find({0: [7], STAGE: [8, 8, None], 2: [8]}, leaving={STAGE})
     assert others == Others(rounds={0: 7, 2: 8}, samples=128), "it is gone"
     assert num_looks == 2 * 3
@@ -207,7 +207,7 @@ async def test_holders_that_fell_silent_are_waited_for_by_who_has_nothing_else_t
 
 async def test_a_holder_that_comes_back_in_time_is_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     class Frozen(_Directory):
-        """Whose holder's announcement expires, and comes again."""
+        """A directory in which the holder's announcement expires, and comes again."""
 
         num_readings = 0
 

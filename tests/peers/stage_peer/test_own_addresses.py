@@ -122,7 +122,7 @@ def test_the_way_to_this_machine_is_its_loopback() -> None:
 
 
 def test_what_is_no_address_is_left_to_the_dht_node() -> None:
-    """Which says so in one line."""
+    """The DHT node refuses it in one line."""
     assert own_candidates("myhost", []).hosts == ()
     node = "/ip4/127.0.0.1/tcp/1/p2p/x"
     assert own_candidates("127.0.0.1", ["x", node]) == own_candidates("127.0.0.1", [node])
@@ -150,7 +150,7 @@ print(json.dumps(own_candidates("", sys.argv[1:]).hosts))
 
 
 def _hosts(network: str, *addresses: str) -> list[str]:
-    """What is announced in a network of its own, for a peer that joins at these addresses."""
+    """What a peer in its own network namespace announces if it joins at these addresses."""
     if sys.platform != "linux" or not (shutil.which("unshare") and shutil.which("ip")):
         pytest.skip("needs unshare and ip")
     command = ["unshare", "--net", "--map-root-user", "sh", "-ec", f'{network}\nexec "$@"', "sh"]

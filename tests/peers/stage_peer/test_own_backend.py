@@ -14,7 +14,7 @@ from swarm.stage.staging import Staging
 from tests.support.chain import SYNCHRONOUS
 
 _ENDLESS = 1 << 40
-"""Tokens of a microbatch whose loss fits nowhere."""
+"""Tokens of a microbatch whose loss fits into no memory."""
 
 
 def _backend(config: RunConfig, stage: int, *, compiles: bool = False) -> StageBackend:

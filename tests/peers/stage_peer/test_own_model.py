@@ -39,7 +39,7 @@ def _config(folder: Path | str, text: str, cache: Path, *, stages: int | None = 
 
 
 def test_a_model_s_folder_begins_the_same_run_on_every_machine(tmp_path: Path, text: str) -> None:
-    """Neither where the folder lies matters, nor where the cache is."""
+    """It does not matter where the folder lies, nor where the cache is."""
     save("llama-3", tmp_path / "one" / "model", max_shard_size="50KB")
     write_tokenizer(tmp_path / "one" / "model" / "tokenizer.json", WORDS)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -77,7 +77,7 @@ def test_a_name_is_looked_for_on_the_hub(tmp_path: Path, text: str, monkeypatch:
 async def test_a_joiner_reads_the_tensors_of_its_stage_alone(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the digests from a peer, and the tensors from its copy."""
+    """The joiner has the digests from a peer, and the tensors from its own copy."""
     save("llama-2", tmp_path / "model")
     config = _config(tmp_path / "model", text, tmp_path / "cache", stages=3)
     full = cache_of(tmp_path / "cache" / "weights" / config.model.weights, config, FakeLine())

@@ -1,4 +1,4 @@
-"""swarm-peer's options: what they may not be."""
+"""swarm-peer's options: which values are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def test_adapters_of_a_new_run_may_be_named_on_the_command_line(tmp_path: Path) 
 
 
 def test_the_same_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:
-    """A folder to resume from has to be there, unless it is the one that is made to be written to."""
+    """The folder of --resume has to be there, unless it is also that of --checkpoint, which is made."""
     folder = tmp_path / "checkpoints"
     with pytest.raises(ValueError, match="checkpoints: there is no such folder"):
         open_checkpoints(PeerOptions(preset="tiny", resume=folder), owner="me")

@@ -33,7 +33,7 @@ CONFIG = RunConfig(model=ModelConfig(num_layers=3, custom_class="a.b:C"), stages
 
 
 class SlowStore(MemoryStore):
-    """A DHT that takes its time, and can be gone."""
+    """A DHT that is slow, and can be unreachable."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         super().__init__(clock)
@@ -75,11 +75,11 @@ class Peer:
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self, tasks: asyncio.TaskGroup, stage: int | None = None) -> None:
-        """Serve a stage, or the one that it chooses."""
+        """Serve a stage, or the one that the peer chooses."""
         self.tasks = [tasks.create_task(work) for work in (self._live(stage), self.claim.keep(), self.keep_announced())]
 
     def kill(self) -> None:
-        """It is announced for a while."""
+        """Kill the peer, which stays announced for a while."""
         self.stage = None
         for task in self.tasks:
             task.cancel()
@@ -127,7 +127,7 @@ class World:
         self.checkpoints = checkpoints
         self.peers = [Peer(self, 1000 * seed + number) for number in range(12)]
         self.moves: list[tuple[float, int, int]] = []
-        """When, from where, to where."""
+        """When, from which stage, to which stage."""
         self.least = 99
 
     def counts(self) -> list[int]:
@@ -156,7 +156,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Pe
 
 
 async def _live(world: World, stages: Sequence[int | None], then: Callable[[], Any]) -> None:
-    """Start peers at these stages, let `then` go on, and end."""
+    """Start peers at these stages, run `then`, and end."""
     async with asyncio.TaskGroup() as tasks:
         for peer, stage in zip(world.peers, stages, strict=False):
             peer.start(tasks, stage)
@@ -212,7 +212,7 @@ def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
-    """They are announced: dead, or cut off from here."""
+    """Silent peers are announced, but dead or cut off from here."""
 
     async def scene() -> None:
         world = World()
@@ -228,7 +228,7 @@ def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.M
 
 
 def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It still has to be given the state, and nobody else has it."""
+    """The mate still has to be given the state, and no other peer has it."""
 
     async def scene() -> None:
         world = World(round_number=7)
@@ -246,7 +246,7 @@ def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: pytest.M
 
 
 def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It began the stage anew at the same round, when it saw nobody."""
+    """The mate began the stage anew at the same round, when it saw no other peer."""
 
     async def scene() -> None:
         world = World(round_number=7)
@@ -266,7 +266,7 @@ def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(monkey
 
 
 def test_where_rounds_need_a_majority_nobody_leaves_too_few_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would wait for ever for a peer that has gone elsewhere."""
+    """Those left would wait for ever for a peer that has gone elsewhere."""
 
     async def scene() -> None:
         world = World(config=dataclasses.replace(CONFIG, averaging=AveragingConfig(quorum="majority")))
@@ -366,7 +366,7 @@ def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_time(mo
 
 
 def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the peer would count at the other stage for ever, and never move."""
+    """Otherwise the peer would count at the other stage for ever, and never move."""
 
     async def scene() -> None:
         world = World()

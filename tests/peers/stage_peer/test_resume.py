@@ -59,7 +59,7 @@ def _choose(
 
 
 def _value(beginning: Beginning | None) -> float:
-    """Which round's weights these are."""
+    """The round that these weights are of."""
     assert beginning is not None
     assert beginning.restored is not None
     return float(beginning.restored.tensors["anchor/some.weight"][0])
@@ -155,7 +155,7 @@ def test_a_lost_stage_that_is_to_starts_over_at_the_others_round(config: RunConf
 
 @both
 def test_a_lost_stage_comes_back_at_exactly_the_others_round(config: RunConfig, tmp_path: Path) -> None:
-    """Also where a newer one is there: the others may have been resumed from an earlier one."""
+    """That holds, too, where a newer checkpoint is there: the others may have been resumed from an earlier one."""
     folder = _write(tmp_path, config, 20, 30, 40)
     beginning = _choose(config, Others(rounds={0: 30, 2: 30}, samples=1), folder, starts_over=True)
     assert beginning is not None
@@ -185,7 +185,7 @@ def test_a_synchronous_stage_may_be_a_round_late_for_the_others_can_repeat_one(t
         assert (_value(beginning), beginning.round, beginning.lineage) == (40, 40, "lineage 40")
     with pytest.raises(Fatal, match="stand at round 39, and"):
         _choose(SYNCHRONOUS, Others(rounds={0: 39, 2: 39}), folder)
-    # One began there itself, with a checkpoint or a download: it has no other weights.
+    # This one began there itself, with a checkpoint or a download: it has no other weights.
     with pytest.raises(Fatal, match=r"stand at round 41, .* --resume-round 40"):
         _choose(SYNCHRONOUS, Others(rounds={0: 41, 2: 41}, repeating=frozenset({0})), folder)
     assert _value(_choose(SYNCHRONOUS, Others(rounds={0: 40, 2: 41}, repeating=frozenset({2})), folder)) == 40
@@ -255,7 +255,7 @@ def test_without_another_optimizer_the_learning_rate_stays(caplog: pytest.LogCap
 async def test_another_optimizer_begins_without_the_memory_of_the_one_before(
     tmp_path: Path, before: Literal["adamw", "muon"], now: Literal["adamw", "muon"], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The weights are the checkpoint's; AdamW's moments of what both optimizers leave to it stay."""
+    """The weights are the checkpoint's. AdamW's moments stay for the tensors that both optimizers leave to AdamW."""
     configs = {
         name: dataclasses.replace(cut(2), optimizer=dataclasses.replace(CONFIG.optimizer, name=name))
         for name in (before, now)

@@ -29,7 +29,7 @@ def _grant(port: int, outer_port: int, lease_seconds: int, *, own: int = 0, resu
 
 @contextmanager
 def _router(answer: Answer, asked: list[tuple[int, int, int]]) -> Iterator[tuple[str, int]]:
-    """Answers from a thread, after it has missed the first datagram."""
+    """A router that answers from a thread, after it has missed the first datagram."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind(("127.0.0.1", 0))
         sock.settimeout(0.1)

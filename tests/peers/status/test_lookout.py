@@ -41,7 +41,7 @@ def _entrances(*invites: str) -> list[Entrance]:
 
 
 async def _seen(*invites: str) -> list[SwarmView]:
-    # Ways through peers have no node, whose start would block.
+    # Ways through peers need no DHT node, whose start would block.
     async with lookouts_on([lookout.Way(one, None, False) for one in _entrances(*invites)]) as lookouts:
         return await views(lookouts)
 
@@ -93,7 +93,7 @@ def test_all_runs_of_the_network_are_shown_but_those_that_need_a_token(
 
 
 async def _announce(node: DhtNode, config: RunConfig) -> None:
-    """A run, and a peer of its stage 0."""
+    """Announce a run, and a peer of its stage 0."""
     own, clock = generate(), SystemClock()
     directory = Directory(node, own, config.run_id, clock)
     await directory.publish_config(configs.to_json(config), 60.0)
@@ -130,7 +130,7 @@ def test_all_runs_of_a_dht_are_found_the_named_one_first(
             run_loop(_announce(node, config))
         entrance = Entrance(addresses=tuple(nodes[0].addresses()), token=None, insecure=False)
         assert set(_found(entrance)) == {(config.run_id, f"of {config.run}") for config in (CONFIG, OTHER)}
-        # However many others are announced.
+        # That is so however many others are announced.
         monkeypatch.setattr(lookout, "MOST_RUNS", 1)
         for config in (CONFIG, OTHER):
             named = dataclasses.replace(entrance, run=config.run_id.rpartition(".")[2])

@@ -34,7 +34,7 @@ def _claim(stage: int, from_stage: int | None, state: ClaimState = ClaimState.CO
 def _seen(
     claims: list[ClaimRecord], *rows: tuple[str, int, PeerState, str]
 ) -> dict[int, list[tuple[str, str, Any, Any]]]:
-    """By stage: who is shown, as what, from where, to where. Rows: who, where, announced as, and what it answers."""
+    """By stage: name, state, from and to which stage. Rows: id, stage, announced state, and the state it answers."""
     records = {stage: [_record(p, s, state) for p, s, state, _ in rows if s == stage] for stage in range(3)}
     answers = [
         StageRow(
@@ -88,12 +88,12 @@ def test_a_stage_that_everybody_leaves_is_empty_and_one_that_somebody_goes_to_is
 
 
 async def _ask(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> list[dict[str, Any]]:
-    """What JSON says of peers of stages 0, 1, ... that answer this, and of others that are announced at stage 9."""
+    """The JSON of peers of stages 0, 1, ... that answer this, and of others that are announced at stage 9."""
     return [peer for row in (await _rows(replies, *others)) for peer in row["peers"]]
 
 
 async def _rows(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> list[dict[str, Any]]:
-    """What JSON says of these stages."""
+    """The JSON of these stages."""
     async with AsyncExitStack() as stack:
         channels = ChannelPool(insecure=True)
         stack.push_async_callback(channels.close)
@@ -138,7 +138,7 @@ async def test_what_peers_tell_of_the_last_one_of_a_stage_is_bounded_text() -> N
 
 
 async def test_an_answer_that_makes_no_sense_is_none() -> None:
-    """One peer's figures are not to keep those of all others from being shown."""
+    """One peer's figures must not keep those of all others from being shown."""
     answers = (("serving", 1.0), ("serving", math.nan), ("\x1b[2J", 1.0))
     shown = await _ask([pb.DescribeReply(state=state, samples_per_second=rate) for state, rate in answers])
     assert [peer["state"] for peer in shown] == ["serving", "unreachable", "unreachable"]

@@ -41,7 +41,7 @@ print([name for name in {HEAVY} if name in sys.modules])
 
 @pytest.fixture
 async def entry() -> AsyncIterator[Entry]:
-    """A peer that announces itself and a trainer, and shows both; it serves nothing else."""
+    """A peer that announces itself and a trainer, and gives out both records; it serves nothing else."""
     own, clock = generate(), SystemClock()
     dht = MemoryStore(clock)
     server = grpc.aio.server(options=SERVER_OPTIONS)

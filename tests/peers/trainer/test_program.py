@@ -61,7 +61,7 @@ def test_the_tokenizer_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.Mon
 def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is the text prepared with it: it need not be there."""
+    """The text is not prepared with it either, and need not be there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = _run_with_a_tokenizer(tmp_path)
     (tmp_path / "text.txt").unlink()
@@ -78,7 +78,7 @@ def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(
 
 
 class _Wandb:
-    """Has something to upload."""
+    """A stand-in for a W&B run that has something to upload."""
 
     def finish(self, *, timeout_seconds: float) -> str:
         return "wandb sync x"

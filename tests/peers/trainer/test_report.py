@@ -1,4 +1,4 @@
-"""What a trainer tells of its steps."""
+"""What a trainer reports of its steps."""
 
 import dataclasses
 import sys
@@ -30,7 +30,7 @@ class Metrics:
         self.steps.append(metrics)
 
     def event(self, step: int, text: str) -> None:
-        """Nothing is made of it."""
+        """Ignore the event."""
 
 
 def _report(folder: Path, clock: Clock | None = None, *, metrics: Metrics | None = None) -> Report:

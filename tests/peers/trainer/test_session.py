@@ -49,7 +49,7 @@ class _HeldOut:
 
 
 def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1) -> Session:
-    """As the program wires it, but for what only training needs."""
+    """A session as the program wires it, without what only training needs."""
     config, data = chain.config, cast(Microbatches, _HeldOut())
     watcher = RoundWatcher(
         run_id=config.run_id, num_stages=3, synchronous=True, channels=chain.peers[0].channels,
@@ -169,12 +169,12 @@ async def test_who_only_evaluates_and_cannot_fails(tmp_path: Path, monkeypatch: 
 
 
 def _text_of(sample: str) -> str:
-    """What the swarm has written, of a whole sample."""
+    """The text that the swarm has written, of a whole sample."""
     return sample.partition("--- the swarm goes on ---\n")[2].removesuffix("\n---")
 
 
 async def test_a_sample_is_as_long_as_it_was_asked_for_and_what_the_swarm_writes_for_anybody(tmp_path: Path) -> None:
-    """Also beyond the longest sequence: it is then begun anew with the latter half of what was there."""
+    """Beyond the longest sequence a new one is begun with the latter half of what was there."""
     half = SYNCHRONOUS.data.sequence_length // 2
     async with running_chain(SYNCHRONOUS) as chain:
         with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
