@@ -17,7 +17,7 @@ class DoctorOptions:
     """Say whether this machine can serve a stage, and what stands in the way. The options are those of swarm-peer."""
 
     invite: InviteOption = None
-    """To the run, swarm://..., as every swarm-peer prints it; without one only this machine itself is checked."""
+    """The invite to the run, swarm://..., as every swarm-peer prints it; without one only this machine is checked."""
     lan: bool = False
     """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     token: str | None = None

@@ -134,7 +134,7 @@ class StageServer:
 
         Raises:
             ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
-            Fatal, PeerUnavailable: as of OwnState.begin.
+            Fatal, PeerUnavailable: as OwnState.begin does.
             ExceptionGroup: of a NotReady: the stage's state could not be downloaded from the peers that hold it.
         """
         identity, channels = self._membership.identity, self._membership.channels
@@ -197,7 +197,7 @@ class StageServer:
         )  # fmt: skip
 
     async def _settle(self) -> None:
-        """Wait until acknowledgements are passed on to the peers downstream: without them, these would roll back."""
+        """Wait until acknowledgements are passed on downstream: without them the peers there would roll back."""
         deadline = self._clock.monotonic() + SETTLE_SECONDS
         while self.stage.answers.num_settling and self._clock.monotonic() < deadline:
             await self._clock.sleep(0.02)

@@ -18,7 +18,7 @@ class TrainerOptions:
     """Train: feed text into a running swarm. A step is one round of the whole swarm."""
 
     invite: InviteOption = None
-    """To the run, swarm://..., as every swarm-peer prints it."""
+    """The invite to the run, swarm://..., as every swarm-peer prints it."""
     lan: bool = False
     """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     initial_peers: tuple[str, ...] = ()

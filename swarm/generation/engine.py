@@ -152,7 +152,7 @@ class _Sequence:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether its next token is to be computed now."""
+        """Whether the next token of this sequence is to be computed now."""
         return self._num_left > 0 and len(self._ready) < _MOST_AHEAD and self._error is None
 
     def append(self, logits_V: torch.Tensor) -> None:
