@@ -1,1 +1,1 @@
-"""What users measure with, a module for each bench; shared/ is how benches measure, and sides/ what."""
+"""The benches, a module for each; shared/ has the code that measures, and sides/ the processes that are measured."""

@@ -2,8 +2,9 @@
 
     scripts/bench all --json --out FILE
 
-Each is a process of its own, with its usual options. The file is written after each of them, and figures that it holds
-already are kept, with the version that they are of: so a run that was stopped goes on. What failed is tried again.
+Each bench is a process of its own, with its usual options. The file is written after each of them, and figures that it
+holds already are kept, with the version that they are of, so a run that was stopped goes on. A bench that failed is
+tried again.
 """
 
 import dataclasses
@@ -42,9 +43,9 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Run what the file lacks; gives all that it then holds."""
+    """Run the benches that the file lacks; returns all that it then holds."""
     entries = figures_file.read(options.out) if options.out.exists() else {}
-    # A file that cannot be written is noticed now.
+    # A file that cannot be written is noticed before any bench runs.
     figures_file.write(options.out, entries)
     for name in _wanted(options):
         if "figures" in entries.get(name, {}):
@@ -62,7 +63,7 @@ def exit_code(figures: Mapping[str, Any]) -> int:
 
 
 def _wanted(options: Options) -> Sequence[str]:
-    """The benches to run. Those that make sense with one text only need its name, and those of a GPU need one."""
+    """The benches to run. Some make sense with one text only, which has to be named, and some need a GPU."""
     wanted = []
     for name in options.only or tuple(MEASURING):
         if options.dataset == BenchOptions.dataset and _dataset_is_required(name):

@@ -84,7 +84,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """What the figures call it."""
+        """The arm's name in the figures."""
         return f"{self.side}_{self.codec}"
 
 
@@ -96,9 +96,9 @@ class Round:
     """One measured round of one arm.
 
     Attributes:
-        finished: what the members told when they had the result.
-        compared: what they hold.
-        loopback_bytes: what went over the loopback meanwhile.
+        finished: what each member reported when it had the result.
+        compared: the values that the members hold.
+        loopback_bytes: the bytes that went over the loopback meanwhile.
     """
 
     finished: Sequence[dict[str, Any]]
@@ -116,7 +116,7 @@ class Round:
 
     @property
     def payload_bytes(self) -> float:
-        """What the members say they have sent: each byte is received by another one, which counts it as well."""
+        """The bytes that members say they have sent. (Each byte is also counted by the member that receives it.)"""
         return sum(float(reply["bytes_sent"] + reply["bytes_received"]) for reply in self.finished) / 2
 
     @property
@@ -127,7 +127,7 @@ class Round:
 
 @dataclass(eq=False)
 class Group:
-    """The processes of one side."""
+    """The processes of one side of the comparison."""
 
     side: str
     module: str
@@ -138,7 +138,7 @@ class Group:
     num_orders: int = 0
 
     def start(self, numbers: Sequence[int], *arguments: str) -> list[dict[str, Any]]:
-        """Start processes; gives what they say when they are ready."""
+        """Start processes; returns their messages when they are ready."""
         for number in numbers:
             name, folder = f"{self.side}-{number}", self._folder(number)
             folder.mkdir(parents=True)
@@ -200,7 +200,7 @@ def _start_groups(options: Options, children: Supervisor, folder: Path) -> dict[
 
 
 def _begin(group: Group, arm: Arm) -> int:
-    """Have a group start a round; gives the loopback's count before."""
+    """Have a group start a round; returns the loopback's count before it."""
     group.ask("prepare", codec=arm.codec)
     before = loopback_bytes()
     group.order("start", at=time.monotonic() + LEAD_SECONDS)
@@ -220,13 +220,13 @@ def _round(group: Group, arm: Arm) -> Round:
 
 
 def _killed_round(group: Group, arm: Arm, half_bytes: int) -> dict[str, Any]:
-    """Kill the last member when half of a round's bytes are on the wire; gives what the others hold then."""
+    """Kill the last member when half of a round's bytes are on the wire; returns what the others hold afterwards."""
     everybody = list(group.members)
     before = _begin(group, arm)
     until_sent(before + half_bytes, group.children)
     group.kill9(everybody[-1])
     if group.side == "ours":
-        # Its samples are lost, and the others train on until the round has enough.
+        # The killed member's samples are lost, and the others train on until the round has enough.
         group.order("learn", num_samples=len(everybody))
     finished = group.ask("finish")
     compared = group.ask("compare", means={"all": everybody, "survivors": list(group.members)})

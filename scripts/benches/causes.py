@@ -39,13 +39,13 @@ class Row:
 
     Attributes:
         against: the row that differs in one thing; empty for the first one.
-        workers: 1 is one process that takes a step on every batch.
+        workers: how many workers there are; 1 is a process that takes a step on every batch.
         batch: samples of a step.
-        steps: that a worker takes between two averages.
+        steps: the steps that a worker takes between two averages.
         outer: rate and momentum of the outer step.
-        delayed: gradients are of the weights before the last step, as with PipeDream-2BW (arXiv 2006.09503).
-        corrected: the step is the delayed one and its difference to the last one: what that one, as it is known now,
-            should have been more. As error feedback does (arXiv 2606.30634).
+        delayed: whether gradients are of the weights before the last step, as with PipeDream-2BW (arXiv 2006.09503).
+        corrected: whether the difference between this delayed step and the last one is added to the step, since the
+            last one should have been that much larger, as it is known now (like error feedback, arXiv 2606.30634).
     """
 
     against: str = ""
@@ -93,7 +93,7 @@ class Options(BenchOptions):
     d_model: int = 32
     """Width of the model; a multiple of 32."""
     num_layers: int = 2
-    """Its layers."""
+    """Number of the model's layers."""
     learning_rate: float = 5e-3
     """Peak of the rate, which falls to a tenth by a cosine."""
 
@@ -170,7 +170,7 @@ def run_config(options: Options, row: Row, seed: int) -> RunConfig:
             dataset=options.dataset,
             seed=seed,
             sequence_length=SEQUENCE_LENGTH,
-            # Samples come in the same order, whatever the size is.
+            # Samples come in the same order, whatever the size of the batch.
             microbatch_size=row.batch,
             held_out_fraction=0.1,
         ),

@@ -98,7 +98,7 @@ def _config(options: Options) -> RunConfig:
 
 
 def _tensors(options: Options) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """What is compressed, and its name: tensors that are averaged together."""
+    """The sets of tensors that are compressed, by name; each set would be averaged together."""
     for order, gradient in enumerate(_pseudo_gradients(options), start=1):
         yield f"pseudo-gradient {order}, the model", gradient
         for name in sorted(gradient):
@@ -112,7 +112,7 @@ def _tensors(options: Options) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
 
 
 def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
-    """Where two peers' inner steps lead from one point, each on its own stretch of text: old weights minus new ones."""
+    """Old weights minus new ones of two peers, after inner steps from one point, each on its own stretch of text."""
     config, data = with_corpus(_config(options))
     say(f"{options.warm_up_steps} steps to a shared point")
     shared = Reference(config, data)
@@ -128,7 +128,7 @@ def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
 
 
 def _compare(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Our codec on all of the tensors as one vector, and the templar quantiser on what it keeps of each of them."""
+    """Compare our codec on all tensors as one vector with the templar quantiser on the elements kept of each tensor."""
     vector_D = layout.flatten(tensors, torch.empty(sum(tensor.numel() for tensor in tensors.values())))
     codec = contribution_codec(OURS)
     encoded = codec.encode(vector_D)
@@ -149,7 +149,7 @@ def _compare(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _templar_error(vector_N: Tensor) -> float:
-    """Squared error of the templar format: the largest of each tile, four levels for all of them together."""
+    """Squared error of the templar format: it keeps each tile's largest elements, in four levels for all together."""
     tiles_TE = torch.nn.functional.pad(vector_N, (0, -vector_N.numel() % TILE))
     tiles_TE = tiles_TE.view(tiles_TE.numel() // TILE, TILE)
     indices_TK = tiles_TE.abs().topk(TOP_K).indices
@@ -206,7 +206,7 @@ def _measure(name: str, config: AveragingConfig, vector_N: Tensor, repetitions: 
 
 
 def _in_turns(actions: Mapping[str, Callable[[], object]], repetitions: int) -> paired.Turns:
-    """Seconds of the processor for each, after once that does not count."""
+    """Processor seconds of each, after a first time that does not count."""
 
     def timed(action: Callable[[], object], number: int) -> float:
         start = time.process_time()

@@ -22,7 +22,7 @@ from scripts.benches.shared.common import OutputOptions
 from scripts.benches.shared.judged import Judgement
 
 NAMING = ("name", "megabits", "round_trip_ms")
-"""Fields that say which of a list's entries one is."""
+"""Fields that name an entry of a list."""
 WORSE = "worse"
 
 
@@ -74,7 +74,7 @@ def exit_code(figures: Mapping[str, Any]) -> int:
 
 
 def verdict(judgement: Judgement | None, old: float, new: float, tolerance: float) -> str | None:
-    """Whether a figure got better or worse, or `changed` if it is not judged; None for what is noise."""
+    """Whether a figure got better or worse, or `changed` if it is not judged; None if the change is noise."""
     were_finite, are_finite = math.isfinite(old), math.isfinite(new)
     scale = 1.0 if judgement is not None and judgement.is_difference else max(abs(old), abs(new))
     if were_finite == are_finite and not (are_finite and abs(new - old) > tolerance * scale):
@@ -105,7 +105,7 @@ def _judged(bench: str, names: Iterable[str]) -> dict[str, Judgement]:
 
 
 def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers and flags by name, entries of lists by what names them; lists of numbers are left out."""
+    """Numbers and flags by their dotted names; entries of lists by their names. Lists of numbers are left out."""
     for name, value in figures.items():
         if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
             yield from _flatten({_name_of(one, number): one for number, one in enumerate(value)}, f"{prefix}{name}.")
@@ -116,5 +116,5 @@ def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _name_of(entry: Mapping[str, Any], number: int) -> str:
-    """What names a list's entry; its place if nothing does."""
+    """The name of a list's entry; its place if it has none."""
     return " ".join(f"{entry[field]}" for field in NAMING if field in entry) or str(number)

@@ -1,9 +1,8 @@
 """What does a GPU stage gain from copies that it does not wait for?
 
-A middle stage, its compute thread and the tensors that cross it are the swarm's own; taken away is the network: the
-gradient of what a microbatch gives is there at once. Some microbatches are always under way. In turns the stage copies
-as the swarm does (swarm/stage/staging.py), and as one does without further thought, on the compute thread, which waits
-for each copy.
+A middle stage, its compute thread and the tensors that cross it are the swarm's own. Only the network is missing: the
+gradient of a microbatch's output is there at once. Some microbatches are always under way. In turns the stage copies as
+the swarm does (swarm/stage/staging.py), and in the plain way, on the compute thread, which waits for each copy.
 """
 
 import asyncio
@@ -78,12 +77,12 @@ def run(options: Options) -> dict[str, Any]:
         raise ValueError("this bench needs a GPU, and PyTorch finds none: run it on a machine that has one")
     device, config = torch.device("cuda"), config_of(options)
     stagings = {"swarm": CudaStaging(device), "blocking": BlockingStaging(device)}
-    # cuBLAS keeps memory for each thread that used it, which is neither side's.
+    # cuBLAS keeps memory for each thread that used it, which must not count for either side.
     Side(config, device, BlockingStaging(device)).tokens_per_second(1)
     gc.collect()
     sides, device_bytes = {}, {}
     for name, staging in stagings.items():
-        # Memory is counted without that of sides that are there already.
+        # Memory of sides that exist already is not counted.
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         sides[name] = Side(config, device, staging)
@@ -151,7 +150,7 @@ class Side:
         self._tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int32)
 
     def tokens_per_second(self, num_microbatches: int) -> float:
-        """Compute this many microbatches; gives the rate."""
+        """Compute this many microbatches; returns the rate."""
         runtime = Runtime(queue_capacity=IN_FLIGHT, stopwatch=self._staging.stopwatch)
         runtime.start()
         try:

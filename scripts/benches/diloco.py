@@ -37,7 +37,7 @@ COMPARISONS = {
 """Differences in loss: whose, from whose, and the bound below which the goal is reached."""
 H_CURVE = ("h10", "h50", "h200")
 REPORTED_RISE = 0.1188
-"""The rise of the perplexity from H = 10 to H = 200, as the diloco-swarm project (2025) reports it: 27.95 to 31.27."""
+"""The rise of the perplexity from H = 10 to H = 200 that the diloco-swarm project (2025) reports: 27.95 to 31.27."""
 FEWER_BYTES = 30.0
 """SparseLoCo's goal."""
 
@@ -93,7 +93,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _kept_runs(options: Options, kept: Kept | None) -> dict[tuple[str, int], Figures]:
-    """What an earlier run of the bench has left."""
+    """The figures that an earlier run of the bench has left."""
     wanted = itertools.product(options.arms, range(options.seeds))
     found = {(arm, seed): kept.read(arm, seed) for arm, seed in wanted} if kept is not None else {}
     return {run: figures for run, figures in found.items() if figures is not None}

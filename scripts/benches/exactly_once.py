@@ -106,7 +106,7 @@ def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, refer
         swarm = SwarmProcesses(config, children, Path(name) / scenario, logs_events=True)
         say(f"{scenario}: {options.stages} x {options.peers_per_stage} peers start")
         for _ in range(options.peers_per_stage):
-            # Not all at once: each takes seconds of a core to start.
+            # Peers are not all started at once, because each takes seconds of a core.
             swarm.start_peers(range(options.stages))
         serve(swarm, swarm.peers)
         faulty = FaultySwarm(swarm, random.Random(f"{options.seed} {scenario}"))
@@ -157,7 +157,7 @@ async def _weights(swarm: SwarmProcesses, steps: int) -> list[dict[str, torch.Te
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """A microbatch that a file says its process contributed to a committed round: where that stands."""
+    """Where in a file it says that the process contributed a microbatch to a committed round."""
 
     path: Path
     stage: int
@@ -193,7 +193,7 @@ def _held(path: Path) -> list[_Held]:
 
 
 def _plant(logs: Sequence[Path], folder: Path, rng: random.Random) -> dict[str, int]:
-    """How many duplicates, and losses, an audit finds in copies of the logs in which there is one."""
+    """How many duplicates and losses an audit finds in copies of the logs into which one of each was planted."""
     everything = [held for path in logs for held in _held(path)]
     stolen = rng.choice(everything)
     beside = [h for h in everything if (h.stage, h.round) == (stolen.stage, stolen.round) and h.path != stolen.path]

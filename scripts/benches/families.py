@@ -69,7 +69,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _models(options: Options) -> dict[str, Callable[[], Any]]:
-    """Makers of models with random weights, by family; what tells them apart is all covered."""
+    """Functions that make models with random weights, by family; together they cover all differences."""
     num_heads = options.d_model // 16
     sizes: dict[str, Any] = {
         "vocab_size": options.vocabulary,
@@ -112,7 +112,7 @@ def _models(options: Options) -> dict[str, Callable[[], Any]]:
 def _measure(model: Any, options: Options, folder: Path) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        # Norms and biases as well, so that none goes unnoticed.
+        # Norms and biases get random values as well, so that a missing one is noticed.
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(1.0 + 0.1 * noise if parameter.ndim == 1 else noise / options.d_model**0.5)
     model.eval().save_pretrained(folder / "in")
@@ -129,7 +129,7 @@ def _measure(model: Any, options: Options, folder: Path) -> dict[str, Any]:
 
 
 def _logits(config: RunConfig, folder: Path, tokens_BT: Tensor) -> Tensor:
-    """What the stages compute, one after the other, each with what it reads of the weights by itself."""
+    """The logits that the stages compute one after the other, each with the weights that it has read itself."""
     weights = run_folder.open_weights(folder, config)
     hidden = tokens_BT
     for stage in range(NUM_STAGES):

@@ -158,7 +158,7 @@ def _ours(swarm: SwarmProcesses, prompt: torch.Tensor, count: int) -> Callable[[
 
 @asynccontextmanager
 async def _engine(swarm: SwarmProcesses) -> AsyncIterator[SwarmEngine]:
-    """Asks the first stage directly, without the DHT."""
+    """An engine that asks the first stage directly, without the DHT."""
     clock = SystemClock()
     router, channels = Router(clock, random.Random(0)), ChannelPool(identity=generate())
     router.update(0, [peer.record for peer in swarm.peers if peer.record.stage == 0])
@@ -170,7 +170,7 @@ async def _engine(swarm: SwarmProcesses) -> AsyncIterator[SwarmEngine]:
 
 
 async def _early_and_late(swarm: SwarmProcesses, prompt: Sequence[int]) -> tuple[float, float]:
-    """Seconds a token from the two positions on, each a median."""
+    """Median seconds for a token, from each of the two positions on."""
     came_at = [time.perf_counter()]
     async with _engine(swarm) as engine, aclosing(engine.generate(prompt, GREEDY, LATE + AROUND)) as stream:
         came_at += [time.perf_counter() async for _ in stream]
@@ -250,7 +250,7 @@ def _cpu_seconds_a_token(swarm: SwarmProcesses, count: int = 200) -> float:
 
 
 async def _train_and_write(swarm: SwarmProcesses, trainer: str, steps: int) -> tuple[float, float]:
-    """Tokens/s of a training, and of the one text that is always being written meanwhile."""
+    """Tokens/s of a training, and of a text that is being written all the while."""
     num_written, began_at = 0, time.perf_counter()
 
     async def write() -> None:

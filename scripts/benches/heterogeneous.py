@@ -122,7 +122,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def judge(share: float | None, ratios: Sequence[float]) -> dict[str, Any]:
-    """The figures of the queue, and whether they are what they should be; None of it if it was not measured."""
+    """The figures of the queue, and whether they reach the goal; None for each if the queue was not measured."""
     least, most = min(ratios, default=None), max(ratios, default=None)
     passed = None
     if share is not None and least is not None and most is not None:
@@ -136,13 +136,13 @@ def judge(share: float | None, ratios: Sequence[float]) -> dict[str, Any]:
 
 
 def share_of_capacity(phases: Sequence[Sequence[Work]]) -> float:
-    """What the peers did in measurements of equal length, over what they could have done."""
+    """The work that the peers did in measurements of equal length, over the work that they could have done."""
     done = sum(work.rate for phase in phases for work in phase)
     return done / sum(work.capacity for phase in phases for work in phase)
 
 
 def work_over_capacity(phases: Sequence[Sequence[Work]]) -> list[float]:
-    """The work of each peer over what its part was: by capacity, in the measurements that it was there.
+    """The work of each peer over its part by capacity, in the measurements in which it was there.
 
     Raises:
         DeadlineExceeded: no peer did anything.

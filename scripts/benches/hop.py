@@ -98,7 +98,7 @@ def run(options: Options) -> dict[str, Any]:
     configs = {size: with_corpus(_config(options, shape))[0] for size, shape in SHAPES.items()}
     with tempfile.TemporaryDirectory(prefix="bench-hop-") as name, Supervisor(Path(name) / "logs") as children:
         say("hivemind.moe's servers and our peers start")
-        # All of hivemind's come before any of ours: hivemind forks, and gRPC must not be there then.
+        # All calls of hivemind's side come before any of ours: hivemind forks, and gRPC must not be loaded then.
         theirs = {size: _connect_expert(shape, children, Path(name) / size) for size, shape in SHAPES.items()}
         with asyncio.Runner() as runner:
             turns: dict[str, paired.Turns] = {}

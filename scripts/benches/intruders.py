@@ -47,9 +47,9 @@ KINDS = ("malformed", "opens", "idle", "slow")
 IN_FLIGHT = 3
 JUDGED = {"worst_ratio": MORE}
 REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAVAILABLE"}
-"""What a peer answers to an invalid token or to a call that it does not have, and gRPC without a connection."""
+"""Outcomes of calls with an invalid token, of calls that the peer does not have, and of calls without a connection."""
 OWN_FAULTS = {"UsageError", "InvalidStateError", "InternalError"}
-"""Errors of a call that has ended already, whose end says nothing more."""
+"""Errors of using a call that has ended already; the call's end is counted elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +148,11 @@ class Beside:
 
 @contextmanager
 def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
-    """Run the other process while the block runs."""
+    """Run the intruder, or its harmless counterpart, while the block runs."""
     name = f"{kind}-{time.monotonic_ns()}"
     tally = file.with_name(f"{name}.json")
     child = children.start(name, [sys.executable, "-m", "scripts.benches.sides.intruder", kind, str(file), str(tally)])
-    # Its imports are no part of the measurement.
+    # The process's imports are no part of the measurement.
     time.sleep(4.0)
     began = proc.cpu_seconds(child.pid)
     try:

@@ -88,7 +88,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def config_of(options: Options) -> RunConfig:
-    """Stages of one layer each, which cost next to no computing."""
+    """A run whose stages have one layer each, and cost next to no computing."""
     return RunConfig(
         run="bench-joining",
         model=ModelConfig(
@@ -163,7 +163,7 @@ class _Run:
         return self._hosted.peer(host, f"joiner-{number}", [invite, "--stage", 1, *allowed])
 
     def _until_all_serve(self, joiners: Sequence[Child], began_at: float) -> dict[str, float]:
-        """Wait until all joiners serve; gives when each did, without those that did not in time."""
+        """Wait until all joiners serve; returns when each began to, without those that did not in time."""
         served: dict[str, float] = {}
         while len(served) < len(joiners) and time.monotonic() - began_at < self._options.limit_seconds:
             fail_on_exit(self._hosted.children)
@@ -175,7 +175,7 @@ class _Run:
         return served
 
     def _steps_within(self, seconds: float) -> float:
-        """Seconds of a step, over the next so many seconds."""
+        """The seconds of a step, measured over the next `seconds`."""
         first, began_at = self._num_steps(), time.monotonic()
         while (passed := time.monotonic() - began_at) < seconds:
             fail_on_exit(self._hosted.children)
@@ -196,7 +196,7 @@ class _Run:
         return len(self._rows())
 
     def _of_donor(self, looks: Child) -> dict[str, Any]:
-        """What swarm-status saw of the donor, look by look."""
+        """What swarm-status shows of the donor, look by look."""
         lines = looks.log.read_text(encoding="utf-8").splitlines()[:-1]
         views = [json.loads(line) for line in lines if line.startswith("{")]
         num_bans, num_silent, reasons = 0, 0, set[str]()

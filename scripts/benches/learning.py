@@ -136,7 +136,7 @@ def num_rounds(config: RunConfig, tokens: int) -> int:
 
 
 def _train(options: Options, setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
-    """Train all sides with one seed; gives their curves, and what else is told of them."""
+    """Train all sides with one seed; returns their curves and other figures."""
     config, data = with_corpus(run_config(options, setting, seed))
     sides: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-learning-") as name:

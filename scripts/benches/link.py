@@ -186,7 +186,7 @@ def _sample(options: Options, tokens: int, watched: Sequence[Watched]) -> Sample
 
 
 def _summary(samples: Sequence[Sample]) -> Sample:
-    """The median of each figure; but the sum of what must not happen, and the longest of longest times."""
+    """The median of each figure, except that faults are summed up, and of longest times the longest is taken."""
     summary = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
@@ -208,7 +208,7 @@ def _ratio(samples: Mapping[Arm, Sequence[Sample]], arm: Arm) -> float | None:
 
 
 def _warnings(folder: Path, arm: Arm) -> list[str]:
-    """What the peers and trainers of an arm warned of."""
+    """The warnings of an arm's peers and trainers."""
     logs = sorted(folder.glob(f"{arm}-*.log"))
     lines = [line for log in logs for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     return [line for line in lines if " WARNING: " in line or " ERROR: " in line or "Traceback" in line]

@@ -172,7 +172,7 @@ def loss_config(options: Options) -> RunConfig:
 
 
 def loss_figures(config: RunConfig) -> dict[str, Any]:
-    """What a microbatch takes of a last stage at its peak, above what the stage holds, and what the loss has of it."""
+    """The peak of a last stage's memory for a microbatch, above what the stage holds, and the loss's part of it."""
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")
@@ -198,7 +198,7 @@ def loss_figures(config: RunConfig) -> dict[str, Any]:
 
 
 def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dict[str, Any]:
-    """One case: what it should take, what it took with each way to allocate, and the one over the other."""
+    """One case's bytes by arithmetic, its bytes as measured with each way to allocate, and their ratio."""
     return {
         "expected_bytes": dict(expected),
         "measured_bytes": {malloc: {name: figures[name] for name in expected} for malloc, figures in measured.items()},
@@ -209,7 +209,7 @@ def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dic
 
 
 def bytes_per_frozen(config: RunConfig, measured: Mapping[str, Figures]) -> float:
-    """What a frozen parameter takes once a round is over, of all that what is trained does not account for."""
+    """The bytes per frozen parameter once a round is over: all bytes except those of trained parameters."""
     trained = sum(sizes.state_bytes(config, STAGE).values()) - sizes.frozen_bytes(config, STAGE)
     taken: int = measured["returning"]["after_round"] - trained
     return taken / sizes.num_own_parameters(config, STAGE)
@@ -247,7 +247,7 @@ def recompute_ratio(config: RunConfig) -> paired.Ratio:
         budget=GraphBudget(limit_bytes=0),
     )
     inputs = random_inputs(config)
-    # The very first graph is kept, to be measured.
+    # The first graph is kept, so that it can be measured.
     backend.release(backend.forward(0, 0, inputs))
 
     def microbatch(graphs: str, number: int) -> float:

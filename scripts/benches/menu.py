@@ -1,9 +1,9 @@
 """The command line of a program with many things to run: PROG NAME [--json] [options].
 
 Used by scripts/bench and scripts/simulate. Progress goes to stderr; with --json the last line of stdout is one JSON
-object, else a table follows. What is run is a module with a class `Options` and a function `run(options) -> figures`.
-The exit code is 1 where the figures say that it has not `passed`, unless the module has an `exit_code(figures)` of its
-own. Never measures anything.
+object, else a table follows. Each thing to run is a module with a class `Options` and a function
+`run(options) -> figures`. The exit code is 1 if the figures say that it has not `passed`, unless the module has an
+`exit_code(figures)` of its own. Never measures anything.
 """
 
 import json
@@ -23,8 +23,8 @@ def run_named(prog: str, kind: str, known: Mapping[str, str], module_of: Callabl
 
     Args:
         kind: what the things are called, in the plural.
-        known: what there is, and what for.
-        module_of: imports one, by its name.
+        known: the names of the things, and what each is for.
+        module_of: imports the module of a name.
     """
     name, *arguments = sys.argv[1:] or [""]
     if name not in known:

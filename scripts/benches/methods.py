@@ -147,7 +147,7 @@ class Training:
         config, steps, metrics = map(str, (self._folder / "run.toml", self._rounds, self._metrics))
         restarts = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
         if self._method == "ddp_loop":
-            # The loop writes no checkpoints, so it would begin anew.
+            # torch's loop writes no checkpoints, so a restart would begin anew.
             return [sys.executable, *restarts[:-1], "0", "-m", "scripts.benches.sides.ddp_loop", config, steps, metrics]
         given = [
             *("--config", config, "--steps", steps, "--metrics", metrics, "--threads", "1", "--device", "cpu"),
@@ -169,7 +169,7 @@ class Training:
         return [row["step"] for row in self._rows() if "train/loss" in row]
 
     def to_the_end(self) -> tuple[Rows, int]:
-        """Wait for the end of the training; gives its figures, and the most memory that one of its processes held.
+        """Wait for the end of the training; returns its figures, and the most memory that one of its processes held.
 
         Raises:
             DeadlineExceeded: a process failed.
@@ -187,7 +187,7 @@ class Training:
         return self._rows(), most_bytes
 
     def with_a_kill(self) -> dict[str, Any]:
-        """Kill a worker when a third is trained; gives what became of it."""
+        """Kill a worker when a third is trained; returns what became of the training."""
         self._until(lambda: len(self._steps()) >= self._rounds // 3)
         victim = self._victim()
         before, killed_at = self._steps(), time.monotonic()
@@ -219,7 +219,7 @@ class Training:
 
 
 def figures(config: RunConfig, rows: Rows, memory_bytes: int) -> dict[str, Any]:
-    """What one training's lines say."""
+    """The figures in the lines of one training."""
     steps = [row for row in rows if "train/loss" in row]
     batches = config.rounds.round_samples // BATCH_SAMPLES
     counted = steps[-(-WARM_UP // batches) :]

@@ -88,7 +88,7 @@ class _World:
         return seconds
 
     def line(self, options: Options) -> dict[str, Any]:
-        """The way by which pieces go there, and how fast they do, compared with a public peer."""
+        """The way by which pieces reach the peer, and how fast they do, compared with a public peer."""
         for host in (self._public, self._other_public, self._peer, self._caller):
             self._internet.limit(host, options.mbit)
         points = [host.address if self._has_ipv4 else host.address6 for host in (self._public, self._other_public)]

@@ -117,7 +117,7 @@ def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, 
 
 def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> dict[str, Any]:
     """Compare a swarm that trains adapters with peft's layers in one process."""
-    # Only now, because this takes seconds to import.
+    # Imported here, because this takes seconds.
     from scripts.benches.sides.peft_model import RUN, peft_model, with_model
 
     plain = dataclasses.replace(_config(options), lora=LoraConfig(rank=options.lora))
@@ -130,7 +130,7 @@ def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> d
 
 @dataclass(frozen=True, kw_only=True)
 class _References:
-    """Two references of the same run: as it should be, and as it must not be."""
+    """Two references of the same run: a right one, and a wrong one."""
 
     plain: Trained
     dropped: Trained

@@ -108,7 +108,7 @@ def _config(options: Options) -> RunConfig:
             dataset=options.dataset, sequence_length=256, microbatch_size=options.microbatch_size, max_tokens=4_000_000
         ),
         rounds=RoundsConfig(setting="synchronous", round_samples=options.microbatch_size * options.microbatches),
-        # No clipping by the norm over all stages, which the other sides do not offer.
+        # There is no clipping by the norm over all stages, since the other sides have none.
         optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=0.0),
     )
 
@@ -145,7 +145,7 @@ def _start_moe(folder: Path, steps: int, children: Supervisor) -> Worker:
 
 
 def _turn(workers: Sequence[Worker]) -> float:
-    """Let a side have its turn; gives the seconds that its slowest process took."""
+    """Let a side have its turn; returns the seconds that its slowest process took."""
     for worker in workers:
         worker.begin()
     return max(worker.seconds() for worker in workers)

@@ -115,7 +115,7 @@ class _Table:
         self._router.update(0, self._records)
 
     def choose(self, count: int) -> float:
-        """Make this many choices, and report how each went; gives the CPU seconds."""
+        """Make this many choices, and report how each went; returns the CPU seconds."""
         router, clock, all_seconds = self._router, self._clock, self._seconds
         began = time.process_time()
         for _ in range(count):
@@ -131,14 +131,14 @@ class _Table:
         return time.process_time() - began
 
     def update(self) -> float:
-        """Take over the whole directory again, as every few seconds; gives the CPU seconds."""
+        """Take over the whole directory, as happens every few seconds; returns the CPU seconds."""
         began = time.process_time()
         self._router.update(0, self._records)
         return time.process_time() - began
 
 
 def _table_bytes(size: int, seed: int) -> int:
-    """The memory of a router that knows this many peers, with what it was told of them."""
+    """The memory of a router that knows this many peers, with their records."""
     tracemalloc.start()
     try:
         table = _Table(size, seed)

@@ -153,7 +153,7 @@ async def _turn(swarm: SwarmProcesses, dashboard: Child, url: str, num_viewers: 
             told += 1
 
     async def spent() -> list[float]:
-        """What was spent, read as a step ends."""
+        """The resources spent so far, read as a step ends."""
         metrics = swarm.metrics("trainer")
         size = metrics.stat().st_size
         while metrics.stat().st_size == size:

@@ -151,7 +151,7 @@ def _printed_at_100ms(column: str) -> float:
 
 
 def _worst(rows: list[dict[str, float]], other: str) -> float | None:
-    """The least by which a share is more than another one, where there is a round trip."""
+    """The least of our share minus the `other` share, over all rows with a round trip."""
     return min((row["share"] - row[other] for row in rows if row["round_trip_ms"]), default=None)
 
 

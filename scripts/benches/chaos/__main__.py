@@ -100,7 +100,7 @@ class Options(BenchOptions):
         )
         if not 0 <= self.warm_up_seconds < math.inf:
             raise ValueError(f"--warm-up-seconds must not be negative, not {self.warm_up_seconds}")
-        # A stage's last peer is spared.
+        # Each stage needs two peers, because a stage's last peer is never hit.
         cli.require_at_least(self, {"stages": 1, "peers_per_stage": 2, "trainers": 1, "round_samples": 0})
         if self.keep is not None and self.keep.exists():
             raise ValueError(f"--keep {self.keep}: is there already; name a new folder")

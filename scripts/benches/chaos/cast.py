@@ -79,7 +79,7 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a process held at a time (monotonic seconds)."""
+    """The resources that a process held at a time (monotonic seconds)."""
 
     at: float
     name: str
@@ -110,16 +110,16 @@ class Cast:
     capacity: list[tuple[float, float]] = field(default_factory=list)
     """By monotonic time, the share of its peers that the stage with the fewest has alive."""
     alive_share: list[tuple[float, float]] = field(default_factory=list)
-    """Likewise, the share of all peers that are alive."""
+    """By monotonic time, the share of all peers that are alive."""
 
     usage: list[Usage] = field(default_factory=list)
-    """What all living processes held, every few seconds."""
+    """The resources that all live processes held, every few seconds."""
     cores: list[tuple[float, float, float]] = field(default_factory=list)
-    """At the same times: the time, and this machine's idle and total ticks so far."""
+    """This machine's idle and total ticks so far, every few seconds, with the time."""
     _looked_at: float = 0.0
 
     def add(self, stages: int, peers_per_stage: int, trainers: int) -> None:
-        """Make the roles; nothing is started yet."""
+        """Add roles, without starting anything yet."""
         for number in range(stages * peers_per_stage):
             stage = number % stages
             self._add(f"peer-{number}", stage)
@@ -207,7 +207,7 @@ class Cast:
         os.kill(role.child.pid, signal.SIGTERM)
 
     def freeze(self, role: Role) -> None:
-        """Stop a role's process where it is."""
+        """Stop a role's process with SIGSTOP."""
         assert role.child is not None
         os.kill(role.child.pid, signal.SIGSTOP)
         role.frozen = True
@@ -219,7 +219,7 @@ class Cast:
             role.frozen = False
 
     def fill_disk(self) -> Callable[[], None]:
-        """Leave no room for checkpoints; gives what makes room again."""
+        """Fill the disk that checkpoints are written to; returns a function that makes room again."""
         filler = self.disk / "filler"
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while True:
@@ -278,7 +278,7 @@ class Cast:
 
 
 def _usage(role: Role, now: float) -> Usage | None:
-    """What a role's process holds; None if it has just died, or just begun."""
+    """The resources that a role's process holds; None if the process has just died or just begun."""
     assert role.child is not None
     try:
         status = proc.status(role.child.pid)

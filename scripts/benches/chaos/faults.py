@@ -47,7 +47,7 @@ def fault(kind: Kind, cast: Cast, random: Random) -> Iterator[list[Role]]:
 
 
 def _one(cast: Cast, random: Random, *, peers: bool = True) -> list[Role]:
-    """A living role that the swarm can do without."""
+    """Choose a live role that the swarm can do without."""
     candidates = [role for role in cast.roles if role.alive and peers == (role.stage is not None)]
     if peers:
         candidates = [role for role in candidates if sum(other.alive for other in cast.peers(role.stage)) > 1]
@@ -116,7 +116,7 @@ def _fill_disk(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 def _hinder(
     cast: Cast, sources: list[Role], targets: list[Role], undo: ExitStack, bytes_per_second: float = 0.0
 ) -> None:
-    """Hinder what all of one side send to all of the other."""
+    """Hinder all that one side's processes send to the other side's."""
     for source in sources:
         for target in targets:
             if source is not target:
@@ -158,7 +158,7 @@ def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Lose what a peer answers to one of its callers, though the peer has done the work."""
+    """Lose a peer's answers to one of its callers, after the peer has done the work."""
     callee, caller = _pair(cast, random)
     undo.callback(cast.throttle.break_connections, caller.link, callee.link)
     _hinder(cast, [callee], [caller], undo)
@@ -166,7 +166,7 @@ def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _lose_acks(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Lose what a caller says to the answers that it got."""
+    """Lose the acknowledgements that a caller sends for answers."""
     callee, caller = _pair(cast, random)
     undo.callback(cast.throttle.break_connections, caller.link, callee.link)
     _hinder(cast, [caller], [callee], undo)
@@ -174,7 +174,7 @@ def _lose_acks(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _pair(cast: Cast, random: Random) -> tuple[Role, Role]:
-    """A peer, and one of those that hand it microbatches."""
+    """Choose a peer, and a process that hands it microbatches."""
     callee = random.choice(cast.peers())
     assert callee.stage is not None
     callers = cast.trainers() if callee.stage == 0 else cast.peers(callee.stage - 1)

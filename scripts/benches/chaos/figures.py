@@ -19,12 +19,12 @@ from swarm.audit.verdict import Report
 Window = tuple[float, float]
 
 GOALS = {"rounds_committed_share": 0.97, "throughput_of_live_capacity": 0.85}
-"""The least that passes."""
+"""The least values that pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """A fault that happened: when, for how long, and which processes it hit."""
+    """A fault that happened: when it began, how long it lasted, and which processes it hit."""
 
     kind: str
     at: float
@@ -64,8 +64,8 @@ def of(
     Args:
         calm: undisturbed training, before each part of the storm and after the last one. Each part is held against
             what was before and after it, since a machine is slower at one time than at another.
-        storm: the parts of it, all as long.
-        bound: seconds in which a round has to commit.
+        storm: the parts of the storm, which are equally long.
+        bound: the seconds within which a round has to commit.
     """
     events = {role.name: _read(role) for role in cast.peers()}
     stages = sorted({role.stage for role in cast.peers() if role.stage is not None})
@@ -158,7 +158,7 @@ def growth(usage: Sequence[Usage], window: Window) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"processes": len(lived), "minutes": span / 60}
     for name in ("resident_bytes", "num_descriptors", "num_threads", "num_tasks"):
-        # Each end is a median of some samples: a round that is being exchanged holds more for a moment.
+        # Each end is a median of some samples, because a process holds more while a round is exchanged.
         ends = [[statistics.median(getattr(u, name) for u in part) for part in (row[:12], row[-12:])] for row in lived]
         found[name] = {
             "before": statistics.median(before for before, _ in ends),
@@ -218,7 +218,7 @@ def chain(peers: Iterable[Sequence[Mapping[str, Any]]]) -> list[Committed]:
     newest = max(rounds.values(), key=lambda one: (one.round, one.at), default=None)
     while newest is not None:
         found.append(newest)
-        # Where a lost stage came back from a checkpoint, the chain has a gap: before it comes what was committed last.
+        # If a lost stage came back from a checkpoint, the chain has a gap; before it comes the last committed round.
         earlier = [one for one in rounds.values() if one.at < found[-1].at and one.round < found[-1].round]
         newest = rounds.get(newest.parent) or max(earlier, key=lambda one: one.at, default=None)
     return found[::-1]
@@ -234,7 +234,7 @@ def durations(rounds: Sequence[Committed], window: Window) -> list[float]:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """How values are distributed; nothing where there are none."""
+    """Quantiles of the values; empty if there are none."""
     if not values:
         return {}
     ordered = sorted(values)

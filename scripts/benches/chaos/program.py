@@ -42,7 +42,7 @@ def wind(path: Path) -> None:
         memory = mmap.mmap(file.fileno(), 0)
     right = time.time
     time.time = lambda: right() + struct.unpack_from(_FORMAT, memory)[0]
-    # gRPC makes deadlines of Python's clock and compares them with its core's: a machine's clock moves both.
+    # gRPC computes deadlines with Python's clock and compares them with its core's. A machine's clock would move both.
     _utils.time = SimpleNamespace(time=right)  # type: ignore[attr-defined, assignment]  # stands in for a module
 
 

@@ -1,1 +1,1 @@
-"""How benches measure: what several of them use. None of it is run by itself."""
+"""Code that several benches use to measure. None of it is run by itself."""

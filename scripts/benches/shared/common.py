@@ -140,7 +140,7 @@ class SwarmProcesses:
         """Start one peer for each entry, and return when all of them serve.
 
         Args:
-            environments: of each of them, added to this process's own.
+            environments: the environment of each peer, added to this process's own.
 
         Raises:
             PeerUnavailable: one ended instead.
@@ -171,7 +171,7 @@ class SwarmProcesses:
     def until_ended(self, trainer: Child, name: str) -> None:
         """Wait until a trainer, which was launched under this name, has ended. Raises as `train` does."""
         metrics, num_bytes, grown_at = self.metrics(name), 0, time.monotonic()
-        # Waited for without reaping, so that the supervisor can still tell how it ended.
+        # The trainer is waited for without reaping it, so that the supervisor can still tell how it ended.
         while not (ended := self.children.exits()):
             now = time.monotonic()
             # Only the file's size is read: to read all of it so often would take time from what is measured.

@@ -50,7 +50,7 @@ def write(path: Path, entries: Entries) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """What figures that are measured now come from: the version, the machine, and torch."""
+    """Where figures that are measured now come from: the version, the machine, and torch."""
     return {
         "version": version(),
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

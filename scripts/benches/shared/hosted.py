@@ -24,15 +24,15 @@ class Hosted:
     children: Supervisor
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to this process's own."""
+    """Environment variables, added to this process's own."""
 
     def start(self, host: Host, name: str, program: str, options: Sequence[object]) -> Child:
-        """Start one of swarm's programs there."""
+        """Start one of swarm's programs on a host."""
         command = host.command(command_line(program, list(map(str, options))))
         return self.children.start(name, command, environment=self.environment)
 
     def peer(self, host: Host, name: str, options: Sequence[object]) -> Child:
-        """Start a peer there, and do not wait until it serves; then its `ready` file is there."""
+        """Start a peer on a host without waiting; once it serves, its `ready` file exists."""
         own = ["--name", name, "--identity", self.folder / f"{name}.pem", "--threads", "1", "--device", "cpu"]
         events = self.folder / "events"
         files = ["--ready-file", self.ready(name), "--events", events / f"{name}.jsonl"]
@@ -44,7 +44,7 @@ class Hosted:
         return self.folder / f"{name}.json"
 
     def serving_peer(self, host: Host, name: str, options: Sequence[object]) -> Child:
-        """Start a peer there, and wait until it serves. Raises DeadlineExceeded if that takes a minute."""
+        """Start a peer on a host, and wait until it serves. Raises DeadlineExceeded if that takes a minute."""
         child = self.peer(host, name, options)
         wait_for(child, self.ready(name).exists)
         return child

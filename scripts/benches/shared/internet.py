@@ -185,7 +185,7 @@ class Internet:
         return name, "lan"
 
     def _route6(self) -> None:
-        """Have all with IPv6 know the ways to the networks behind its routers, which translate no addresses."""
+        """Give all IPv6 hosts routes to the networks behind routers, which translate no IPv6 addresses."""
         for public in self._with_ipv6:
             for number in self._routers6:
                 self._in(public, f"ip route replace 2001:db8:{number}::/64 via {_SHARED6}::{number}")

@@ -15,17 +15,17 @@ from scripts.benches.shared.common import say
 Side = TypeVar("Side")
 
 Turns = Mapping[str, Sequence[float]]
-"""What each side's turns gave, one value a repetition."""
+"""The values of each side's turns, one for each repetition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """One side over another."""
+    """The ratio of one side to another."""
 
     median: float
     """The median of the repetitions' ratios."""
     extremes: tuple[float, float]
-    """The least and the largest of them."""
+    """The least and the largest of the repetitions' ratios."""
     interval: tuple[float, float]
     """The interval in which the median of endless repetitions lies, with 95 %."""
 
@@ -37,8 +37,8 @@ def in_turns(
 
     Args:
         sides: the work of each, by its name: it is given the repetition's number, and gives what was measured.
-        what: is compared, for the report of progress; there is none without it.
-        unit: of what is measured.
+        what: names what is compared, in the report of progress; empty for no report.
+        unit: the unit of the values.
     """
     values: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repetitions):

@@ -32,13 +32,13 @@ ANSWER_SECONDS = Timing().report_seconds
 
 @dataclass
 class Watched:
-    """What one peer told over a while.
+    """What one peer reported over a while.
 
     Attributes:
         committed: by time, microbatches committed so far.
         delays: seconds that each answer took; a deadline that was missed counts as that long.
         first, last: the first and the last answer.
-        rounds: those committed meanwhile, by number.
+        rounds: the rounds that were committed meanwhile, by number.
         up, down: bytes per second over its lines, if it has any.
     """
 

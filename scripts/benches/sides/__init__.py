@@ -1,1 +1,1 @@
-"""What benches measure, and what they compare it with: the processes they start, stages that peers load, arithmetic."""
+"""What benches measure and compare: the processes that they start, stages that peers load, and arithmetic."""

@@ -30,12 +30,12 @@ MAX_IN_FLIGHT = 4
 HELD_SECONDS = (0.5, 2.0)
 """How long what is going to be lost is held back: long enough for the work behind it to be done."""
 ONE_WAY_SECONDS = 6.0
-"""Longer than it takes to notice that a neighbour is unreachable."""
+"""How long bytes pass one way only: longer than it takes to notice that a neighbour is unreachable."""
 
 
 @dataclass(eq=False)
 class FaultySwarm:
-    """A swarm, and what is done to it while it trains."""
+    """A swarm, and the faults that it meets while it trains."""
 
     swarm: SwarmProcesses
     rng: random.Random
@@ -62,7 +62,7 @@ class FaultySwarm:
             if (taken := len(self.swarm.steps("trainer"))) > num_steps:
                 seconds, self._stepped_at = (now - self._stepped_at) / (taken - num_steps), now
                 num_steps = taken
-                # After the last step there is nothing that could fail.
+                # No fault is planned after the last step.
                 while planned <= num_steps and planned < steps:
                     planned += EVERY
                     self.owed += 1

@@ -42,7 +42,7 @@ class Training(Protocol):
 class PlainDiloco:
     """DiLoCo's workers in one process, from the same initial weights as the swarm's.
 
-    A worker has every so-manieth microbatch of a round, in whole inner batches.
+    Of n workers each has every n-th microbatch of a round, in whole inner batches.
     """
 
     def __init__(self, config: RunConfig, data: Microbatches, num_workers: int) -> None:

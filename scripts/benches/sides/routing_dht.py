@@ -40,8 +40,8 @@ from swarm.types import PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = RECORD_SECONDS + 2 * ANNOUNCE_SECONDS
-"""Then all have announced themselves, and the records that nodes keep which are no longer nearest to their key have
-expired. The configuration's copies last longer, and are few."""
+"""After this time all have announced themselves, and records at nodes that are no longer nearest to their key have
+expired. (Copies of the configuration last longer, but are few.)"""
 REPLICAS = 5
 """Nodes that keep a key: hivemind's default, and ours."""
 EXTRAPOLATED = (100, 1000, 10000)
@@ -262,7 +262,7 @@ def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any
 
 
 def _check_cpu_seconds() -> float:
-    """What a new record of a known peer costs a reader."""
+    """The CPU seconds that a new record of a known peer costs a reader."""
     who, key = identity.generate(), "run.0123456789abcdef.stage.0"
     lives = [1e9 + number for number in range(NUM_CHECKED)]
     records = [seal(who, key, full_record(who), expiration) for expiration in lives]
@@ -273,5 +273,5 @@ def _check_cpu_seconds() -> float:
 
 
 def _p2pds() -> list[int]:
-    """Process ids."""
+    """The process ids of all p2pd."""
     return sorted(pid for pid, name in proc.children(os.getpid()).items() if name == "p2pd")

@@ -17,7 +17,7 @@ from swarm.routing.peer_queue import PeerQueue
 
 COSTS: dict[str, Callable[[random.Random], float] | None] = {
     "queue": None,
-    # So the peer that was chosen longest ago has the least finish time.
+    # With equal charges, the peer that was chosen longest ago has the least finish time.
     "round_robin": lambda rng: 1.0,
     # The rest of an exponential time is distributed like the whole, so every peer is equally likely to have the least.
     "random": lambda rng: rng.expovariate(1.0),

@@ -78,7 +78,7 @@ async def _train(arm: Arm, curve: Curve) -> dict[str, Any]:
         swarm = DrivenSwarm(curve.config, curve.data, tasks)
         await swarm.start(arm.num_workers)
         for number in range(curve.num_rounds):
-            # Another one each time, so that it is the leader's turn now and then.
+            # Another worker is replaced each time, so that now and then it is the leader.
             await swarm.train_round(replaced=number // 2 % arm.num_workers if arm.churn and number % 2 else None)
             curve.after_round(number, swarm.anchor)
             ratios.append(swarm.workers[0].last_report.compression_ratio)
