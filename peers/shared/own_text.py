@@ -13,6 +13,14 @@ from swarm.data.corpora import Corpus
 from swarm.data.tokenizers import ByteTokenizer
 
 
+def with_named_text(config: RunConfig, dataset: tuple[str, ...], tokenizer: str | None) -> RunConfig:
+    """The configuration with the dataset and the tokenizer of the command line, where it names them."""
+    data = dataclasses.replace(config.data, dataset=dataset or config.data.dataset)
+    if tokenizer is not None:
+        data = dataclasses.replace(data, tokenizer=tokenizer)
+    return dataclasses.replace(config, data=data)
+
+
 def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:
     """The configuration with the digests of text and tokenizer, and the text. Blocks while the text is prepared.
 

@@ -7,7 +7,7 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-from peers.shared.own_text import with_text
+from peers.shared.own_text import with_named_text, with_text
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import OwnModel
 from swarm import config as configs
@@ -28,10 +28,7 @@ def own_config(
     if options.stages is not None:
         stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
         config = dataclasses.replace(config, stages=stages)
-    if options.dataset:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
-    if options.tokenizer is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=options.tokenizer))
+    config = with_named_text(config, options.dataset, options.tokenizer)
     if options.lora_options:
         config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, **options.lora_options))
         if not config.lora.is_on and options.lora_options.keys() != {"rank"}:

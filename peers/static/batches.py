@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from peers.static.workers import Workers
+from peers.static.workers import Shape, Workers
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.loss import NO_TARGET
@@ -35,6 +35,11 @@ class Batch:
     num_targets: int
 
 
+def microbatches_a_worker(config: RunConfig, shape: Shape) -> int:
+    """How many microbatches each worker computes of a step: in a pipeline at least as many as it has stages."""
+    return max(-(-config.microbatches_per_round // shape.dp), shape.pp)
+
+
 class Batches:
     """The batches of one worker."""
 
@@ -43,8 +48,7 @@ class Batches:
         self._data = data
         self._place, self._dp = workers.place("dp"), workers.shape.dp
         self._device = workers.device
-        # A pipeline takes at least as many microbatches as it has stages.
-        self.size = max(-(-config.microbatches_per_round // self._dp), workers.shape.pp)
+        self.size = microbatches_a_worker(config, workers.shape)
 
     def of_step(self, step: int) -> Batch:
         """This worker's microbatches of a step."""

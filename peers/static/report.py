@@ -41,8 +41,7 @@ class Report:
         """
         self._config = config
         self._workers = workers
-        num_parameters = sum(parameter.numel() for parameter in model.local_parameters.values())
-        self._plain_bytes = bytes_sent(config, options, workers.shape, num_parameters=num_parameters)
+        self._plain_bytes = round(bytes_sent(config, options, workers.shape, model.parameters))
         self._compressed = compressed
         self._reporting = reporting.start(options, options.metrics.parent, config)
         self._path = options.metrics

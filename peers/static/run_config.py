@@ -8,6 +8,7 @@ import logging
 from typing import Literal
 
 from peers.shared.cache import cache_folder
+from peers.shared.own_text import with_named_text
 from peers.stage_peer.own_model import OwnModel, open_model
 from peers.static.options import StaticOptions
 from peers.static.workers import Shape
@@ -59,11 +60,7 @@ def _named(options: StaticOptions, model: OwnModel | None) -> RunConfig:
         config = model.config(cache_folder(), num_stages=options.pp)
     else:
         config = configs.load_preset(options.preset or "")
-    data = config.data
-    data = dataclasses.replace(
-        data, dataset=options.dataset or data.dataset, tokenizer=options.tokenizer or data.tokenizer
-    )
-    return dataclasses.replace(config, data=data)
+    return with_named_text(config, options.dataset, options.tokenizer)
 
 
 def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfig:
@@ -81,8 +78,6 @@ def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfi
     if shape.tp > 1 and config.lora.dropout:
         raise ValueError("--tp is not for lora.dropout: each worker has a part of what it zeroes")
     in_shards(model, shape.tp)
-    if config.optimizer.name == "muon" and (options.fsdp or shape.tp > 1):
-        raise ValueError("optimizer.name = 'muon' steps whole matrices, which --fsdp and --tp cut")
     if options.compile:
         require_compilable(config)
     if shape.pp == config.stages.num_stages:

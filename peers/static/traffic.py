@@ -3,34 +3,48 @@
 What a codec makes of gradients is counted instead, in compressed.py.
 """
 
+from collections.abc import Mapping
+
+import torch
+
+from peers.static.batches import microbatches_a_worker
 from peers.static.options import StaticOptions
 from peers.static.run_config import in_shards
 from peers.static.workers import Shape
 from swarm.config import RunConfig
-from swarm.model.shards import spans
+from swarm.model.shards import cut_axis, spans
 from swarm.model.stages import layer_ranges
+from swarm.training.muon import is_hidden_matrix
 
 FLOAT_BYTES = 4
+EXCHANGES = {"zero3": 3, "zero2": 2}
+"""How often FSDP gathers weights for a microbatch, and scatters its gradients."""
 
 
-def bytes_sent(config: RunConfig, options: StaticOptions, shape: Shape, *, num_parameters: int) -> int:
+def bytes_sent(
+    config: RunConfig, options: StaticOptions, shape: Shape, parameters: Mapping[str, torch.Tensor]
+) -> float:
     """The bytes that one worker sends, as a mean over its pipeline's stages.
 
     Args:
-        num_parameters: of this worker's stage, as far as tensor parallelism has left them here.
+        parameters: those of this worker's stage, of the sizes that tensor parallelism, but not FSDP, has left them.
     """
-    weights, data = FLOAT_BYTES * num_parameters, config.data
-    hidden = FLOAT_BYTES * data.tokens_per_microbatch * config.model.hidden_width
-    num_microbatches = config.microbatches_per_round / shape.dp
     # A ring of N workers sends (N - 1) / N of a vector to gather or to scatter it, and twice that to sum it.
     dp, tp = (shape.dp - 1) / shape.dp, (shape.tp - 1) / shape.tp
-    num_gathers = {"zero3": 2, "zero2": 1}
-    gradients = 2 * dp * weights
-    if options.fsdp is not None:
-        gradients = num_microbatches * (num_gathers[options.fsdp] + 1) * dp * weights
-    model = in_shards(config.model, shape.tp)
-    num_sums = 2 * sum(len(spans(model, layers)) for layers in layer_ranges(config)) if shape.tp > 1 else 0
-    within_layers = num_microbatches * num_sums / shape.pp * 2 * tp * hidden
+    num_microbatches, model = microbatches_a_worker(config, shape), in_shards(config.model, shape.tp)
+    num_sent = (num_microbatches * EXCHANGES[options.fsdp] if options.fsdp else 2) * dp * _size(parameters)
+    hidden = FLOAT_BYTES * config.data.tokens_per_microbatch * config.model.hidden_width
+    if shape.tp > 1:
+        num_sums = 2 * sum(len(spans(model, layers)) for layers in layer_ranges(config)) / shape.pp
+        num_sent += num_microbatches * num_sums * 2 * tp * hidden
+    if config.optimizer.name == "muon":
+        # Matrices that are cut are gathered for its step.
+        matrices = {name: value for name, value in parameters.items() if is_hidden_matrix(name, value.shape)}
+        num_sent += dp * _size(matrices) if options.fsdp else 0.0
+        num_sent += (shape.tp - 1) * _size({name: matrices[name] for name in matrices if cut_axis(name) is not None})
     # Every stage but the last sends activations, and every one but the first gradients.
-    between_stages = num_microbatches * 2 * hidden * (shape.pp - 1) / shape.pp
-    return round(gradients + within_layers + between_stages)
+    return num_sent + num_microbatches * 2 * hidden * (shape.pp - 1) / shape.pp
+
+
+def _size(tensors: Mapping[str, torch.Tensor]) -> int:
+    return FLOAT_BYTES * sum(tensor.numel() for tensor in tensors.values())

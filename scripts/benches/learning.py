@@ -2,9 +2,9 @@
 
 A swarm of real processes with default options, two peers a stage, trains a small model on a text; so do a process
 that does the same without a swarm (`plain`: the steps of the synchronous setting, or DiLoCo with as many workers as a
-stage has peers) and one that takes a step on every inner batch (`single`), each with all cores, on the same
-samples from the same initial weights. Peers keep the anchor of every so many rounds, and all losses are measured
-afterwards, on the same held-out samples. Seconds are those of training alone.
+stage has peers) and one that takes a step on every 16 samples, as the synchronous setting does (`single`), each with
+all cores, on the same samples from the same initial weights. Peers keep the anchor of every so many rounds, and all
+losses are measured afterwards, on the same held-out samples. Seconds are those of training alone.
 
 `seconds_to_loss` asks for the seconds until the loss that plain training has after four fifths of its tokens, as a
 ratio to plain training in the same run. Lines may be long: `--round-trips-ms 0 100` puts every process behind one that
@@ -46,8 +46,8 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 Setting = Literal["synchronous", "diloco", "tiny"]
 SETTINGS: tuple[Setting, ...] = ("synchronous", "diloco", "tiny")
 PEERS_A_STAGE = 2
-ROUND_SAMPLES, BATCH_SAMPLES = 512, 16
-"""Samples of a DiLoCo round, and of a batch: an inner one, or a synchronous round."""
+ROUND_SAMPLES, BATCH_SAMPLES, MICROBATCH_SAMPLES = 512, 16, 8
+"""Samples of a DiLoCo round, of a synchronous one, and of a microbatch."""
 POINTS = 20
 """Points of a curve."""
 SHARE_OF_TOKENS = 0.8
@@ -79,12 +79,16 @@ class Options(BenchOptions):
     """Milliseconds that a call and its answer between any two processes of the swarm take longer."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The optimizer of all sides."""
+    inner_batch_samples: int = BATCH_SAMPLES
+    """DiLoCo: samples of an inner step. With 8 the two peers of a stage take as many steps one after the other as one
+    process does that steps on every 16."""
     max_staleness: int = -1
     """DiLoCo: rounds.max_staleness, if it is not to be the default."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"seeds": 1, "tokens": 1, "num_layers": 2, "sequence_length": 1})
         require_multiple("d-model", self.d_model, 32)
+        require_multiple("inner-batch-samples", self.inner_batch_samples, MICROBATCH_SAMPLES)
         cli.require_distinct(self, ("settings", "round_trips_ms"))
         if min(self.round_trips_ms, default=-1) < 0:
             raise ValueError("--round-trips-ms needs numbers from 0 on")
@@ -106,10 +110,11 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
     if setting == "tiny":
         config = configs.load_preset("tiny")
         data = dataclasses.replace(config.data, dataset=options.dataset, seed=seed)
+        rounds = dataclasses.replace(config.rounds, inner_batch_samples=options.inner_batch_samples)
         optimizer = dataclasses.replace(config.optimizer, name=options.optimizer)
-        return dataclasses.replace(config, data=data, optimizer=optimizer)
+        return dataclasses.replace(config, data=data, rounds=rounds, optimizer=optimizer)
     samples = BATCH_SAMPLES if setting == "synchronous" else ROUND_SAMPLES
-    rounds = RoundsConfig(setting=setting, round_samples=samples, inner_batch_samples=BATCH_SAMPLES)
+    rounds = RoundsConfig(setting=setting, round_samples=samples, inner_batch_samples=options.inner_batch_samples)
     if options.max_staleness >= 0:
         rounds = dataclasses.replace(rounds, max_staleness=options.max_staleness)
     return RunConfig(
@@ -118,15 +123,20 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
             num_layers=options.num_layers, d_model=options.d_model, num_heads=options.d_model // 32, vocab_size=256
         ),
         stages=StagesConfig(num_stages=2),
-        data=DataConfig(dataset=options.dataset, seed=seed, sequence_length=options.sequence_length, microbatch_size=8),
+        data=DataConfig(
+            dataset=options.dataset,
+            seed=seed,
+            sequence_length=options.sequence_length,
+            microbatch_size=MICROBATCH_SAMPLES,
+        ),
         rounds=rounds,
         optimizer=OptimizerConfig(name=options.optimizer),
     )
 
 
 def single_config(config: RunConfig) -> RunConfig:
-    """The run of one process that takes a step on every inner batch."""
-    rounds = RoundsConfig(setting="synchronous", round_samples=config.rounds.inner_batch_samples)
+    """The run of one process that takes a step on every batch of the synchronous setting."""
+    rounds = RoundsConfig(setting="synchronous", round_samples=BATCH_SAMPLES)
     return dataclasses.replace(config, rounds=rounds)
 
 

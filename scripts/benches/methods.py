@@ -3,9 +3,11 @@
 One process (`single`), `swarm-static` with two workers (data parallel, also with compressed gradients; FSDP; tensor and
 pipeline parallel), torch's own DDP loop (`ddp_loop`), and a swarm of two stages with two peers each, in both settings.
 Every process has one thread. Steps are batches of 16 samples; a round of DiLoCo has as many samples as 16 of these. In
-a second, shorter training a worker is killed (kill -9) once it has gone well for a while.
+a second, shorter training a worker is killed (kill -9) once it has gone well for a while. Last, data parallel training
+and torch's own loop take turns, for how fast the one is beside the other.
 """
 
+import functools
 import statistics
 import sys
 import tempfile
@@ -20,6 +22,7 @@ import psutil
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli
+from scripts.benches.shared import paired
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus, write_config
 from scripts.benches.shared.judged import MORE
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
@@ -45,6 +48,8 @@ SHARE_OF_STEPS = 0.8
 """After this share of its steps, `single` has the loss that all are to reach."""
 WARM_UP = 5
 """Steps that do not count for rates."""
+TURNS, TURN_STEPS = 4, 64
+"""How often `dp` and `ddp_loop` take turns, and the steps of a turn."""
 POLL_SECONDS = 0.1
 KILL_SECONDS = 180.0
 """A training that makes no progress for this long is taken for stuck."""
@@ -93,10 +98,26 @@ def run(options: Options) -> dict[str, Any]:
                     found[name]["killed"] = training.with_a_kill()
         say(f"{name}: {found[name]['tokens_per_second']:,.0f} tokens/s, loss {found[name]['held_out_loss']}")
     compare(found, rows)
-    ratio = None
-    if {"dp", "ddp_loop"} <= found.keys():
-        ratio = found["dp"]["tokens_per_second"] / found["ddp_loop"]["tokens_per_second"]
-    return {"methods": found, "dp_over_ddp_loop": ratio, "seconds": time.monotonic() - started_at}
+    ratio = paired.figures({"dp_over_ddp_loop": beside_ddp_loop(options)}) if {"dp", "ddp_loop"} <= found.keys() else {}
+    return {"methods": found, **ratio, "seconds": time.monotonic() - started_at}
+
+
+def beside_ddp_loop(options: Options) -> paired.Ratio:
+    """Tokens/s of `dp` over those of `ddp_loop`."""
+    config, _ = with_corpus(run_config(options, "dp"))
+
+    def rate(method: str, number: int) -> float:
+        with (
+            tempfile.TemporaryDirectory(prefix="bench-methods-") as folder,
+            Training(method, config, Path(folder) / "turn", TURN_STEPS) as training,
+        ):
+            rows, memory_bytes = training.to_the_end()
+        tokens_per_second: float = figures(config, rows, memory_bytes)["tokens_per_second"]
+        return tokens_per_second
+
+    sides = {method: functools.partial(rate, method) for method in ("dp", "ddp_loop")}
+    turns = paired.in_turns(sides, TURNS, what="dp beside ddp_loop", unit="tokens/s")
+    return paired.ratio(turns["dp"], turns["ddp_loop"])
 
 
 def run_config(options: Options, method: str) -> RunConfig:

@@ -6,6 +6,7 @@ tied embedding is an embedding at both of its stages. Used by optimizers.py.
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,18 @@ def is_hidden_matrix(name: str, shape: torch.Size) -> bool:
     return name.startswith("layers.") and len(shape) == 2
 
 
+class Cut(Protocol):
+    """How parameters are cut over several processes. Each has a part of every parameter, and all call it alike."""
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The tensor of which every process has such a part; blocks until all of them ask for it."""
+        ...
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This process's part of a tensor that has a parameter's shape."""
+        ...
+
+
 class Muon(AdamW):
     """Muon, as torch.optim.Muon has it, for the matrices of layers, and AdamW for the other parameters.
 
@@ -34,13 +47,15 @@ class Muon(AdamW):
     Nesterov's momentum to (1 - mu) G + mu M; see `orthogonal`. Matrices decay as with AdamW.
     """
 
-    def __init__(self, config: OptimizerConfig, *, same_bits: bool) -> None:
+    def __init__(self, config: OptimizerConfig, *, same_bits: bool, cut: Cut | None = None) -> None:
         """
         Args:
             same_bits: whether other members take the same steps and must get the same bits. See `orthogonal`.
+            cut: how this process's parts of the matrices become whole ones, and back; None where it has whole matrices.
         """
         super().__init__(config)
         self._same_bits = same_bits
+        self._cut = cut
 
     def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
         return {"momentum_buffer": shape} if is_hidden_matrix(name, shape) else super().state_shapes(name, shape)
@@ -52,7 +67,11 @@ class Muon(AdamW):
             if name not in self.state:
                 self.state[name] = {"momentum_buffer": torch.zeros_like(matrix)}
             direction = self._direction(gradients[name], self.state[name]["momentum_buffer"])
-            step = orthogonal(direction, same_bits=self._same_bits).mul_(rate * self._adjustment(matrix.shape))
+            if self._cut is not None:
+                direction = self._cut.whole(name, direction)
+            step = orthogonal(direction, same_bits=self._same_bits).mul_(rate * self._adjustment(direction.shape))
+            if self._cut is not None:
+                step = self._cut.part_of(name, step)
             matrix.mul_(1.0 - rate * self._config.weight_decay).sub_(step)
 
     def _direction(self, gradient: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

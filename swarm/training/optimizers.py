@@ -1,21 +1,22 @@
 """Chooses the optimizers that a configuration asks for.
 
-Used by stage/, which trains with them, by peers/stage_peer, which restores their state, and by the benches' training in
-one process.
+Used by stage/ and peers/static, which train with them, by peers/stage_peer, which restores their state, and by the
+benches' training in one process.
 """
 
 from swarm.config import OptimizerConfig, RunConfig
-from swarm.training.muon import Muon
+from swarm.training.muon import Cut, Muon
 from swarm.training.optim import AdamW, Optimizer, OuterSgd
 
 
-def gradient_optimizer(config: OptimizerConfig, *, same_bits: bool) -> Optimizer:
+def gradient_optimizer(config: OptimizerConfig, *, same_bits: bool, cut: Cut | None = None) -> Optimizer:
     """The optimizer that steps along gradients: DiLoCo's inner one, or the only one of the synchronous setting.
 
     Args:
         same_bits: whether other members take the same steps and must get the same bits.
+        cut: how parameters are cut over several processes; None where each process has them whole.
     """
-    return Muon(config, same_bits=same_bits) if config.name == "muon" else AdamW(config)
+    return Muon(config, same_bits=same_bits, cut=cut) if config.name == "muon" else AdamW(config)
 
 
 def round_optimizer(config: RunConfig) -> Optimizer:

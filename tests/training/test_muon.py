@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
@@ -124,6 +127,42 @@ def test_the_steps_that_peers_take_alone_are_torchs_to_float_tolerance(monkeypat
     for same_bits in (True, False):
         result = orthogonal(matrix, same_bits=same_bits)
         torch.testing.assert_close(result, expected.float(), rtol=0, atol=1e-5)
+
+
+class Rows:
+    """How one of two processes, which are threads here, has half of every matrix's rows."""
+
+    def __init__(self, place: int, parts: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self._place, self._parts, self._barrier = place, parts, barrier
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        self._barrier.wait(60.0)  # Nobody reads what was put here before.
+        self._parts[self._place] = part
+        self._barrier.wait(60.0)
+        return torch.cat(self._parts)
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(2)[self._place]
+
+
+def test_parts_of_matrices_are_stepped_as_the_whole_matrices_are() -> None:
+    names = [name for name in SHAPES if name.startswith("layers.")]
+    parts, barrier = [torch.empty(0)] * 2, threading.Barrier(2)
+
+    def trained(cut: Rows | None) -> dict[str, torch.Tensor]:
+        def own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: (cut.part_of(name, tensors[name]) if cut else tensors[name]).detach() for name in names}
+
+        parameters, optimizer = own(_parameters(0, torch.float64)), Muon(CONFIG, same_bits=False, cut=cut)
+        for step in range(3):
+            optim.step(optimizer, parameters, own(_gradients(step, torch.float64)), 0.1)
+        return parameters
+
+    with ThreadPoolExecutor() as threads:
+        halves = list(threads.map(trained, [Rows(place, parts, barrier) for place in range(2)]))
+    for name, expected in trained(None).items():
+        found = torch.cat([half[name] for half in halves])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

@@ -50,6 +50,7 @@ OTHER_BLOCK_TYPES = dataclasses.replace(
     ),
 )
 ADAPTERS = dataclasses.replace(CONFIG, lora=LoraConfig(rank=4, targets=("all-linear",)))
+MUON = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, name="muon", learning_rate=5e-3))
 HEAD_NORMS = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, qk_norm=True, dropout=0.0))
 
 
@@ -66,7 +67,7 @@ class Case:
         """For its files."""
         model = self.config.model
         switches = model.norm, str(model.qk_norm), str(model.num_shards), str(self.config.lora.rank)
-        return "-".join([*(o.strip("-") for o in self.options), *switches])
+        return "-".join([*(o.strip("-") for o in self.options), self.config.optimizer.name, *switches])
 
 
 CASES = [
@@ -88,6 +89,8 @@ MORE_CASES = [
     [Case(1, (), OTHER_SWITCHES), Case(1, ("--compile",), HEAD_NORMS), Case(2, ("--tp", "2"), HEAD_NORMS)],
     [Case(2, ("--tp", "2", "--compile"), HEAD_NORMS), Case(2, ("--fsdp", "zero3", "--compile"), HEAD_NORMS)],
     [Case(2, ("--dp", "2"), OTHER_SWITCHES), Case(2, ("--pp", "2"), OTHER_SWITCHES)],
+    [Case(2, ("--fsdp", "zero3"), MUON), Case(2, ("--tp", "2"), MUON)],
+    [Case(4, ("--tp", "2", "--fsdp", "zero2"), MUON)],
 ]
 
 
@@ -126,15 +129,18 @@ def run_cases(cases: Sequence[Sequence[Case]], folder: Path, *extra: str) -> Non
     assert not any(process.returncode for process in processes), "\n\n".join(outputs)
 
 
-def losses(case: Case, folder: Path) -> Mapping[int, float]:
-    """By step, from the case's metrics."""
+def figures(case: Case, folder: Path, name: str) -> Mapping[int, float]:
+    """One figure by step, from the case's metrics."""
     rows = log.read(folder / case.name / "metrics.jsonl")
-    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    return {row["step"]: row[name] for row in rows if name in row}
 
 
 @pytest.mark.timeout(300)
 def test_meshes_follow_one_process(tmp_path: Path) -> None:
     check(CASES, tmp_path)
+    # With each of three microbatches FSDP gathers weights twice and scatters gradients, which is half of a sum each.
+    summed, gathered = (figures(case, tmp_path, "averaging/bytes") for case in CASES[1])
+    assert [gathered[step] for step in gathered] == [9 / 2 * summed[step] for step in summed]
 
 
 @pytest.mark.slow
@@ -152,4 +158,4 @@ def check(cases: Sequence[Sequence[Case]], tmp_path: Path) -> None:
             config, data = with_corpus(case.config)
             reference = Reference(config, data)
             expected[case.config] = {step + 1: reference.step(step) for step in range(STEPS)}
-        assert losses(case, tmp_path) == pytest.approx(expected[case.config], abs=1e-4), case.name
+        assert figures(case, tmp_path, "train/loss") == pytest.approx(expected[case.config], abs=1e-4), case.name

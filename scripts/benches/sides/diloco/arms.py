@@ -13,7 +13,7 @@ from swarm.config import RunConfig
 
 NUM_WORKERS = 2
 INNER_BATCH_SAMPLES = 16
-"""The samples of a microbatch, which are also those of one worker's inner step."""
+"""The samples of a microbatch, which are also those of one worker's inner step. One arm has half as many."""
 LONGEST_ROUND = 200
 """Inner steps a worker and round of the arm with the fewest rounds."""
 LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 8e-3}
@@ -32,6 +32,7 @@ class Arm:
     Attributes:
         kind: `single` is one process without averaging; the others are settings of a run.
         inner_steps: H, inner steps that each worker takes in a round.
+        batch_samples: samples of an inner step, and of a microbatch.
         learning_rate: of the inner steps, if it is not that of its kind.
         churn: in every other round one of the workers is killed and a fresh one takes its place.
         changes: to the common configuration, by section.
@@ -40,6 +41,7 @@ class Arm:
     kind: Literal["single", "synchronous", "diloco"] = "diloco"
     inner_steps: int = 50
     num_workers: int = NUM_WORKERS
+    batch_samples: int = INNER_BATCH_SAMPLES
     learning_rate: float | None = None
     churn: bool = False
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -61,6 +63,8 @@ ARMS: Mapping[str, Arm] = {
     "dct-topk": Arm(changes={"averaging": DCT, "outer": NO_MOMENTUM}),
     "overlap": Arm(changes={"averaging": {"overlap_steps": 5}}),
     "four": Arm(num_workers=4),
+    # As many steps one after the other as two workers take.
+    "four-half": Arm(num_workers=4, batch_samples=INNER_BATCH_SAMPLES // 2),
     "churn": Arm(num_workers=4, churn=True),
     "int8-h10": Arm(
         inner_steps=10,
@@ -97,13 +101,13 @@ def run_config(arm: Arm, *, seed: int, rounds_at_200: int, dataset: str) -> RunC
             "dataset": dataset,
             "seed": seed,
             "sequence_length": 32,
-            "microbatch_size": INNER_BATCH_SAMPLES,
+            "microbatch_size": arm.batch_samples,
             "held_out_fraction": 0.02,
         },
         "rounds": {
             "setting": "diloco" if arm.kind == "diloco" else "synchronous",
-            "round_samples": arm.num_workers * arm.inner_steps * INNER_BATCH_SAMPLES,
-            "inner_batch_samples": INNER_BATCH_SAMPLES,
+            "round_samples": arm.num_workers * arm.inner_steps * arm.batch_samples,
+            "inner_batch_samples": arm.batch_samples,
         },
         "optimizer": {
             "learning_rate": arm.learning_rate or LEARNING_RATES[arm.kind],
