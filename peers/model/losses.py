@@ -57,6 +57,6 @@ def _name(key: str) -> str:
 
 
 def losses_until(losses: Sequence[MeasuredLoss], round_number: int) -> Mapping[str, float]:
-    """For each name, the last loss that was measured up to a round, under a name that also says at which round."""
+    """For each figure, the last loss that was measured up to a round. The keys also say at which round it was."""
     last = {loss.name: loss for loss in sorted(losses, key=lambda loss: loss.round) if loss.round <= round_number}
     return {f"Loss, {loss.name}, at round {loss.round}": loss.loss for loss in last.values()}

@@ -41,7 +41,7 @@ _LEAVING = "which still holds it: waiting until it is gone, or stays"
 
 @dataclass(frozen=True, kw_only=True)
 class Others:
-    """At which rounds the peers are that answer.
+    """The rounds at which the peers that answer are.
 
     Attributes:
         held_at: newest round of a peer that holds our stage; None if no such peer answers.

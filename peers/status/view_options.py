@@ -23,8 +23,8 @@ class ViewOptions:
     """Where the runs are."""
 
     invites: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="INVITE ...")]] = ()
-    """To the run, swarm://..., as every swarm-peer prints it: the first of its peers that answers is asked. Several
-    invites show several runs side by side."""
+    """The invite to the run, swarm://..., as every swarm-peer prints it: the first of its peers that answers is asked.
+    Several invites show several runs side by side."""
     lan: bool = False
     """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     peer: tuple[str, ...] = ()
