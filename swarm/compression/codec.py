@@ -76,7 +76,7 @@ _SIMPLE: dict[str, Codec] = {
 
 
 def simple_codec(name: str) -> Codec:
-    """A codec that needs no options: fp32, fp16, bf16, int8 or int4. Raises ValueError naming them."""
+    """A codec that needs no options: fp32, fp16, bf16, int8 or int4. Raises ValueError for other names."""
     if name not in _SIMPLE:
         raise ValueError(f"unknown codec {name!r}; those without options are {', '.join(_SIMPLE)}")
     return _SIMPLE[name]

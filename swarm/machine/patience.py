@@ -15,7 +15,7 @@ from swarm.machine.waits import Waits
 from swarm.machine.words import counted
 
 JOIN_SECONDS = 25.0
-"""How long the call is tried again."""
+"""A call that fails is tried again for this long."""
 RETRY_SECONDS = 0.5
 """Time between two attempts."""
 FIRST_SECONDS = 2.0

@@ -154,7 +154,7 @@ class LeaseTable:
     ) -> None:  # fmt: skip
         """Note what a trainer says of leases that this leader has not granted, as far as the trainer is believed."""
         state, now = self._round, self._clock.monotonic()
-        # Acks of which a new leader hears before it grants anything date from before it led, or just after.
+        # Acks that a new leader is told before it grants anything were sent before it led, or soon after.
         at = self._leads_since if now - self._leads_since < GATHER_SECONDS else now
         for microbatch in acknowledged:
             # Stage 0 has granted the microbatch itself, and so can check this. A later stage cannot.
@@ -237,7 +237,7 @@ class LeaseTable:
         return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at, all_granted=all_granted)
 
     def _grant_endless(self, view: RoundView, count: int, told: Collection[int]) -> Grant:
-        """Grant new ids. None is granted twice, not even if it is given back: another leader may have done so already.
+        """Grant new ids. None is granted twice, not even if it is given back: another leader may have granted it again.
 
         Args:
             told: ids that the trainer says it was granted, by any leader.

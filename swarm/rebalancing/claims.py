@@ -13,7 +13,7 @@ from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 
 def comes_before(one: ClaimRecord, other: ClaimRecord) -> bool:
-    """Whether `one` comes before `other`, whose peer counts it then: confirmed first, then older, then by id."""
+    """Whether `one` comes before `other`, so that the peer of `other` counts `one` (by state, then age, then id)."""
     return _order(one) < _order(other)
 
 

@@ -54,7 +54,7 @@ def plain(tokens_BT1: torch.Tensor, data: DataConfig) -> dict[str, torch.Tensor]
 
 
 def of(tensors: Samples) -> dict[str, torch.Tensor]:
-    """Those of the tensors that a stage hands on unchanged."""
+    """The tensors, among these, that a stage hands on unchanged."""
     return {name: tensors[name] for name in (TOKENS, TARGETS, DOCUMENTS) if name in tensors}
 
 

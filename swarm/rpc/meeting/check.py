@@ -57,7 +57,7 @@ class _Target:
 
     Attributes:
         addresses: the one address of its host to dial; empty if none may be dialled.
-        is_observed: whether that is the address that the call came from, or the call came from this machine.
+        is_observed: whether the call came from the address to dial, or from this machine.
         has_way: whether this machine has any address of the same version of IP.
     """
 
