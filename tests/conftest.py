@@ -1,10 +1,11 @@
 """What must be set before anything imports grpc, hivemind or torch, as the programs do it; and what each test finds."""
 
+import gc
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -12,6 +13,17 @@ from peers.shared.process import prepare_environment
 
 prepare_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay until the end: to look for garbage among them again and again would take seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,10 @@ _OWN = torch.backends.cpu.get_cpu_capability()
     "processor",
     [
         reproducible.ANOTHER_PROCESSOR,
-        *([{"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}] if _OWN == "AVX512" else []),
+        pytest.param(
+            {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+            marks=[pytest.mark.slow, pytest.mark.skipif(_OWN != "AVX512", reason="this processor has no AVX-512")],
+        ),
     ],
 )
 def test_another_processor_computes_the_same_bits(processor: dict[str, str], tmp_path: Path) -> None:

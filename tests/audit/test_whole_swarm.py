@@ -25,7 +25,11 @@ def _holds_some_of_a_later_round(log: Path) -> bool:
     return bool(commits) and any(isinstance(event, Accumulate) for event in events[commits[0] :])
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, LORA], ids=["synchronous", "diloco", "adapters"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(SYNCHRONOUS, marks=pytest.mark.slow), DILOCO, LORA],
+    ids=["synchronous", "diloco", "synchronous with adapters"],
+)
 async def test_a_run_is_proven_and_copies_that_were_tampered_with_are_not(config: RunConfig, tmp_path: Path) -> None:
     async with whole_swarm(config, tmp_path / "events", num_peers=(2, 2, 1)) as swarm:
         victim = next(peer for peer in swarm.peers if peer.stage == 1)

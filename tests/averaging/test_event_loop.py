@@ -62,7 +62,10 @@ class LargeStage(FakeStage):
         self.anchor, self.indices = snapshot.tensors["anchor"], set()
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8", "int4", "topk"])
+@pytest.mark.parametrize(
+    "codec",
+    ["fp32", pytest.param("int8", marks=pytest.mark.slow), pytest.param("int4", marks=pytest.mark.slow), "topk"],
+)
 async def test_rounds_and_a_download_touch_no_large_tensor_on_the_loop(codec: str) -> None:
     """Two rounds, of which the second has a debt of the first; then a third member comes, and parts move."""
     config, directory = make_config("diloco", microbatches=4, codec=codec), list[PeerRecord]()

@@ -65,8 +65,7 @@ def refusals(network: Network, *numbers: int) -> list[bool]:
 
 @pytest.mark.parametrize("liar", [1, 9], ids=["it would lead", "it would not"])
 @pytest.mark.parametrize("anchor", [float("nan"), 7.0], ids=["NaN", "finite"])
-@pytest.mark.parametrize("setting", ["diloco", "synchronous"])
-@pytest.mark.parametrize("quorum", ["available", "majority"])
+@pytest.mark.parametrize(("setting", "quorum"), [("diloco", "available"), ("synchronous", "majority")])
 @in_virtual_time
 async def test_three_members_stay_where_they_are_and_go_on(
     liar: int, anchor: float, setting: str, quorum: str, caplog: pytest.LogCaptureFixture

@@ -258,7 +258,7 @@ def test_pieces_leave_no_trace_in_the_tokens_of_a_long_line(
     assert corpus.sources[0].tokens.tolist() == [*tokenizer.encode(text), *tokenizer.separator]
 
 
-@pytest.mark.parametrize("words", ["the bees of this swarm ", "\u4e2d\u6587"])
+@pytest.mark.parametrize("words", [pytest.param("the bees of this swarm ", marks=pytest.mark.slow), "\u4e2d\u6587"])
 @pytest.mark.parametrize(("tokenizer", "size_mib", "piece_characters"), [("bytes", 64, 2**18), ("bpe", 2, 2**14)])
 def test_a_file_of_one_line_is_not_held_whole(
     tmp_path: Path, cache: Path, tokenizer: str, words: str, size_mib: int, piece_characters: int

@@ -10,9 +10,10 @@ from swarm.generation.choice import choose
 from swarm.generation.sampling import Sampling
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+DRAWS = 1000
 
 
-def _drawn(logits: torch.Tensor, count: int = 4000, **parameters: Any) -> Counter[int]:
+def _drawn(logits: torch.Tensor, count: int = DRAWS, **parameters: Any) -> Counter[int]:
     sampling = Sampling(**parameters)
     return Counter(choose(logits, sampling, position) for position in range(count))
 
@@ -33,9 +34,9 @@ def test_however_low_a_temperature_is_it_takes_the_likeliest_token(temperature: 
 def test_frequencies_are_the_softmax_s(temperature: float) -> None:
     found, expected = _drawn(LOGITS, temperature=temperature), (LOGITS / temperature).softmax(-1)
     for token, probability in enumerate(expected.tolist()):
-        # The tolerance is five standard deviations of a share of 4000 draws.
-        assert found[token] / 4000 == pytest.approx(
-            probability, abs=5 * (probability * (1 - probability) / 4000) ** 0.5
+        # The tolerance is five standard deviations of a share of so many draws.
+        assert found[token] / DRAWS == pytest.approx(
+            probability, abs=5 * (probability * (1 - probability) / DRAWS) ** 0.5
         )
 
 

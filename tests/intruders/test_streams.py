@@ -57,7 +57,7 @@ def _open(host: Host, microbatch: int, **fields: Any) -> pb.TrainRequest:
 
 async def _idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They say nothing at all, until they are ended; honest work goes on meanwhile."""
-    monkeypatch.setattr(incoming, "FIRST_SECONDS", 3.0)
+    monkeypatch.setattr(incoming, "FIRST_SECONDS", 2.0)
     most_calls = most_bytes = num_honest = 0
     async with running() as host, host.connected(INTRUDER) as channel:
         await host.train()
@@ -83,7 +83,7 @@ async def _idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    await _idle_streams(200, monkeypatch)
+    await _idle_streams(100, monkeypatch)
 
 
 @pytest.mark.slow

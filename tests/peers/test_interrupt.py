@@ -85,10 +85,12 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     return start
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("program", "arguments", "said"),
-    [(PEER, ["--config", "run.toml"], ""), (TRAINER, ["--initial-peers", "x"], "node ends\n")],
+    ("program", "arguments", "said", "number"),
+    [
+        (PEER, ["--config", "run.toml"], "", signal.SIGINT),
+        (TRAINER, ["--initial-peers", "x"], "node ends\n", signal.SIGTERM),
+    ],
     ids=["peer", "trainer"],
 )
 def test_it_ends_at_once_and_leaves_nothing(

@@ -53,7 +53,7 @@ async def _train(chain: Chain, index: int, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("config", [_SYNCHRONOUS, _DILOCO], ids=["synchronous", "diloco"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
 async def test_what_counts_counts_once(config: RunConfig, seed: int) -> None:
     rng = random.Random(seed)
     clock = _FastClock()

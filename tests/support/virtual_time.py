@@ -67,20 +67,22 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        wrapped = self._wrap(callback, args, context)
-        wrapped.handle = super().call_soon(self._do, wrapped, context=wrapped.context)
+        context = contextvars.copy_context() if context is None else context
+        if context.get(PROCESS) is None:
+            return super().call_soon(callback, *args, context=context)
+        wrapped = _Callback(process=context[PROCESS], run=lambda: callback(*args), context=context)
+        wrapped.handle = super().call_soon(self._do, wrapped, context=context)
         return wrapped.handle
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        wrapped = self._wrap(callback, args, context)
-        wrapped.handle = handle = super().call_at(when, self._do, wrapped, context=wrapped.context)
-        return handle
-
-    def _wrap(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> _Callback:
         context = contextvars.copy_context() if context is None else context
-        return _Callback(process=context.get(PROCESS), run=lambda: callback(*args), context=context)
+        if context.get(PROCESS) is None:
+            return super().call_at(when, callback, *args, context=context)
+        wrapped = _Callback(process=context[PROCESS], run=lambda: callback(*args), context=context)
+        wrapped.handle = handle = super().call_at(when, self._do, wrapped, context=context)
+        return handle
 
     def _do(self, callback: _Callback) -> None:
         if callback.process in self._stopped:
