@@ -168,6 +168,7 @@ def test_lost_packets_between_two_stages_cost_no_sample_and_are_told_as_they_are
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_behind_a_path_that_drops_large_packets_each_program_says_so_and_others_train_on(
     internet: Internet, children: Supervisor, tmp_path: Path
 ) -> None:
@@ -186,7 +187,7 @@ def test_behind_a_path_that_drops_large_packets_each_program_says_so_and_others_
         for name, options in words.items()
     ]
     for program in programs:
-        assert swarm.wait_for_end(program) != 0
+        assert swarm.wait_for_end(program, 150.0) != 0
         said = program.log.read_text()
         assert "short messages pass on the way there, and none that takes several packets" in said
         assert "Traceback" not in said
