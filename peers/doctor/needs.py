@@ -40,7 +40,7 @@ class Needs:
         own = sum(map(math.prod, parameter_shapes(config, stage).values()))
         shapes = trained_shapes(config, stage)
         trained = sum(map(math.prod, shapes.values()))
-        optimizer = gradient_optimizer(config.optimizer, same_bits=False)
+        optimizer = gradient_optimizer(config, same_bits=False)
         moments = sum(
             math.prod(moment)
             for name, shape in shapes.items()

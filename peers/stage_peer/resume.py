@@ -186,7 +186,9 @@ def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run
         rates = [learning_rate(config.optimizer, run_samples) for config in (checkpoint, run)]
         logger.warning("  the learning rate at %d samples: %.4g before, %.4g now", run_samples, *rates)
     if run.rounds.synchronous and "optimizer.name" in differing:
-        logger.warning("  %s begins with no memory of the parameters that it steps in another way", run.optimizer.name)
+        logger.warning(
+            "  %s begins with no memory of the parameters that it steps in another way", run.gradient_step.name
+        )
 
 
 def known(

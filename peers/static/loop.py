@@ -57,7 +57,7 @@ def train(
         Fatal: the gradient is not finite, the checkpoints do not fit, or the last one could not be written.
     """
     config, shape, parameters = run.config, run.workers.shape, run.model.local_parameters
-    optimizer, scale = gradient_optimizer(config.optimizer, same_bits=False, cut=run.model), LossScale(run.dtype)
+    optimizer, scale = gradient_optimizer(config, same_bits=False, cut=run.model), LossScale(run.dtype)
     progress = run.checkpoints.restore(optimizer)
     if run.report is not None:
         run.report.begin(progress.step)

@@ -24,7 +24,7 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
     """The configuration that the command line names, as a synchronous run with the mesh's stages, and the weights with
     which the run begins (None if they are drawn from the seed).
 
-    A DiLoCo run becomes one in which all workers take each inner step together.
+    A DiLoCo run becomes one in which all workers take each inner step together, with the same optimizer.
 
     Raises:
         ValueError: there is no such configuration or model, or it does not fit the mesh or the options.
@@ -37,7 +37,7 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
         size = config.rounds.inner_batch_samples
         rounds = RoundsConfig(setting="synchronous", round_samples=size)
         averaging = dataclasses.replace(config.averaging, num_fragments=1)
-        config = dataclasses.replace(config, rounds=rounds, averaging=averaging)
+        config = dataclasses.replace(config, rounds=rounds, averaging=averaging, optimizer=config.gradient_step)
         logger.info("the run's setting is diloco: a static run takes a step every %d samples, its inner batch", size)
     if options.dtype is not None:
         # For float16 the loop does the autocast, because it also scales the losses.

@@ -77,7 +77,7 @@ class Options(BenchOptions):
     """Tokens of its samples."""
     round_trips_ms: tuple[int, ...] = (0,)
     """Milliseconds that a call and its answer between any two processes of the swarm take longer."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["auto", "adamw", "muon"] = "auto"
     """The optimizer of all sides."""
     inner_batch_samples: int = BATCH_SAMPLES
     """DiLoCo: samples of an inner step. With 8 the two peers of a stage take as many steps one after the other as one
@@ -135,9 +135,9 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
 
 
 def single_config(config: RunConfig) -> RunConfig:
-    """The run of one process that takes a step on every batch of the synchronous setting."""
+    """The run of one process that takes a step on every batch of the synchronous setting, with the same optimizer."""
     rounds = RoundsConfig(setting="synchronous", round_samples=BATCH_SAMPLES)
-    return dataclasses.replace(config, rounds=rounds)
+    return dataclasses.replace(config, rounds=rounds, optimizer=config.gradient_step)
 
 
 def num_rounds(config: RunConfig, tokens: int) -> int:

@@ -51,8 +51,11 @@ def allowed(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
 
 
 def _differences(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    # Whatever [outer] leaves out counts with the value that it stands for: earlier releases wrote these values.
-    differing = configs.differences(*(dataclasses.replace(each, outer=each.outer_step) for each in (checkpoint, run)))
+    # What [outer] leaves out and `auto` count with the values that they stand for: earlier releases wrote these values.
+    whole = (
+        dataclasses.replace(each, outer=each.outer_step, optimizer=each.gradient_step) for each in (checkpoint, run)
+    )
+    differing = configs.differences(*whole)
     return {name: pair for name, pair in differing.items() if name not in _NO_CHANGE}
 
 

@@ -12,9 +12,11 @@ class OptimizerConfig:
 
     __pydantic_config__ = STRICT
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["auto", "adamw", "muon"] = "auto"
     """`adamw`; or `muon`: Muon for the matrices of layers (with LoRA, of adapters), as torch.optim.Muon has it, and
-    AdamW for everything else: embedding, positions, head, norms, biases."""
+    AdamW for everything else: embedding, positions, head, norms, biases. `auto` is `muon` for DiLoCo's
+    inner steps where a model is trained from drawn weights and a step has at least 8 tokens for each column of the
+    model (inner_batch_samples x sequence_length, against d_model); and `adamw` otherwise."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     beta1: float = 0.9

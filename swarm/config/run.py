@@ -27,6 +27,8 @@ from swarm.errors import ConfigMismatch
 MOST_MICROBATCHES = 1 << 18
 """The most microbatches of a synchronous round: peers name all that they have in one list, and refuse a longer list
 (rpc/bounds)."""
+MUON_TOKENS_PER_COLUMN = 8
+"""Muon is the default where an inner step has so many tokens for each column of the model, or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,21 @@ class RunConfig:
     def microbatches_per_round(self) -> int:
         """The number of microbatches of the whole swarm in one round."""
         return self.rounds.round_samples // self.data.microbatch_size
+
+    @property
+    def gradient_step(self) -> OptimizerConfig:
+        """What steps along gradients, with the name that `auto` stands for.
+
+        Muon learns more from each sample. But its step takes some 30 d operations for each element of a d x d matrix,
+        where training takes 6 for each token (docs/operations.md), and more in the synchronous setting, where its
+        products are exact. A model that comes in has been trained with AdamW as a rule, and so are adapters.
+        """
+        if self.optimizer.name != "auto":
+            return self.optimizer
+        from_drawn_weights = not self.model.weights and not self.lora.is_on
+        tokens_per_step = self.rounds.inner_batch_samples * self.data.sequence_length
+        pays = not self.rounds.synchronous and tokens_per_step >= MUON_TOKENS_PER_COLUMN * self.model.d_model
+        return dataclasses.replace(self.optimizer, name="muon" if from_drawn_weights and pays else "adamw")
 
     @property
     def outer_step(self) -> OuterConfig:

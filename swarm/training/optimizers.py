@@ -4,23 +4,24 @@ Used by stage/ and peers/static, which train with them, by peers/stage_peer, whi
 benches' training in one process.
 """
 
-from swarm.config import OptimizerConfig, RunConfig
+from swarm.config import RunConfig
 from swarm.training.muon import Cut, Muon
 from swarm.training.optim import AdamW, Optimizer, OuterSgd
 
 
-def gradient_optimizer(config: OptimizerConfig, *, same_bits: bool, cut: Cut | None = None) -> Optimizer:
+def gradient_optimizer(config: RunConfig, *, same_bits: bool, cut: Cut | None = None) -> Optimizer:
     """The optimizer that steps along gradients: DiLoCo's inner one, or the only one of the synchronous setting.
 
     Args:
         same_bits: whether other members take the same steps and must get the same bits.
         cut: how parameters are cut over several processes; None where each process has them whole.
     """
-    return Muon(config, same_bits=same_bits, cut=cut) if config.name == "muon" else AdamW(config)
+    step = config.gradient_step
+    return Muon(step, same_bits=same_bits, cut=cut) if step.name == "muon" else AdamW(step)
 
 
 def round_optimizer(config: RunConfig) -> Optimizer:
     """The optimizer of the step at a round's end, which all members take. Its state is part of the stage's state."""
     if config.rounds.synchronous:
-        return gradient_optimizer(config.optimizer, same_bits=True)
+        return gradient_optimizer(config, same_bits=True)
     return OuterSgd(config.outer_step)

@@ -179,6 +179,8 @@ def _fine_tuning(setting: str, lora_rank: int, **sizes_of_model: Any) -> RunConf
         stages=StagesConfig(num_stages=model.num_layers // 4),
         data=DataConfig(sequence_length=2048, microbatch_size=1),
         rounds=RoundsConfig(setting="synchronous" if setting == "synchronous" else "diloco"),
+        # The default for a model that comes in.
+        optimizer=OptimizerConfig(name="adamw"),
         averaging=AveragingConfig(codec="fp32"),
         wire=WireConfig(dtype="bf16"),
     )

@@ -25,7 +25,7 @@ def _set(run: RunConfig, name: str, value: Any) -> RunConfig:
     [
         ("run", "other", False),
         ("owner", "ab" * 32, True),
-        ("model.d_model", 512, False),
+        ("model.d_model", 128, False),
         ("model.rope_theta", 5e5, False),
         ("model.dropout", 0.1, True),
         ("model.autocast", "bf16", True),
@@ -50,7 +50,7 @@ def test_what_may_change(run: RunConfig, name: str, value: Any, may_change: bool
     if may_change is False or (may_change is None and run.rounds.synchronous):
         found, other = other, found
     ((section, _, field),) = [name.rpartition(".")]
-    meant = dataclasses.replace(run, outer=run.outer_step)
+    meant = dataclasses.replace(run, outer=run.outer_step, optimizer=run.gradient_step)
     now = getattr(getattr(meant, section) if section else meant, field)
     assert found(before, run) == {name: (value, now)}
     assert other(before, run) == {}

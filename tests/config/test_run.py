@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from swarm import config
-from swarm.config import DataConfig, ModelConfig, OuterConfig, RoundsConfig, RunConfig
+from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, OuterConfig, RoundsConfig, RunConfig
 from swarm.errors import ConfigMismatch
 from swarm.rpc.bounds import LONGEST_LIST
 
@@ -52,6 +52,25 @@ def test_defaults_are_resolved() -> None:
     assert ModelConfig(num_kv_heads=2, d_ff=10).kv_heads == 2
     assert DataConfig(microbatch_size=4, sequence_length=16).tokens_per_microbatch == 64
     assert RunConfig().microbatches_per_round == 32
+
+
+def test_muon_is_the_default_where_it_pays() -> None:
+    """DiLoCo's inner steps of at least 8 tokens for each column, of a model that was drawn."""
+    model, data = ModelConfig(d_model=64), DataConfig(sequence_length=32, microbatch_size=8)
+    enough = RunConfig(model=model, data=data, rounds=RoundsConfig(inner_batch_samples=16))
+    assert enough.gradient_step == dataclasses.replace(enough.optimizer, name="muon")
+    others = (
+        dataclasses.replace(enough, rounds=RoundsConfig(inner_batch_samples=8)),
+        dataclasses.replace(enough, rounds=RoundsConfig(setting="synchronous", inner_batch_samples=16)),
+        dataclasses.replace(enough, model=dataclasses.replace(model, weights="0" * 64)),
+        dataclasses.replace(enough, lora=LoraConfig(rank=4)),
+        dataclasses.replace(enough, optimizer=OptimizerConfig(name="adamw")),
+    )
+    assert {other.gradient_step.name for other in others} == {"adamw"}
+    named = dataclasses.replace(
+        enough, rounds=RoundsConfig(setting="synchronous"), optimizer=OptimizerConfig(name="muon")
+    )
+    assert named.gradient_step == named.optimizer
 
 
 @pytest.mark.parametrize(

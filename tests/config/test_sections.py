@@ -123,7 +123,7 @@ from swarm.config import RunConfig
         ("[outer]\nlearning_rate = nan", "outer.learning_rate must be finite, not nan"),
         ("[outer]\nlearning_rate = 0", "outer.learning_rate must be positive, or -1 to be left out, not 0.0"),
         ("[outer]\nmomentum = 1.0", "outer.momentum must be in [0, 1), or -1 to be left out, not 1.0"),
-        ("[optimizer]\nname = 'adam'", "optimizer.name: Input should be 'adamw' or 'muon'"),
+        ("[optimizer]\nname = 'adam'", "optimizer.name: Input should be 'auto', 'adamw' or 'muon'"),
         ("[optimizer]\nmomentum = 1", "optimizer.momentum must be in [0, 1), not 1"),
         ("[averaging]\nclip_to_median = inf", "averaging.clip_to_median must be finite, not inf"),
         ("[model]\nrope_theta = inf", "model.rope_theta must be finite, not inf"),

@@ -197,5 +197,5 @@ def test_adapters_are_matrices_of_their_layer() -> None:
     assert all(is_hidden_matrix(name, parameter.shape) for name, parameter in parameters.items())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     gradients = {name: torch.ones_like(parameter) for name, parameter in before.items()}
-    optim.step(gradient_optimizer(CONFIG, same_bits=True), parameters, gradients, 0.1)
+    optim.step(gradient_optimizer(config, same_bits=True), parameters, gradients, 0.1)
     assert all(not torch.equal(before[name], parameter) for name, parameter in parameters.items())

@@ -25,7 +25,7 @@ def num_parameters(config: RunConfig, stage: int) -> int:
 def num_moments(config: RunConfig, stage: int) -> int:
     """Numbers that the optimizer remembers: AdamW two for each parameter, Muon one for those in matrices of layers."""
     twice = 2 * num_parameters(config, stage)
-    if config.optimizer.name == "adamw":
+    if config.gradient_step.name == "adamw":
         return twice
     if config.lora.is_on:
         return twice // 2

@@ -49,7 +49,7 @@ class PlainDiloco:
         self._config = config
         self._whole = Reference(config, data)
         self._anchor = {name: value.clone() for name, value in self._whole.weights.items()}
-        self._inner = [gradient_optimizer(config.optimizer, same_bits=False) for _ in range(num_workers)]
+        self._inner = [gradient_optimizer(config, same_bits=False) for _ in range(num_workers)]
         self._outer = optim.OuterSgd(config.outer_step)
 
     @property

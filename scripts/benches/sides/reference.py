@@ -68,7 +68,7 @@ class Reference:
         self._data = data
         self._summed_loss = model.summed_loss
         self._parameters = model.parameters
-        self._optimizer = gradient_optimizer(config.optimizer, same_bits=config.rounds.synchronous)
+        self._optimizer = gradient_optimizer(config, same_bits=config.rounds.synchronous)
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:

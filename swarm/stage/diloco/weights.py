@@ -45,7 +45,7 @@ class DilocoWeights(StageWeights):
 
     def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> None:
         self._events = events or NoEvents()
-        self._inner = gradient_optimizer(config.optimizer, same_bits=False)
+        self._inner = gradient_optimizer(config, same_bits=False)
         self._fragments = Fragments(trained_parameters(module), config.averaging.num_fragments)
         self._closing: _Closing | None
         """The newest of this round, kept even when the round is reopened: its result may be decided all the same."""

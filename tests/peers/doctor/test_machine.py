@@ -114,7 +114,7 @@ def test_needs_are_the_formulas_of_the_docs() -> None:
 
     size = _num_parameters()
     for setting, total, on_device in (("synchronous", 24 + 4 + 24, 24 + 4), ("diloco", 32 + 8 + 24, 20 + 8)):
-        config = _config(rounds=RoundsConfig(setting=setting))  # type: ignore[arg-type]
+        config = _config(rounds=RoundsConfig(setting=setting), optimizer=OptimizerConfig(name="adamw"))  # type: ignore[arg-type]
         loss = loss_bytes(config.model, config.data.tokens_per_microbatch)
         assert Needs.of(config, 0, on_gpu=False).device == total * size + loss + PROGRAM_BYTES
         gpu = Needs.of(config, 0, on_gpu=True)
