@@ -2,7 +2,8 @@
 
 This uses DNS service discovery over multicast (RFC 6763 and 6762), as printers do, and only with --lan. An announcement
 is a claim, like an invite from a stranger: it is read like every invite, names peers by their keys, and holds no
-secret. A program takes the run that it finds if it finds only one; otherwise the user has to choose.
+secret. Of several runs, those are left out of which no peer answers. A program takes the run that is left if it is the
+only one; otherwise the user has to choose.
 """
 
 import asyncio
@@ -17,10 +18,11 @@ from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from peers.shared.entrance import Entrance
 from peers.shared.network import in_turns
-from swarm.errors import PeerUnavailable
+from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
 from swarm.machine import extras
-from swarm.machine.clock import run_loop
+from swarm.machine.clock import SystemClock, run_loop
 from swarm.rpc.endpoint import ip_of
 from swarm.rpc.invite import Invite
 
@@ -34,6 +36,8 @@ LOOK_SECONDS, SAY_SECONDS = 5.0, 2.0
 """How long to look for a run, and after how long a log line says that we look."""
 SETTLE_SECONDS = 1.0
 """How long to wait for further runs once one was found: answers come within some tenths of a second."""
+ANSWER_SECONDS = 3.0
+"""How long the peers of a run that is announced beside others have to answer."""
 MOST_FOUND, MOST_ASKED = 64, 1024
 """The most announcements that are taken, and that are asked for their invite; the rest is ignored."""
 MOST_ENTRIES = 8
@@ -90,7 +94,30 @@ def _found() -> dict[str, Invite]:
             f"no run was found in this network in {LOOK_SECONDS:.0f} s: start one of its peers with --lan, or say its "
             "INVITE, which is needed also where the network passes on no multicast"
         )
-    return runs
+    return runs if len(runs) == 1 else run_loop(answering(runs)) or runs
+
+
+async def answering(runs: Mapping[str, Invite]) -> dict[str, Invite]:
+    """Leave out runs that no peer of their invites shows: anybody can announce a run that does not exist."""
+    async with asyncio.TaskGroup() as tasks:
+        answers = {run_id: tasks.create_task(_answers(invite)) for run_id, invite in runs.items()}
+    return {run_id: invite for run_id, invite in runs.items() if answers[run_id].result()}
+
+
+async def _answers(invite: Invite) -> bool:
+    """Whether some peer shows the run. Of a locked run, a peer that refuses to is enough."""
+    entrance = Entrance(entries=invite.entries, run=invite.run, token=None, insecure=False)
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await entrance.look(SystemClock())
+    except (TimeoutError, PeerUnavailable, DeadlineExceeded):
+        return False
+    except ValueError:
+        return invite.is_locked
+    except SwarmError:
+        # It is there, and speaks another version, say.
+        pass
+    return True
 
 
 async def find() -> dict[str, Invite]:

@@ -161,6 +161,7 @@ class StageServer:
                 await self.averager.join()
                 if not self._options.resume.moves:
                     await self._own_state.arrive()
+                await self.averager.arrived()
                 self._own_state.require()
                 self.stage.admission.open()
                 await self.presence.serves()

@@ -11,11 +11,15 @@ serves; with null for one that does not. `num_bans` counts the looks of swarm-st
 alone (`bans` has who, and why), and `num_silent` those at which it did not answer. `proven` is what the audit says of
 all event logs at the end.
 
+Where a joiner does not come to serve, or the audit refutes the run, the logs of all its processes stay, in the folder
+that `logs` names; with `--folder` they always do.
+
 With `--joiners 1 --joiner-megabits 1` it is the joiner that is too slow, and `said` has what it tells of that. Needs
 root, iproute2 and nftables.
 """
 
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -39,7 +43,7 @@ FIRST_STEP_SECONDS = 120.0
 MANY_STEPS = 1_000_000
 SECONDS_PER_SAMPLE = 0.005
 """How long each stage computes for a sample."""
-TOLD = ("behind", "cannot take part", "installed the snapshot")
+TOLD = ("behind", "take part", "takes part", "installed the snapshot", "looks again")
 """Words of the log lines in which a joiner says how it gets on."""
 
 
@@ -65,6 +69,8 @@ class Options(BenchOptions):
     """Training that is measured before anybody joins, and after all have."""
     limit_seconds: float = 300.0
     """How long joiners are waited for."""
+    folder: Path | None = None
+    """Where the files of its processes go, to be kept."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"joiners": 1})
@@ -78,13 +84,17 @@ def run(options: Options) -> dict[str, Any]:
     """The figures. Raises OSError if this machine cannot have network namespaces."""
     if lack := missing():
         raise OSError(f"no network namespaces: {lack}")
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-joining-") as folder,
-        Supervisor(Path(folder) / "logs", grace_seconds=0.0) as children,
-        Internet() as internet,
-    ):
-        hosted = Hosted(children, Path(folder), {PACE: str(SECONDS_PER_SAMPLE)})
-        return _Run(options, hosted, internet).figures()
+    folder, figures = options.folder or Path(tempfile.mkdtemp(prefix="bench-joining-")), dict[str, Any]()
+    try:
+        with Supervisor(folder / "logs", grace_seconds=0.0) as children, Internet() as internet:
+            hosted = Hosted(children, folder, {PACE: str(SECONDS_PER_SAMPLE)})
+            figures = _Run(options, hosted, internet).figures()
+    finally:
+        if options.folder is None and figures.get("proven") and None not in figures["serves_seconds"]:
+            shutil.rmtree(folder)
+        else:
+            say(f"the logs are in {folder / 'logs'}, and the event logs beside it")
+    return figures | {"logs": str(folder / "logs") if folder.exists() else ""}
 
 
 def config_of(options: Options) -> RunConfig:

@@ -13,6 +13,8 @@ from swarm.averaging.catching_up.advance import Advance
 from swarm.averaging.catching_up.catch_up import CatchUp
 from swarm.averaging.catching_up.donor import Donor
 from swarm.averaging.catching_up.entry import Entry
+from swarm.averaging.catching_up.replay import Replay
+from swarm.averaging.catching_up.result_transfer import ResultTransfer
 from swarm.averaging.catching_up.state_transfer import StateTransfer
 from swarm.averaging.context import Context, wait
 from swarm.averaging.exchanging.own_round import OwnRound
@@ -58,22 +60,28 @@ class Averager:
         participant = Participant(context, place, own_round, advance, shared)
         call = Calls(context, roster, participant)
         survey = Survey(context, place, member, roster, advance, call)
+        silence_seconds = context.timing.silence_seconds
+        results = ResultTransfer(
+            context.transport, address=context.address, own_id=context.own_id, silence_seconds=silence_seconds
+        )
         transfer = StateTransfer(
             context.transport,
             address=context.address,
             own_id=context.own_id,
-            silence_seconds=context.timing.silence_seconds,
+            silence_seconds=silence_seconds,
             waits=context.waits,
         )
+        entry = Entry(context, member)
+        replay = Replay(context, place, advance, transfer=transfer, results=results, entry=entry)
         self.catch_up = CatchUp(
             context,
             place,
-            own_round=own_round,
             advance=advance,
             transfer=transfer,
             roster=roster,
             survey=survey,
-            entry=Entry(context, member),
+            entry=entry,
+            replay=replay,
         )
         self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, self.catch_up)
         self.watch = watch = RoundWatch(context, place, member, roster, reporter)
@@ -101,6 +109,13 @@ class Averager:
     async def join(self) -> None:
         """Ask every known peer where the run is, and download its state if this peer is behind; needs `run`."""
         await self.reporter.ask_all()
+
+    async def arrived(self) -> None:
+        """Wait until this peer is where its group is, or no peer has what it takes, if it is on its way there.
+
+        It may have set out after `join`, whose calls may have come to nothing over a line that is busy.
+        """
+        await self.catch_up.ended()
 
     async def changed(self, seconds: float) -> None:
         """Wait until the view, or the state of a round, may have changed, but no longer than `seconds`."""

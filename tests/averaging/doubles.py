@@ -21,6 +21,7 @@ from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
 from swarm.events.kinds import NoEvents
 from swarm.machine.clock import Clock
+from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.types import PeerRecord, PeerState
@@ -232,6 +233,7 @@ class Peer:
             transport=MemoryTransport(network, self),
             clock=self.clock,
             timing=network.timing,
+            turns=Turns(self.clock, is_training=lambda: True) if network.takes_turns else None,
         )
         self.averager = Averager(context, self.stage)
         self.stage.averager = self.averager
@@ -268,6 +270,7 @@ class Network:
             raise.
         after: awaited when the handler has answered, before the caller sees it.
         tamper: sees each piece of a download that a peer sends, and may change it.
+        takes_turns: those that download from a new peer do so one after the other.
         delivers_late: what a living caller gave up waiting for reaches its handler all the same, if `before` ever
             lets it go.
     """
@@ -275,6 +278,7 @@ class Network:
     def __init__(self, config: RunConfig, stage_type: type[FakeStage] = FakeStage) -> None:
         self.config = config
         self.delivers_late = False
+        self.takes_turns = False
         self.late: set[asyncio.Future[Any]] = set()
         self.peers: dict[str, Peer] = {}
         self.timing = QUICK

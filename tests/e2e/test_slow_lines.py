@@ -21,21 +21,20 @@ def own_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
 
 
-@pytest.mark.xfail(reason="three of four came to serve within 90 s, and one in 300 s did not", strict=False)
-def test_four_that_join_at_once_through_a_slow_line_all_serve_and_training_goes_on() -> None:
-    figures = joining.run(joining.Options(before_seconds=20.0))
+def test_four_that_join_at_once_through_a_slow_line_all_serve_and_training_goes_on(tmp_path: Path) -> None:
+    figures = joining.run(joining.Options(before_seconds=20.0, folder=tmp_path))
     assert None not in figures["serves_seconds"], figures
     assert figures["slowdown"] < 3.0, figures
     assert figures["num_silent"] == 0, figures
     assert figures["proven"], figures
 
 
-def test_a_joiner_whose_line_is_too_slow_says_so_and_slows_nobody() -> None:
+def test_a_joiner_whose_line_is_too_slow_says_so_and_slows_nobody(tmp_path: Path) -> None:
     """Replaying a round takes it longer than the group takes to commit one."""
     figures = joining.run(
         joining.Options(
             joiners=1, joiner_megabits=1.0, megabits=1000.0, parameters=200_000, round_samples=32,
-            before_seconds=15.0, limit_seconds=100.0,
+            before_seconds=15.0, limit_seconds=180.0, folder=tmp_path,
         )
     )  # fmt: skip
     (said,) = figures["said"].values()

@@ -7,8 +7,8 @@ ways changes the stage once and then tells the other parts where the member stan
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up import results
@@ -62,12 +62,13 @@ class Advance:
         self._state_digest: asyncio.Future[str] | None = None
         """The digest of the state at the beginning of the round; it is computed beside training."""
 
-    @contextmanager
-    def catching_up(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def catching_up(self) -> AsyncIterator[None]:
         """Mark the member as catching up while the block runs: it promises no attempt, and the stage admits less."""
         with self._place.catching_up():
             self._member.set_behind(True)
             try:
+                await self._own_round.step_back("this peer is behind its group")
                 yield
             finally:
                 self._member.set_behind(False)

@@ -9,15 +9,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import aclosing
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.advance import Advance
-from swarm.averaging.catching_up.entry import Entry
-from swarm.averaging.catching_up.pace import Pace, Position
+from swarm.averaging.catching_up.entry import Entry, Slowness
+from swarm.averaging.catching_up.replay import Replay
 from swarm.averaging.catching_up.state_transfer import StateTransfer
 from swarm.averaging.context import Context
-from swarm.averaging.exchanging.own_round import OwnRound
 from swarm.averaging.members.roster import Roster
 from swarm.averaging.members.survey import Survey
 from swarm.averaging.messages import Standing
@@ -31,9 +29,6 @@ logger = logging.getLogger(__name__)
 SIZE_FACTOR = 4
 """The largest snapshot that is taken, as a multiple of this peer's own, which may lack the outer optimizer's state."""
 
-SAY_SECONDS = 10.0
-"""Least time between two lines about how far behind this peer is."""
-
 
 class CatchUp:
     """Brings one peer to where it should be in the run."""
@@ -43,34 +38,33 @@ class CatchUp:
         context: Context,
         place: Place,
         *,
-        own_round: OwnRound,
         advance: Advance,
         transfer: StateTransfer,
         roster: Roster,
         survey: Survey,
         entry: Entry,
+        replay: Replay,
     ) -> None:
         self._context = context
         self._place = place
-        self._own_round = own_round
         self._advance = advance
         self._transfer = transfer
         self._roster = roster
         self._survey = survey
         self._entry = entry
+        self._replay = replay
         self._clock = context.clock
         self._looking: asyncio.Event | None = None
         """There while a `look` is under way; set when that ends."""
         self._rests_until = -math.inf
         """Until this time, a peer that is known to be elsewhere is no reason to ask all again."""
-        self._sources: list[PeerRecord] = []
-        """The peers that sent the last snapshot and have not failed since: they keep the results."""
+        self._asked = set[PeerId]()
+        """The peers that served when all were asked last."""
         self._max_bytes = 0
-        self._snapshot_bytes = 0
-        """The size of the last snapshot that was installed."""
-        self._said_at = -math.inf
-        self._told_rate = math.nan
-        """The rate of this peer's line when the log said last that it is too slow."""
+        self._held_at = -math.inf
+        """When some other peer was known last to hold the state."""
+        self._slowness: Slowness | None = None
+        """Why this peer stayed out when it last was where its group is."""
         self.num_downloads = 0
 
     async def look(self, because_of: PeerId) -> None:
@@ -79,7 +73,7 @@ class CatchUp:
         A peer that is known to be elsewhere, and is not followed, is no reason to ask all again at once.
         """
         if self._looking is not None:
-            await self._looking.wait()
+            await self.ended()
             return
         if self._place.branches.is_elsewhere(because_of) and self._clock.monotonic() < self._rests_until:
             return
@@ -90,9 +84,14 @@ class CatchUp:
             self._looking = None
             looking.set()
 
+    async def ended(self) -> None:
+        """Wait until this peer is where it should be, if it is on its way there."""
+        if self._looking is not None:
+            await self._looking.wait()
+
     async def _look(self) -> None:
         before, branches, timing = self._place.standing, self._place.branches, self._context.timing
-        target = await self._survey.choose()
+        target = await self._choose()
         if before != self._place.standing:
             return
         if target is not None:
@@ -105,6 +104,21 @@ class CatchUp:
         rest_seconds = timing.heartbeat_seconds if branches.is_in_doubt else timing.max_retry_seconds
         self._rests_until = self._clock.monotonic() + rest_seconds
 
+    async def _choose(self) -> Standing | None:
+        """Ask all; peers that begin to serve from now on are others."""
+        self._asked = set(self._roster.contacts.serving())
+        return await self._survey.choose()
+
+    def _has_others(self) -> bool:
+        """Whether peers have begun to serve since all were asked where they stand. Each counts once: one that serves,
+        and holds nothing that is of use, is no reason to ask again."""
+        return not self._asked.issuperset(self._roster.contacts.serving())
+
+    def _present(self, target: Standing) -> Standing:
+        """Where this peer stands, if it is there with others: then they tell no past that goes back to `target`."""
+        own = self._place.standing
+        return own if self._place.branches.behind(own) else target
+
     async def _go(self, target: Standing) -> None:
         """Get to `target` or beyond, or find that no peer can give what that takes. Only one call at a time.
 
@@ -112,139 +126,84 @@ class CatchUp:
         """
         assert not self._place.is_catching_up
         self._entry.begin()
-        with self._advance.catching_up():
-            await self._own_round.step_back("this peer is behind its group")
-            while not await self._try(target):
-                # Without a new target this peer keeps to the old one, because it cannot go back to where it was.
-                await self._clock.sleep(self._context.timing.max_retry_seconds)
-                target = await self._survey.choose() or target
+        self._slowness = None
+        with self._context.waits.on(lambda _: self._slowness.awaited if self._slowness else ""):
+            async with self._advance.catching_up():
+                await self._arrive(target)
 
-    async def _try(self, target: Standing) -> bool:
-        """Go on towards `target`. Returns whether to stop: this peer is there, or failed with its own state sound."""
+    async def _arrive(self, target: Standing) -> None:
+        while True:
+            self._entry.saw(target.round, now=self._clock.monotonic())
+            if (rest_seconds := await self._try(target)) is None:
+                return
+            # Without a new target this peer keeps to the old one, because it cannot go back to where it was.
+            await self._clock.sleep(rest_seconds)
+            target = await self._choose() or self._present(target)
+
+    async def _try(self, target: Standing) -> float | None:
+        """Go on towards `target`.
+
+        Returns:
+            Seconds until the next try; None to stop: this peer is there, or failed with its own state sound.
+        """
         holders = list(self._roster.contacts.records(sorted(self._place.branches.behind(target))).values())
+        rest_seconds = self._context.timing.max_retry_seconds
         is_there = False
         try:
             while True:
                 before = self._place.standing
-                if await self._replay():
+                if await self._replay.run(self._has_others):
                     # The holders have gone on, and must be asked again where they stand.
-                    self._sources.clear()
-                    return False
+                    return rest_seconds
                 is_there = is_there or self._place.branches.is_known(target)
                 if self._place.is_sound and is_there:
-                    if holders and await self._stays_out(holders):
-                        return False
+                    if await self._stays_out(holders):
+                        return rest_seconds
                     break
                 if self._place.standing == before:
-                    await self._download(holders, target.round)
+                    # A holder may have to give an older snapshot, which it keeps for others with the results since.
+                    nearest = before.round + 1 if self._place.is_sound else target.round
+                    await self._download(holders, min(nearest, target.round))
                     # The holders may have gone on so far that the past that they tell does not reach back to `target`.
-                    is_there = True
+                    is_there = self._place.standing.round >= target.round
         except Overloaded as error:
             logger.info("looks again for who can give the state: %s", error)
-            return False
+            return error.retry_after_seconds
         except SwarmError as error:
             logger.warning("cannot catch up: %s", error)
             # A peer whose state is not sound may not stop here.
-            return self._place.is_sound
+            return None if self._place.is_sound else rest_seconds
         self._transfer.forget()
-        return True
-
-    async def _replay(self) -> bool:
-        """Apply the results of the rounds after this peer's, as far as the sources keep them.
-
-        Returns:
-            Whether replaying was given up, because the group commits faster and a new snapshot is less to fetch.
-        """
-        before, pace, is_losing = self._place.standing, None, False
-        for source in list(self._sources):
-            if not self._place.is_sound:
-                break
-            standing = self._place.standing
-            try:
-                limit = await self._size_limit()
-                async with aclosing(self._transfer.results.after(source, standing, max_bytes=limit)) as results:
-                    async for committed, donor_round in results:
-                        await self._advance.replay(committed)
-                        now = Position(
-                            at=self._clock.monotonic(), own_round=committed.after.round, group_round=donor_round
-                        )
-                        self._entry.saw(donor_round, now=now.at)
-                        pace = Pace(first=pace.first if pace else now, newest=now)
-                        num_bytes = sum(tensor.nbytes for tensor in committed.result.tensors.values())
-                        is_losing = pace.is_losing and now.num_behind * num_bytes > self._snapshot_bytes
-                        self._say(pace, num_bytes, is_losing=is_losing)
-                        if is_losing:
-                            break
-            except SwarmError as error:
-                logger.info("no more results from %s: %s", source.peer_id, error)
-                self._sources.remove(source)
-                if isinstance(error, IntegrityError):
-                    self._transfer.distrust(source)
-            if is_losing:
-                break
-        if self._place.standing != before:
-            logger.info("applied the rounds from %d to %d", before.round, self._place.standing.round - 1)
-        return is_losing
-
-    def _say(self, pace: Pace, num_bytes: int, *, is_losing: bool) -> None:
-        """Say now and then how far behind this peer is, and whether it will arrive.
-
-        Args:
-            num_bytes: the size of a round's result.
-        """
-        behind, now = pace.newest.num_behind, self._clock.monotonic()
-        if is_losing:
-            seconds = pace.seconds / pace.num_replayed
-            logger.warning(
-                "%s behind, and falling back: this peer takes %.1f s to fetch and replay a round (%.3g MB, "
-                "%.3g MB/s), and the group commits one every %.1f s. It takes a new snapshot, but like this it will "
-                "never arrive: that needs a faster line or machine, or longer rounds (rounds.round_samples)",
-                counted(behind, "round"),
-                seconds,
-                num_bytes / 1e6,
-                num_bytes / 1e6 / seconds,
-                pace.seconds / pace.num_committed,
-            )
-        elif behind and now - self._said_at >= SAY_SECONDS and (left := pace.seconds_left) is not None:
-            logger.info(
-                "%s behind: %d replayed in %.0f s, in which the group committed %d; there in about %.0f s",
-                counted(behind, "round"),
-                pace.num_replayed,
-                pace.seconds,
-                pace.num_committed,
-                left,
-            )
-            self._said_at = now
+        return None
 
     async def _stays_out(self, holders: Sequence[PeerRecord]) -> bool:
-        """Whether this peer is where the group is, and yet must not become a member: its line is too slow."""
-        if self._entry.slowness is not None and self._entry.should_measure(self._clock.monotonic()):
+        """Whether this peer is where the group is, and yet must not become a member: its line is too slow.
+
+        It may once no other peer holds the stage. One look says little, because over a slow line answers are late.
+        """
+        now = self._clock.monotonic()
+        if holders:
+            self._held_at = now
+        elif now - self._held_at >= self._context.timing.missed_seconds:
+            return False
+        if holders and self._entry.slowness is not None and self._entry.should_measure(now):
             try:
                 await self._download(holders, self._place.standing.round)
             except SwarmError as error:
                 logger.info("this peer's line could not be measured again: %s", error)
-        if (slowness := self._entry.slowness) is None:
+        told, self._slowness = self._slowness, self._entry.slowness
+        if (slowness := self._slowness) is None:
             return False
-        if slowness.bytes_per_second != self._told_rate:
-            logger.warning(
-                "this peer cannot take part in a synchronous run over this line: it carries %.3g MB/s, so an exchange "
-                "would take %.1f s, and a round takes %.1f s without this peer. It stays out, follows the group, and "
-                "measures its line again now and then; that needs a faster line, or longer rounds "
-                "(rounds.round_samples)",
-                slowness.bytes_per_second / 1e6,
-                slowness.exchange_seconds,
-                slowness.round_seconds,
-            )
-            self._told_rate = slowness.bytes_per_second
+        if told is None or (told.is_certain, told.bytes_per_second) != (slowness.is_certain, slowness.bytes_per_second):
+            logger.log(logging.WARNING if slowness.is_certain else logging.INFO, "%s", slowness.in_words)
         return True
 
     async def _download(self, holders: Sequence[PeerRecord], least_round: int) -> None:
-        asked = {holder.peer_id for holder in holders}
         fetched = await self._transfer.snapshot(
             holders,
             max_bytes=await self._size_limit(),
             wanted=lambda theirs: theirs.round >= least_round,
-            has_others=lambda: bool(self._roster.contacts.serving().keys() - asked),
+            has_others=self._has_others,
         )
         self._entry.downloaded(fetched.bytes_per_second, seconds=fetched.seconds, now=self._clock.monotonic())
         standing = messages.standing_of(fetched.snapshot)
@@ -254,8 +213,7 @@ class CatchUp:
             for source in fetched.sources:
                 self._transfer.distrust(source)
             raise
-        self._sources = list(fetched.sources)
-        self._snapshot_bytes = sum(tensor.nbytes for tensor in fetched.snapshot.tensors.values())
+        self._replay.follows(fetched)
         self.num_downloads += 1
         logger.info(
             "installed the snapshot of round %d, from %s", standing.round, counted(len(fetched.sources), "donor")

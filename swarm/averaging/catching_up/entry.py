@@ -6,15 +6,23 @@ What others announce about their computing counts as well, but never keeps out a
 """
 
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass
 
 from swarm.averaging.context import Context
 from swarm.compression.codec import contribution_codec
+from swarm.machine.words import counted
 from swarm.training.round_member import RoundMember
 from swarm.types import PeerState
 
 TOLERATED_SECONDS = 5.0
 """How much longer a peer's exchange may take than a whole round without the peer; beyond that it stays out."""
+LEAST_INTERVALS = 3
+"""How many times the group must be seen to go on before its rounds count as measured: one time may be a pause, or the
+rest of a round."""
+MOST_INTERVALS = 15
+"""How many of these times count, the last ones."""
 LEAST_REST_SECONDS = 20.0
 """Least time from one download to the next one that measures the line again."""
 REST_FACTOR = 3.0
@@ -25,11 +33,46 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """Why a peer stays out: how long its exchange would take, and how long the group's rounds take without it."""
+    """Why a peer stays out: how long its exchange would take, and how long the group's rounds take without it.
+
+    Attributes:
+        num_intervals: how many times the group was seen to go on.
+    """
 
     exchange_seconds: float
     round_seconds: float
     bytes_per_second: float
+    num_intervals: int
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is known how long the group's rounds take. Until then the peer stays out for now."""
+        return self.num_intervals >= LEAST_INTERVALS
+
+    @property
+    def awaited(self) -> str:
+        """What the peer waits for."""
+        what = f"an exchange would take {self.exchange_seconds:.1f} s over this line"
+        if not self.is_certain:
+            return f"{LEAST_INTERVALS} rounds to be seen, {self.num_intervals} so far, since {what}"
+        return f"a faster line: {what}, and a round takes {self.round_seconds:.1f} s"
+
+    @property
+    def in_words(self) -> str:
+        """For the log."""
+        line = f"{self.bytes_per_second / 1e6:.3g} MB/s, so an exchange would take {self.exchange_seconds:.1f} s"
+        if not self.is_certain:
+            return (
+                f"this peer fetched the state with {line}, and the others compute a round in {self.round_seconds:.1f} "
+                f"s. Before it takes part it waits until it has seen how long rounds really take: the group has gone "
+                f"on {counted(self.num_intervals, 'time')} of {LEAST_INTERVALS}"
+            )
+        return (
+            f"this peer cannot take part in a synchronous run over this line: it carries {line}, and a round takes "
+            f"{self.round_seconds:.1f} s without this peer. It stays out, follows the group, and measures its line "
+            "again now and then; that needs a faster line, here or where it fetches the state, or longer rounds "
+            "(rounds.round_samples)"
+        )
 
 
 class Entry:
@@ -40,35 +83,34 @@ class Entry:
         self._peers = context.peers
         self._member = member
         self._codec = contribution_codec(context.config.averaging)
-        self._bytes_per_second = math.inf
+        self._bytes_per_second = 0.0
+        """The best that was measured: a donor's line may have been the slower one, or carried its training too. Zero
+        while nothing was."""
         self._look_at = math.inf
         self._group_round = -1
         """The newest round in which the group was seen."""
-        self._since = math.nan
-        """When the group was seen to enter that round; not a number for the first one, which had begun before."""
-        self._shortest_seconds = math.inf
-        """The shortest of the group's rounds that were seen from beginning to end."""
+        self._since = 0.0
+        """When it was seen there first."""
+        self._intervals = deque[float](maxlen=MOST_INTERVALS)
+        """Seconds a round, each time that the group had gone on."""
 
     def begin(self) -> None:
         """Forget what was measured, because the peer has fallen behind or is new."""
-        self._bytes_per_second = self._look_at = self._shortest_seconds = math.inf
-        self._group_round, self._since = -1, math.nan
+        self._bytes_per_second, self._look_at, self._group_round = 0.0, math.inf, -1
+        self._intervals.clear()
 
     def downloaded(self, bytes_per_second: float, *, seconds: float, now: float) -> None:
         """Note the rate at which a snapshot came, and for how many seconds it was being sent."""
-        self._bytes_per_second = bytes_per_second
+        self._bytes_per_second = max(self._bytes_per_second, bytes_per_second)
         self._look_at = now + max(LEAST_REST_SECONDS, REST_FACTOR * seconds)
 
     def saw(self, group_round: int, *, now: float) -> None:
-        """Note the round that the group is in. Of its rounds the shortest one counts, for a run may pause."""
+        """Note the round that the group is in."""
         if group_round <= self._group_round:
             return
-        if not math.isnan(self._since):
-            seconds = (now - self._since) / (group_round - self._group_round)
-            self._shortest_seconds = min(self._shortest_seconds, seconds)
         if self._group_round >= 0:
-            self._since = now
-        self._group_round = group_round
+            self._intervals.append((now - self._since) / (group_round - self._group_round))
+        self._group_round, self._since = group_round, now
 
     def should_measure(self, now: float) -> bool:
         """Whether the last download is so long ago that the line may be better."""
@@ -77,17 +119,21 @@ class Entry:
     @property
     def slowness(self) -> Slowness | None:
         """Why the peer should stay out; None if it may become a member."""
-        if not self._config.rounds.synchronous:
+        if not self._config.rounds.synchronous or not self._bytes_per_second:
             return None
         num_elements = self._member.activity().num_bytes // FLOAT_BYTES
         exchange_seconds = self._codec.num_bytes(num_elements) / self._bytes_per_second
-        round_seconds = self._computing_seconds()
-        if self._shortest_seconds < math.inf:
-            round_seconds = max(round_seconds, self._shortest_seconds)
+        round_seconds, num_intervals = self._computing_seconds(), len(self._intervals)
+        if num_intervals >= LEAST_INTERVALS:
+            # The median: a run may pause, and it is often seen late that a round is over.
+            round_seconds = max(round_seconds, statistics.median(self._intervals))
         if exchange_seconds <= round_seconds + TOLERATED_SECONDS:
             return None
         return Slowness(
-            exchange_seconds=exchange_seconds, round_seconds=round_seconds, bytes_per_second=self._bytes_per_second
+            exchange_seconds=exchange_seconds,
+            round_seconds=round_seconds,
+            bytes_per_second=self._bytes_per_second,
+            num_intervals=num_intervals,
         )
 
     def _computing_seconds(self) -> float:

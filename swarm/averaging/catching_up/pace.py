@@ -1,6 +1,6 @@
 """How a peer that is behind its group gets on: how many rounds it lacks, and whether these become fewer.
 
-Used by catching_up/catch_up, which replays rounds while the group commits more. Pure.
+Used by catching_up/replay, while the group commits more. Pure.
 """
 
 from dataclasses import dataclass
@@ -55,6 +55,11 @@ class Pace:
     def is_losing(self) -> bool:
         """Whether the group commits rounds faster than the peer replays them."""
         return self.seconds >= LEAST_SECONDS and self.num_committed > self.num_replayed > 0
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the peer comes no closer."""
+        return self.seconds >= LEAST_SECONDS and self.num_committed >= self.num_replayed > 0
 
     @property
     def seconds_left(self) -> float | None:

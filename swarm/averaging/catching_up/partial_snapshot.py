@@ -4,6 +4,8 @@ Used by catching_up/state_transfer, whose workers take segments from here. Never
 segment that came.
 """
 
+from collections import Counter
+
 from swarm.averaging.catching_up.tensor_bytes import TensorBytes, allocate
 from swarm.errors import MalformedMessage
 from swarm.rpc.segments import Segments
@@ -34,6 +36,8 @@ class PartialSnapshot:
         self.num_offers = 0
         """How many of the peers that were asked together with the sources have offered a snapshot, this one or
         another."""
+        self._num_sent = Counter[str]()
+        """Segments that came from each donor."""
         self._only = only
         numbers = self._numbers()
         self.num_segments = len(numbers)
@@ -44,6 +48,21 @@ class PartialSnapshot:
         """The bytes of the segments that are missing. It may be a little too large, since the last segment may be
         shorter."""
         return min(self.content.num_bytes, self.segments.num_missing * self.header.segment_bytes)
+
+    @property
+    def is_young(self) -> bool:
+        """Whether less than half of it is here."""
+        return 2 * self.segments.num_missing > self.num_segments
+
+    @property
+    def fastest_first(self) -> list[PeerRecord]:
+        """The sources, by what came from each."""
+        return sorted(self.sources, key=lambda donor: -self._num_sent[donor.peer_id])
+
+    def arrived(self, index: int, donor: PeerRecord) -> None:
+        """A segment is here."""
+        self._num_sent[donor.peer_id] += 1
+        self.segments.finish(index)
 
     def span(self, index: int) -> tuple[int, int]:
         """The first byte of a segment, and the byte after its last, within the whole snapshot."""

@@ -1,45 +1,35 @@
 """Fetches from a donor the results of rounds that were committed while a peer was behind.
 
-Used by catching_up/state_transfer, which fetches the snapshot before them, and by catch_up, which has them replayed.
-Every byte is checked before another part sees it.
+Used by catching_up/replay, which applies them to the snapshot from before. Every byte is checked before another part
+sees it. Never waits for a turn: that is left to its caller, which may know other donors.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.results import Committed, IncomingResult
 from swarm.averaging.messages import Standing
 from swarm.averaging.transport import Transport
-from swarm.errors import IntegrityError, MalformedMessage, Overloaded, PeerUnavailable
-from swarm.machine.waits import Waits
+from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerRecord
 
-QUEUE_SECONDS = 3600.0
-"""How long this peer waits for a donor that serves others first."""
-LONGEST_RETRY_SECONDS = 5.0
-
 
 class ResultTransfer:
     """Fetches results for one peer."""
 
-    def __init__(
-        self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float, waits: Waits
-    ) -> None:
+    def __init__(self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float) -> None:
         """
         Args:
             silence_seconds: the longest wait for a donor's next piece.
-            waits: are told what this peer waits for.
         """
         self._transport = transport
         self._address = address
         self._own_id = own_id
         self._silence_seconds = silence_seconds
-        self._waits = waits
 
     async def after(
         self, donor: PeerRecord, standing: Standing, *, max_bytes: int
@@ -52,32 +42,11 @@ class ResultTransfer:
             max_bytes: a larger result is refused.
 
         Raises:
+            Overloaded: the donor serves others first. What came before that counts.
             NotReady: the donor does not keep them.
             PeerUnavailable, DeadlineExceeded: the donor is gone, or was silent for too long.
             MalformedMessage, IntegrityError: what the donor sent cannot be right.
         """
-        time = asyncio.get_running_loop().time
-        given_at, held_up = time(), ""
-        wanted = f"later rounds of {donor.name or donor.peer_id[:8]}"
-        with self._waits.on(lambda _: held_up and f"{wanted}: {held_up}"):
-            while True:
-                try:
-                    async with aclosing(self._now(donor, standing, max_bytes)) as results:
-                        async for committed, donor_round in results:
-                            given_at, held_up = time(), ""
-                            yield committed, donor_round
-                            standing = committed.after
-                    return
-                except Overloaded as error:
-                    if time() - given_at >= QUEUE_SECONDS:
-                        raise
-                    held_up = str(error)
-                    await asyncio.sleep(min(error.retry_after_seconds, LONGEST_RETRY_SECONDS))
-
-    async def _now(
-        self, donor: PeerRecord, standing: Standing, max_bytes: int
-    ) -> AsyncGenerator[tuple[Committed, int], None]:
-        """Like `after`, but raises Overloaded where the donor serves others first."""
         wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
         request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, results=wanted)
         incoming: IncomingResult | None = None

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from swarm.averaging.catching_up.branches import most_held, voice_of
 from swarm.averaging.catching_up.donor import snapshot_id
 from swarm.averaging.catching_up.partial_snapshot import PartialSnapshot
-from swarm.averaging.catching_up.result_transfer import LONGEST_RETRY_SECONDS, QUEUE_SECONDS, ResultTransfer
 from swarm.averaging.messages import Standing
 from swarm.averaging.transport import Transport
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
@@ -31,6 +30,9 @@ MAX_SOURCES = 4
 """Donors that are asked, and send, at the same time."""
 GRACE_SECONDS = 1.0
 """Least time that other donors get to make an offer after the first has."""
+QUEUE_SECONDS = 3600.0
+"""How long a donor is waited for that serves others first."""
+LONGEST_RETRY_SECONDS = 5.0
 OFFER_BYTES_PER_SECOND = 2e8
 """A donor that copies and digests its state more slowly than this is not waited for."""
 
@@ -95,9 +97,6 @@ class StateTransfer:
         self._waits = waits
         self._partial: PartialSnapshot | None = None
         self._distrusted: set[str] = set()
-        self.results = ResultTransfer(
-            transport, address=address, own_id=own_id, silence_seconds=silence_seconds, waits=waits
-        )
 
     def distrust(self, donor: PeerRecord) -> None:
         """Ask a peer again only when no other is left, because it has sent what cannot be right."""
@@ -126,7 +125,7 @@ class StateTransfer:
 
         Raises:
             PeerUnavailable: no peer offers what is wanted, or no source is left before all of it is here.
-            Overloaded: all donors serve others first, nothing has come yet, and there are other donors by now.
+            Overloaded: all donors serve others first, little has come yet, and there are other donors by now.
         """
         return await self.fetch(await self.begin(donors, Wanted(max_bytes=max_bytes, is_useful=wanted)), has_others)
 
@@ -138,7 +137,7 @@ class StateTransfer:
                 for donor in partial.sources:
                     workers.create_task(self._work(donor, partial, arriving, has_others))
         if partial.segments.num_missing:
-            if not arriving.num_arrived and has_others():
+            if partial.is_young and has_others():
                 self.forget()
                 raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
             segments = counted(partial.num_segments, "segment")
@@ -148,7 +147,7 @@ class StateTransfer:
             snapshot=partial.snapshot,
             outcomes=list(partial.header.outcomes),
             past=voice_of(partial.header).past,
-            sources=partial.sources,
+            sources=partial.fastest_first,
             seconds=arriving.sending_seconds,
             bytes_per_second=arriving.bytes_per_second,
         )
@@ -170,7 +169,7 @@ class StateTransfer:
         ):
             for start in range(0, len(group), MAX_SOURCES):
                 asked = group[start : start + MAX_SOURCES]
-                names = ", ".join(map(_name, asked))
+                names = ", ".join(map(name_of, asked))
                 with self._waits.on(f"an offer of the state of stage {self._address.stage} by {names}"):
                     offers = await self._offers(asked, wanted)
                 if (partial := self._choose(offers, wanted)) is not None:
@@ -185,7 +184,7 @@ class StateTransfer:
             try:
                 offers.append(await self._ask(donor, wanted))
             except SwarmError as error:
-                logger.info("no snapshot from %s: %s", _name(donor), error)
+                logger.info("no snapshot from %s: %s", name_of(donor), error)
 
         time = asyncio.get_running_loop().time
         began_at = time()
@@ -251,17 +250,17 @@ class StateTransfer:
                 await self._fetch(donor, partial, index, arriving)
                 given_at = time()
             except Overloaded as error:
-                if not arriving.num_arrived and has_others():
+                if partial.is_young and has_others():
                     return
                 # The donor serves others first. Another source may send this segment meanwhile.
                 if time() - given_at >= QUEUE_SECONDS:
-                    logger.warning("%s serves others first, for too long", _name(donor))
+                    logger.warning("%s serves others first, for too long", name_of(donor))
                     return
-                arriving.held_up(_name(donor), str(error))
+                arriving.held_up(name_of(donor), str(error))
                 pause_seconds = min(error.retry_after_seconds, LONGEST_RETRY_SECONDS)
             except SwarmError as error:
-                logger.warning("%s is no source any more: %s", _name(donor), error)
-                arriving.lost(_name(donor))
+                logger.warning("%s is no source any more: %s", name_of(donor), error)
+                arriving.lost(name_of(donor))
                 if isinstance(error, IntegrityError):
                     self.distrust(donor)
                 return
@@ -283,14 +282,15 @@ class StateTransfer:
                 # The wait for the first piece says nothing of the line, so it is not timed.
                 timed_from, began_at = start + len(reply.data), time()
             at += len(reply.data)
-            arriving.add(len(reply.data), _name(donor))
+            arriving.add(len(reply.data), name_of(donor))
         if at != stop:
             raise PeerUnavailable(f"segment {index} ended early")
         arriving.timed(stop - timed_from, began_at, time())
         if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
             raise IntegrityError(f"segment {index} does not match its digest")
-        partial.segments.finish(index)
+        partial.arrived(index, donor)
 
 
-def _name(donor: PeerRecord) -> str:
+def name_of(donor: PeerRecord) -> str:
+    """As logs name a donor."""
     return donor.name or donor.peer_id[:8]

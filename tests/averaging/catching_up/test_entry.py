@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -82,7 +84,8 @@ async def slow_line(**changes: float) -> AsyncIterator[SlowLine]:
 
 @in_virtual_time
 async def test_a_newcomer_behind_a_slow_line_slows_no_round_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    """The run pauses while the newcomer downloads. So the newcomer is where the group is, and still no member."""
+    """The run pauses while the newcomer downloads. So it is where the group is, still no member, and not judged yet."""
+    caplog.set_level(logging.INFO)
     async with slow_line() as network:
         newcomer, joining = network.add_newcomer()
         await asyncio.sleep(40.0)
@@ -93,8 +96,17 @@ async def test_a_newcomer_behind_a_slow_line_slows_no_round_and_says_why(caplog:
         assert asyncio.get_running_loop().time() - began_at < 5.0
         assert {result.members for result in network.members[0].results} == {(record(2).peer_id, record(3).peer_id)}
         assert not joining.done()
+        [line] = [line for line in caplog.messages if "Before it takes part" in line]
+        assert "an exchange would take 15.1 s, and the others compute a round in 0.5 s" in line
+        assert "cannot take part" not in caplog.text
+        # Its line is better, which it does not know yet; so it sees each round.
+        network.line_seconds = 0.1
+        for _ in range(10):
+            await network.commit(*network.members)
+            await asyncio.sleep(0.5)
         [line] = [line for line in caplog.messages if "cannot take part" in line]
-        assert "an exchange would take 15.1 s, and a round takes 0.5 s without" in line
+        assert re.search(r"an exchange would take 15\.1 s, and a round takes 0\.\d s without", line)
+        assert not joining.done()
         joining.cancel()
 
 
@@ -160,19 +172,44 @@ def test_where_nobody_has_measured_nobody_is_kept_out() -> None:
     assert entry(rate=0.0).slowness is None
 
 
-def test_where_all_lines_are_slow_the_rounds_that_were_seen_count() -> None:
-    """The first one had begun before; and the run pauses once."""
-    judged = entry(rate=ROUND_SAMPLES)
-    for now, group_round in ((0.0, 7), (1.0, 8), (19.0, 9)):
+def seen(judged: Entry, *rounds: tuple[float, int]) -> Entry:
+    """The group is seen in these rounds, each at some time."""
+    for now, group_round in rounds:
         judged.saw(group_round, now=now)
+    return judged
+
+
+def test_where_all_lines_are_slow_the_rounds_that_were_seen_count() -> None:
+    """The first one had begun before."""
+    judged = seen(entry(rate=ROUND_SAMPLES), (0.0, 7), (1.0, 8), (19.0, 9), (37.0, 10))
+    assert judged.slowness is None
+
+
+def test_one_round_that_was_seen_late_is_no_short_round() -> None:
+    """The peer hears late that the round before is over, and soon after that the next one is."""
+    judged = seen(entry(rate=ROUND_SAMPLES), (0.0, 7), (18.0, 8), (36.0, 9), (53.0, 10), (54.0, 11), (72.0, 12))
     assert judged.slowness is None
 
 
 def test_a_pause_is_no_long_round() -> None:
-    judged = entry(rate=ROUND_SAMPLES)
-    for now, group_round in ((0.0, 7), (1.0, 8), (2.0, 9), (3600.0, 10), (3601.0, 11)):
-        judged.saw(group_round, now=now)
+    judged = seen(entry(rate=ROUND_SAMPLES), (0.0, 7), (1.0, 8), (2.0, 9), (3600.0, 10), (3601.0, 11))
     assert judged.slowness is not None
+    assert (judged.slowness.round_seconds, judged.slowness.is_certain) == (1.0, True)
+
+
+def test_of_few_rounds_nothing_is_concluded() -> None:
+    """It stays out for now: they may have been a pause, or the rest of a round."""
+    judged = seen(entry(rate=ROUND_SAMPLES), (0.0, 7), (100.0, 8), (100.5, 9), (100.5, 9))
+    assert judged.slowness is not None
+    assert not judged.slowness.is_certain
+    assert "has gone on 2 times of 3" in judged.slowness.in_words
+
+
+def test_a_slower_download_does_not_tell_that_the_line_became_slower() -> None:
+    judged = entry(rate=ROUND_SAMPLES)
+    judged.downloaded(12e6, seconds=1.0, now=70.0)
+    judged.downloaded(200_000.0, seconds=60.0, now=130.0)
+    assert judged.slowness is None
 
 
 def test_a_faster_download_lets_a_peer_in() -> None:

@@ -22,7 +22,7 @@ from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.transport import BEGIN
 from swarm.errors import IntegrityError, MalformedMessage, Overloaded, PeerUnavailable
 from swarm.machine.waits import Waits
-from swarm.rpc.turns import Turns
+from swarm.rpc.turns import HOLD_SECONDS, Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
@@ -48,6 +48,10 @@ def line_to(num_holders: int, *, rounds: int = 1) -> Line:
 
 def transfer_over(line: Line) -> StateTransfer:
     return StateTransfer(line, address=Address(), own_id=peer_id(99), silence_seconds=0.05, waits=Waits())  # type: ignore[arg-type]  # downloads only
+
+
+def results_over(line: Line, own_number: int = 99) -> ResultTransfer:
+    return ResultTransfer(line, address=Address(), own_id=peer_id(own_number), silence_seconds=0.05)  # type: ignore[arg-type]  # downloads only
 
 
 async def fetch(transfer: StateTransfer, *numbers: int, max_bytes: int = 4 * NUM_BYTES) -> Fetched:
@@ -114,6 +118,7 @@ async def test_what_a_donor_keeps_one_waiting_for_another_one_sends() -> None:
     assert asyncio.get_running_loop().time() - began_at < 3.0
     assert fetched.snapshot.digest == holder(line, 2).digest
     assert (line.num_bytes[peer_id(1)], line.num_bytes[peer_id(2)]) == (0, NUM_BYTES)
+    assert [source.peer_id for source in fetched.sources] == [peer_id(2), peer_id(1)], "the faster one comes first"
 
 
 @in_virtual_time
@@ -139,31 +144,41 @@ async def test_one_that_waits_and_has_nothing_yet_looks_again_once_another_peer_
 
 
 @in_virtual_time
+async def test_one_that_waits_and_has_the_half_of_it_already_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.averaging.catching_up.donor.SEGMENT_BYTES", 16)
+    line, _ = queueing_line(1)
+    transfer = StateTransfer(line, address=Address(), own_id=peer_id(90), silence_seconds=15.0, waits=Waits())  # type: ignore[arg-type]  # downloads only
+    num_pieces = 0
+
+    def busy_from_the_sixth_on(donor: str, reply: pb.DownloadReply) -> None:
+        nonlocal num_pieces
+        num_pieces += bool(reply.data)
+        if num_pieces == 6:
+            raise Overloaded("another downloads first", retry_after_seconds=1.0)
+
+    line.tamper = busy_from_the_sixth_on
+    fetched = await transfer.snapshot(
+        [record(1)], max_bytes=4 * NUM_BYTES, wanted=lambda standing: True, has_others=lambda: num_pieces > 1
+    )
+    assert fetched.snapshot.digest == holder(line, 1).digest
+    assert (num_pieces, line.num_bytes[peer_id(1)]) == (11, NUM_BYTES)
+
+
+@in_virtual_time
 async def test_later_rounds_are_given_to_one_after_the_other_whoever_fetches_a_snapshot() -> None:
     line, turns = queueing_line(1)
     donor = holder(line, 1)
     await donor.offer()
     begun = donor.standing
     expected = [donor.commit().after for _ in range(3)]
-    waits = Waits()
-    first, second = (
-        ResultTransfer(line, address=Address(), own_id=peer_id(90 + n), silence_seconds=15.0, waits=waits)  # type: ignore[arg-type]  # downloads only
-        for n in range(2)
-    )
-
-    async def all_after(transfer: ResultTransfer) -> list[Standing]:
-        return [c.after async for c, _ in transfer.after(record(1), begun, max_bytes=NUM_BYTES)]
-
+    first, early, late = (results_over(line, n).after(record(1), begun, max_bytes=NUM_BYTES) for n in (90, 91, 91))
     async with turns.turn("another"):
-        stream = first.after(record(1), begun, max_bytes=NUM_BYTES)
-        assert (await anext(stream))[0].after == expected[0]
-        waiting = asyncio.create_task(all_after(second))
-        for _ in range(3):
-            await asyncio.sleep(1.5)
-            waits.look(asyncio.get_running_loop().time())
-        assert "later rounds of 00000000: 1 other downloads first" in waits.present
-        assert [c.after async for c, _ in stream] == expected[1:]
-        assert await asyncio.wait_for(waiting, 10.0) == expected
+        assert (await anext(first))[0].after == expected[0]
+        with pytest.raises(Overloaded, match="1 other downloads first"):
+            await anext(early)
+        assert [c.after async for c, _ in first] == expected[1:]
+        await asyncio.sleep(HOLD_SECONDS)
+        assert [c.after async for c, _ in late] == expected
 
 
 # -- snapshots -------------------------------------------------------------------------------------------------------
@@ -326,7 +341,7 @@ async def test_segments_of_another_length_are_refused(change: bytes | None) -> N
 
 
 async def replayed(line: Line, donor: PeerRecord, standing: Standing, *, max_bytes: int = NUM_BYTES) -> list[Standing]:
-    stream = transfer_over(line).results.after(donor, standing, max_bytes=max_bytes)
+    stream = results_over(line).after(donor, standing, max_bytes=max_bytes)
     return [committed.after async for committed, _ in stream]
 
 
@@ -337,9 +352,7 @@ async def test_results_are_rebuilt_as_they_were() -> None:
     await donor.offer()
     begun = donor.standing
     expected = [donor.commit(0.25 * number) for number in range(3)]
-    results = [
-        committed async for committed, _ in transfer_over(line).results.after(record(1), begun, max_bytes=NUM_BYTES)
-    ]
+    results = [committed async for committed, _ in results_over(line).after(record(1), begun, max_bytes=NUM_BYTES)]
     assert [r.after for r in results] == [e.after for e in expected]
     for ours, theirs in zip(results, expected, strict=True):
         assert torch.equal(ours.result.tensors["state"], theirs.result.tensors["state"])
@@ -519,7 +532,7 @@ async def test_who_replays_slower_than_rounds_pass_takes_a_new_snapshot_and_says
         assert len(lines) >= 2
         assert "takes 3.0 s to fetch and replay a round" in lines[0]
         assert "the group commits one every 0.5 s" in lines[0]
-        assert "a faster line or machine, or longer rounds" in lines[0]
+        assert "a faster line or machine, here or where it fetches them, or longer rounds" in lines[0]
         await joining
         await until(lambda: joiner.stage.round == 70, seconds=600.0)
         assert group.digests == {group.stages[0].digest}

@@ -1,7 +1,7 @@
 """What is announced in the local network: what of it is believed, and which run a program takes."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,15 @@ from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.model.options import ExportModelOptions
 from peers.shared import lan
+from swarm import config as configs
+from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.types import PeerId
+from tests.support.shown_run import shown_run
 
+NODE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWQfGkQq4wGkyNqHUBd7HScWJGfNYsPzRUnGwkKDUdJhqZ"
 RUN, OTHER_RUN = "tiny.0123456789abcdef", "small.fedcba9876543210"
 PEERS = ["ab" * 20, "cd" * 20, "ef" * 20]
 
@@ -70,7 +74,11 @@ def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: p
     async def find() -> dict[str, Invite]:
         return dict(runs)
 
+    async def answering(runs: Mapping[str, Invite]) -> dict[str, Invite]:
+        return dict(runs)
+
     monkeypatch.setattr(lan, "find", find)
+    monkeypatch.setattr(lan, "answering", answering)
     assert lan.found_invite() == str(runs[RUN])
     assert lan.found_invites() == [str(runs[RUN])]
     assert lan.with_invite(DoctorOptions(lan=True)) == DoctorOptions(invite=str(runs[RUN]))
@@ -83,6 +91,19 @@ def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: p
     runs.clear()
     with pytest.raises(PeerUnavailable, match=r"^no run was found in this network in 5 s: start one of its peers with"):
         lan.found_invite()
+
+
+async def test_runs_of_which_no_peer_answers_are_left_out() -> None:
+    """A fake has an address where nobody is, or where the peers of another run are."""
+    config = configs.load_preset("tiny")
+    async with shown_run(config, generate(), NODE) as shown:
+        real = Invite.fitting(config.run_id, [shown.entry], is_locked=False)
+        runs = {
+            config.run_id: real,
+            RUN: _invite(RUN, "127.0.0.1"),
+            OTHER_RUN: Invite.fitting(OTHER_RUN, [shown.entry], is_locked=False),
+        }
+        assert await lan.answering(runs) == {config.run_id: real}
 
 
 @pytest.mark.parametrize(

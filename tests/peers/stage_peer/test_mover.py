@@ -308,6 +308,7 @@ async def test_it_serves_nothing_that_it_could_not_download(
         assert number == ROUND
         assert await peer.record(1) is None, "it was never announced there"
     assert "cannot begin at stage 1: the state of stage 1 could not be downloaded" in caplog.text
+    assert "--start-over" not in caplog.text
 
 
 @pytest.mark.parametrize("first", [True, False])

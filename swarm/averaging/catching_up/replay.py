@@ -1,0 +1,197 @@
+"""How a peer that has a snapshot comes to where its group is: it applies the results committed since, one by one.
+
+Used by catching_up/catch_up, which has the snapshot fetched, and another one where this gives up. The peers that sent
+the snapshot keep the results since. Often that is a single peer behind a slow line, while others have come to hold the
+state meanwhile: then it is sooner to begin anew with these.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
+
+from swarm.averaging.catching_up.advance import Advance
+from swarm.averaging.catching_up.entry import Entry
+from swarm.averaging.catching_up.pace import Pace, Position
+from swarm.averaging.catching_up.result_transfer import ResultTransfer
+from swarm.averaging.catching_up.state_transfer import (
+    LONGEST_RETRY_SECONDS,
+    QUEUE_SECONDS,
+    Fetched,
+    StateTransfer,
+    name_of,
+)
+from swarm.averaging.context import Context
+from swarm.averaging.place import Place
+from swarm.errors import IntegrityError, Overloaded, SwarmError
+from swarm.machine.words import counted
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+SAY_SECONDS = 10.0
+"""Least time between two lines about how far behind this peer is."""
+
+
+class Replay:
+    """One peer's way from a snapshot to the present."""
+
+    def __init__(
+        self,
+        context: Context,
+        place: Place,
+        advance: Advance,
+        *,
+        transfer: StateTransfer,
+        results: ResultTransfer,
+        entry: Entry,
+    ) -> None:
+        """
+        Args:
+            transfer: is told of donors that send what cannot be right.
+            entry: is told of the group's rounds.
+        """
+        self._clock = context.clock
+        self._waits = context.waits
+        self._place = place
+        self._advance = advance
+        self._transfer = transfer
+        self._results = results
+        self._entry = entry
+        self._sources: list[PeerRecord] = []
+        """The peers that sent the last snapshot and have not failed since: they keep the results."""
+        self._snapshot_bytes = 0
+        """The size of that snapshot. A result is no larger: it has the shapes of the weights, which are in there."""
+        self._pace: Pace | None = None
+        """Since this peer last waited for its turn; None before the first result."""
+        self._given_at = 0.0
+        """When a source last gave anything."""
+        self._said_at = 0.0
+
+    def follows(self, fetched: Fetched) -> None:
+        """That snapshot was installed."""
+        self._sources = list(fetched.sources)
+        self._snapshot_bytes = sum(tensor.nbytes for tensor in fetched.snapshot.tensors.values())
+
+    async def run(self, has_others: Callable[[], bool]) -> bool:
+        """Apply what the sources keep of the rounds since. Cancelled, it leaves this peer at a whole round.
+
+        Args:
+            has_others: whether peers have come to hold the state that are no sources.
+
+        Returns:
+            Whether it was given up, because rounds are committed faster and a new snapshot is less to fetch. What
+            became of the sources has to be asked again then.
+
+        Raises:
+            Overloaded: the same, and there are others by now, with which this peer arrives sooner.
+        """
+        before, self._pace, self._given_at = self._place.standing, None, self._clock.monotonic()
+        try:
+            is_losing = await self._from_all(has_others)
+        except Overloaded:
+            self._sources.clear()
+            raise
+        finally:
+            if self._place.standing != before:
+                logger.info("applied the rounds from %d to %d", before.round, self._place.standing.round - 1)
+        if is_losing:
+            self._sources.clear()
+        return is_losing
+
+    async def _from_all(self, has_others: Callable[[], bool]) -> bool:
+        """From one source after the other, until none has more; those that serve others first come again."""
+        left, held_up = deque(self._sources), dict[str, str]()
+        with self._waits.on(lambda _: f"later rounds of {', '.join(held_up.values())}" if held_up else ""):
+            while left and self._place.is_sound:
+                source = left[0]
+                try:
+                    if await self._from_one(source, has_others, held_up.clear):
+                        return True
+                    left.popleft()
+                except Overloaded as error:
+                    held_up[source.peer_id] = f"{name_of(source)}: {error}"
+                    left.rotate(-1)
+                    await self._wait_for_turn(error, has_others, is_everywhere=len(held_up) >= len(left))
+                except SwarmError as error:
+                    logger.info("no more results from %s: %s", name_of(source), error)
+                    left.popleft()
+                    self._sources.remove(source)
+                    if isinstance(error, IntegrityError):
+                        self._transfer.distrust(source)
+        return False
+
+    async def _wait_for_turn(self, refusal: Overloaded, has_others: Callable[[], bool], *, is_everywhere: bool) -> None:
+        """A source serves others first. Raises Overloaded if others may be sooner than waiting for all sources."""
+        # Rounds that are committed while it waits say nothing of how fast this peer replays.
+        self._pace = None
+        if not is_everywhere:
+            return
+        if has_others():
+            raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
+        if self._clock.monotonic() - self._given_at >= QUEUE_SECONDS:
+            raise refusal
+        await self._clock.sleep(min(refusal.retry_after_seconds, LONGEST_RETRY_SECONDS))
+
+    async def _from_one(self, source: PeerRecord, has_others: Callable[[], bool], gives: Callable[[], None]) -> bool:
+        """What one source has; says whether to give up."""
+        limit = self._snapshot_bytes
+        async with aclosing(self._results.after(source, self._place.standing, max_bytes=limit)) as results:
+            async for committed, group_round in results:
+                gives()
+                await self._advance.replay(committed)
+                now = Position(at=self._clock.monotonic(), own_round=committed.after.round, group_round=group_round)
+                self._given_at = now.at
+                self._entry.saw(group_round, now=now.at)
+                self._pace = Pace(first=self._pace.first if self._pace else now, newest=now)
+                num_bytes = sum(tensor.nbytes for tensor in committed.result.tensors.values())
+                if self._gives_up(self._pace, num_bytes, has_others()):
+                    return True
+        return False
+
+    def _gives_up(self, pace: Pace, num_bytes: int, has_others: bool) -> bool:
+        """Say now and then how far behind this peer is, and whether another snapshot is better than to go on.
+
+        Args:
+            num_bytes: of a round's result.
+
+        Raises:
+            Overloaded: it is, with others as sources.
+        """
+        is_less = pace.newest.num_behind * num_bytes > self._snapshot_bytes
+        if has_others and (is_less or pace.stands_still):
+            raise Overloaded(
+                f"{counted(pace.newest.num_behind, 'round')} behind, and others have the state by now as well",
+                retry_after_seconds=0.0,
+            )
+        if is_less and pace.is_losing:
+            self._say_losing(pace, num_bytes)
+            return True
+        self._say_left(pace)
+        return False
+
+    def _say_losing(self, pace: Pace, num_bytes: int) -> None:
+        seconds = pace.seconds / pace.num_replayed
+        logger.warning(
+            "%s behind, and falling back: this peer takes %.1f s to fetch and replay a round (%.3g MB, %.3g MB/s), and "
+            "the group commits one every %.1f s. It takes a new snapshot, but like this it will never arrive: that "
+            "needs a faster line or machine, here or where it fetches them, or longer rounds (rounds.round_samples)",
+            counted(pace.newest.num_behind, "round"),
+            seconds,
+            num_bytes / 1e6,
+            num_bytes / 1e6 / seconds,
+            pace.seconds / pace.num_committed,
+        )
+
+    def _say_left(self, pace: Pace) -> None:
+        now, behind = pace.newest.at, pace.newest.num_behind
+        if behind and now - self._said_at >= SAY_SECONDS and (left := pace.seconds_left) is not None:
+            logger.info(
+                "%s behind: %d replayed in %.0f s, in which the group committed %d; there in about %.0f s",
+                counted(behind, "round"),
+                pace.num_replayed,
+                pace.seconds,
+                pace.num_committed,
+                left,
+            )
+            self._said_at = now
