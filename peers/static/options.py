@@ -38,8 +38,8 @@ class StaticOptions:
     """Data parallelism: workers, or groups of them, that each compute a part of every step's microbatches. Left out, it
     is what --tp and --pp leave of the workers."""
     fsdp: Literal["zero3", "zero2"] | None = None
-    """Cut weights, gradients and the optimizer's state over the --dp workers (FSDP2). zero3 gathers a layer's weights
-    anew in the backward, zero2 keeps them from the forward on."""
+    """Cut weights, gradients and the optimizer's state over the --dp workers (FSDP2). zero3, which --fsdp alone means,
+    gathers a layer's weights anew in the backward; zero2 keeps them from the forward on."""
     tp: int = 1
     """Tensor parallelism: workers that share the matrices of every layer."""
     pp: int = 1

@@ -44,7 +44,7 @@ PROG = "swarm-static"
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
-    environment = os.environ
+    argv, environment = with_fsdp_named(argv), os.environ
     if int(environment.get("LOCAL_RANK", "0")) == 0:
         return run(cli.parse(StaticOptions, prog=PROG, argv=argv), environment)
     # All workers of a machine find the same faults of the user's, and only the first one prints them.
@@ -56,6 +56,16 @@ def main(argv: Sequence[str]) -> int:
         return process.EXIT_USAGE
     except (SwarmError, OSError):
         return process.EXIT_FAILURE
+
+
+def with_fsdp_named(argv: Sequence[str]) -> list[str]:
+    """The command line, in which `--fsdp` without a word behind it has become `--fsdp zero3`."""
+    following = [*argv, "--"][1:]
+    return [
+        word
+        for given, after in zip(argv, following, strict=True)
+        for word in ([given, "zero3"] if given == "--fsdp" and after.startswith("-") else [given])
+    ]
 
 
 def run(options: StaticOptions, environment: Mapping[str, str]) -> int:

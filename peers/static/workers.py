@@ -69,8 +69,8 @@ def device_of(name: str, environment: Mapping[str, str]) -> torch.device:
         return torch.device("cpu")
     if num_gpus < needed:
         raise ValueError(
-            f"--device {name}: {needed} workers on this machine need as many GPUs, and it has {num_gpus}; start fewer, "
-            "or give --device cpu"
+            f"--device {name}: each worker needs a GPU, and this machine has {num_gpus} for {needed}; start fewer, or "
+            "give --device cpu"
         )
     return torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
 

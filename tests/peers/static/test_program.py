@@ -80,6 +80,8 @@ def trained(config_file: Path, *arguments: str | Path | int) -> int:
         (1, ["--preset", "tiny", "--dp", "2"], "takes 2 workers, and there is one: start it as torchrun"),
         (3, ["--preset", "tiny", "--tp", "2"], "takes 2 workers, and there are 3"),
         (1, ["--preset", "tiny", "--fsdp", "zero3"], "--fsdp cuts weights over the --dp workers"),
+        (1, ["--fsdp", "--preset", "tiny"], "--fsdp cuts weights over the --dp workers"),
+        (1, ["--preset", "tiny", "--fsdp"], "--fsdp cuts weights over the --dp workers"),
         (1, ["--preset", "tiny", "--compress", "int8"], "--compress is of what --dp workers send"),
         (4, ["--preset", "tiny", "--tp", "2", "--compress", "int8"], "--compress is for --dp alone"),
         (
@@ -146,7 +148,7 @@ def test_other_workers_of_a_machine_do_not_repeat_it(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_missing_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert static("--preset", "tiny", "--device", "cuda") == 2
-    assert "1 workers on this machine need as many GPUs, and it has 0" in capsys.readouterr().err
+    assert "each worker needs a GPU, and this machine has 0 for 1" in capsys.readouterr().err
 
 
 def test_goes_on_from_its_checkpoint_which_is_a_swarms_too(config_file: Path) -> None:
