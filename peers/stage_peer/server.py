@@ -37,6 +37,7 @@ from swarm.errors import Fatal
 from swarm.events.kinds import Join
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
+from swarm.hop.retries import HopLimits
 from swarm.machine.out_of_memory import in_words
 from swarm.pipeline.lease_service import LeaseServicer
 from swarm.rpc import tls
@@ -95,6 +96,7 @@ class StageServer:
             hop = Hop(
                 run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1),
                 router=self._known.router, channels=channels, clock=clock, events=options.events,
+                limits=HopLimits(round_microbatches=config.round_microbatches),
             )  # fmt: skip
         self.stage = stage_of(
             StageContext(

@@ -43,6 +43,7 @@ from swarm.errors import PeerUnavailable
 from swarm.events.kinds import Events, Leave
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
+from swarm.hop.retries import HopLimits
 from swarm.machine.clock import Loop, SystemClock
 from swarm.machine.words import counted
 from swarm.metrics.log import MetricsLog
@@ -132,7 +133,7 @@ def make_session(
     config, clock, channels = member.config, member.clock, member.channels
     hop = Hop(
         run_id=config.run_id, stage=0, reply_specs={}, router=member.known.router, channels=channels, clock=clock,
-        events=events,
+        events=events, limits=HopLimits(round_microbatches=config.round_microbatches),
     )  # fmt: skip
     leases = LeaseClient(
         config=config, trainer_id=member.peer_id, peers=member.known.peers, channels=channels, clock=clock

@@ -137,6 +137,11 @@ class RunConfig:
         return self.rounds.round_samples // self.data.microbatch_size
 
     @property
+    def round_microbatches(self) -> int | None:
+        """The same in the synchronous setting; None with DiLoCo, whose rounds end with whichever microbatches came."""
+        return self.microbatches_per_round if self.rounds.synchronous else None
+
+    @property
     def gradient_step(self) -> OptimizerConfig:
         """What steps along gradients, with the name that `auto` stands for.
 

@@ -52,12 +52,18 @@ ENOUGH_PEERS = 4
 """Once this many peers have said that they no longer have a round's weights, no further one is asked."""
 PEERS_TO_SEND_ON = 4
 """A microbatch may be left to others once for each group of this many peers at the stage. Where there are few peers,
-each sender hears from each of them often enough to choose well itself."""
+each sender hears from each of them often enough to choose well itself, unless a round is only a few microbatches."""
+FEW_EACH = 2
+"""A round of at most this many microbatches for each peer of the stage is short: then it matters which peer gets two of
+them, and no sender knows what the other senders have just sent."""
+AS_FAST = 2.0
+"""A peer that takes at most this many times as long as another one finishes a microbatch no later than that one would
+finish a second one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopLimits:
-    """How patient a hop is."""
+    """How patient a hop is, and what it knows of the rounds."""
 
     open_seconds: float = 10.0
     """Longest wait for a peer's first answer, when no tensor is sent before it."""
@@ -70,6 +76,8 @@ class HopLimits:
     max_failures: int = 12
     """How many peers may fail a microbatch before it is given up. Busy answers and empty stages do not count, nor peers
     that join, move, leave, or lack a round's weights."""
+    round_microbatches: int | None = None
+    """How many microbatches a synchronous round has; None with DiLoCo."""
 
 
 class Retries:
@@ -164,9 +172,16 @@ class Retries:
 
     def offered(self, peer_id: PeerId) -> None:
         """Note that a peer is about to be asked, and decide whether it may leave the microbatch to others."""
-        self.has_others = not self.is_known_by(peer_id) and (
-            self.num_sent_on < most_sent_on(self._router.num_peers(self._stage))
-        )
+        self.has_others = not self.is_known_by(peer_id) and self.num_sent_on < self._most_sent_on(peer_id)
+
+    def _most_sent_on(self, peer_id: PeerId) -> int:
+        num_peers = self._router.num_peers(self._stage)
+        num_microbatches = self._limits.round_microbatches
+        if num_microbatches is None or num_microbatches > FEW_EACH * num_peers or num_peers >= PEERS_TO_SEND_ON:
+            return most_sent_on(num_peers)
+        own = self._router.expected_seconds(peer_id, 1) or 0.0
+        others = [self._router.expected_seconds(other, 1) or 0.0 for other in self._router.others(peer_id)]
+        return sum(seconds <= AS_FAST * own for seconds in others)
 
     def is_known_by(self, peer_id: PeerId) -> bool:
         """Whether a peer is known to have worked on the microbatch before, so that it may need no tensors."""

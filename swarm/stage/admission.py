@@ -14,7 +14,7 @@ from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
 from swarm.stage.setting import Setting
 from swarm.stage.shortage import Shortage
-from swarm.stage.slots import SlotCount, Slots
+from swarm.stage.slots import SHORTEST_RETRY_SECONDS, SlotCount, Slots
 from swarm.training.microbatch import Microbatch
 
 SHORTAGE_RETRY_SECONDS = 0.2
@@ -102,6 +102,8 @@ class Admission:
         slots = self._slots[queue] = self._slots_of(queue)
         if self._lacks_memory(slots):
             raise Overloaded("there is no memory for more", retry_after_seconds=SHORTAGE_RETRY_SECONDS)
+        if has_others and self._setting.has_its_part(slots.num_held):
+            raise Overloaded("it has its part of the round", retry_after_seconds=SHORTEST_RETRY_SECONDS)
         # A microbatch of the next round would wait for the end of this one, so it gives an idle peer nothing to do.
         idle = microbatch.round <= self._round.number and self._is_idle
         busy_seconds = (self._records.seconds_per_sample.value or 0.0) * microbatch.num_samples

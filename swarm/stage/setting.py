@@ -53,6 +53,10 @@ class Setting(ABC):
     def room(self) -> int | None:
         """Microbatches that may be in flight, whether the peer is busy or not; None: any number."""
 
+    @abstractmethod
+    def has_its_part(self, num_in_flight: int) -> bool:
+        """Whether a peer with this many microbatches of a round in flight leaves the rest of the round to others."""
+
     # -- when they are computed --------------------------------------------------------------------------------------
 
     @abstractmethod

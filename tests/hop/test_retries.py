@@ -25,6 +25,7 @@ from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, R
 from swarm.machine.clock import ManualClock
 from swarm.machine.repeats import Repeats
 from swarm.routing.router import Router
+from swarm.routing.throughput import Observation
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -52,8 +53,8 @@ class World:
         self.router.update(0, self.records)
         self.retries = self.another()
 
-    def another(self) -> Retries:
-        return Retries(stage=0, router=self.router, clock=self.clock, limits=LIMITS, repeats=self.repeats)
+    def another(self, limits: HopLimits = LIMITS) -> Retries:
+        return Retries(stage=0, router=self.router, clock=self.clock, limits=limits, repeats=self.repeats)
 
     def seconds_until_asked_again(self, record: PeerRecord) -> float:
         """How long this microbatch leaves a peer alone that another microbatch could ask at any time."""
@@ -168,6 +169,34 @@ def test_a_peer_that_knows_it_is_asked_first_and_not_told_of_others() -> None:
 
 def test_it_is_sent_on_four_times_at_most() -> None:
     assert [most_sent_on(num_peers) for num_peers in (0, 3, 4, 15, 16, 10_000)] == [0, 0, 1, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("num_peers", "round_microbatches", "times"), [(2, 2, 1), (2, 4, 1), (3, 2, 2), (2, 5, 0), (2, None, 0), (1, 1, 0)]
+)
+def test_of_few_peers_it_is_sent_on_where_a_round_has_few_for_each(
+    num_peers: int, round_microbatches: int | None, times: int
+) -> None:
+    world = World(num_peers)
+    retries = world.another(HopLimits(round_microbatches=round_microbatches))
+    for number, record in enumerate(world.records):
+        retries.offered(PeerId(record.peer_id))
+        assert retries.has_others == (number < times)
+        retries.note(record, Overloaded("it has its part", retry_after_seconds=0.1))
+    assert retries.num_sent_on == times
+
+
+@pytest.mark.parametrize(("seconds", "has_others"), [(1.9, True), (2.1, False)])
+def test_it_is_not_sent_on_to_a_peer_that_takes_longer_than_this_one_would_for_two(
+    seconds: float, has_others: bool
+) -> None:
+    world = World(2)
+    for record, busy_seconds in zip(world.records, (1.0, seconds), strict=True):
+        observation = Observation(num_samples=1, busy_seconds=busy_seconds, link_seconds=0.0, queue_length=0)
+        world.router.succeeded(PeerId(record.peer_id), observation)
+    retries = world.another(HopLimits(round_microbatches=2))
+    retries.offered(PeerId(world.records[0].peer_id))
+    assert retries.has_others == has_others
 
 
 def test_each_stall_doubles_the_patience_three_times_at_most() -> None:

@@ -452,6 +452,46 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
         assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
 
 
+@pytest.mark.parametrize(("round_samples", "part"), [(4, 1), (8, 2), (10, 3)])
+async def test_a_peer_with_its_part_of_a_round_in_flight_leaves_others_the_rest(round_samples: int, part: int) -> None:
+    """Its part of the microbatches, of two samples each, is that of one of two members."""
+    rounds = RoundsConfig(setting="synchronous", round_samples=round_samples)
+    async with running_chain(dataclasses.replace(SYNCHRONOUS, rounds=rounds)) as chain:
+        peer = chain.peers[0]
+        average = await peer.runtime.control(peer.weights.close)
+        commit = partial(peer.weights.commit, total_squared_norm=1.0, num_samples=4, num_members=2, lineage="")
+        await peer.runtime.control(partial(commit, average.tensors))
+        microbatch = Microbatch(index=round_samples // 2, round=1, num_samples=2)
+        admission = peer.stage.admission
+        slots = [admission.admit(microbatch, has_others=True) for _ in range(part)]
+        with pytest.raises(Overloaded, match="its part"):
+            admission.admit(microbatch, has_others=True)
+        admission.leave(slots.pop())
+        slots.append(admission.admit(microbatch, has_others=True))
+        for slot in (*slots, admission.admit(microbatch)):
+            admission.leave(slot)
+
+
+async def test_stage_0_holds_the_next_rounds_microbatches_while_it_is_averaged() -> None:
+    """Where it is not, nobody can have been granted them."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        first = chain.peers[0]
+        training = asyncio.create_task(chain.train(8, round_number=1))
+        await eventually(lambda: first.stage.counters["busy_replies"] > 1)
+        assert first.stage.admission.num_admitted == 0
+        average = await first.runtime.control(first.weights.close)
+        await eventually(lambda: first.stage.admission.num_admitted == 1)
+        await asyncio.sleep(0.1)
+        assert chain.counts("forwards") == [0, 0, 0]
+        await first.runtime.control(lambda: _apply(first, average.tensors))
+        first.stage.round_began()
+        for peer in chain.peers[1:]:
+            await peer.runtime.control(partial(_apply, peer, peer.weights.close().tensors))
+            peer.stage.round_began()
+        await chain.ack(await training)
+        assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
+
+
 async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is longer than callers bear silence. A peer that would take longer says so, and is not banned."""
     monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)

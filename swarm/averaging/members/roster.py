@@ -41,7 +41,7 @@ class Roster:
         """
         config = context.config
         self.contacts = Contacts(context)
-        self.reports = RoundReports(config.microbatches_per_round if config.rounds.synchronous else None)
+        self.reports = RoundReports(config.round_microbatches)
         self.suspicions = Suspicions(context.clock, context.timing)
         self._own_id = context.own_id
         self._stage = context.own.stage

@@ -57,6 +57,9 @@ class DilocoSetting(Setting):
         waiting = max(0, self._num_unstepped() - self._answers.num_written)
         return self._most_ahead + self._batch_microbatches - waiting
 
+    def has_its_part(self, num_in_flight: int) -> bool:
+        return False  # More follow, whoever takes it.
+
     # -- when they are computed --------------------------------------------------------------------------------------
 
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:

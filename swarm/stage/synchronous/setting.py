@@ -67,14 +67,17 @@ class SynchronousSetting(Setting):
 
     def _check_round(self, microbatch: Microbatch) -> None:
         number, is_next = self._round.number, microbatch.round > self._round.number
+        is_closed = self._weights.round.closed
         # Later stages take whatever stage 0 admitted, and wait for their own commit if they must. But a peer that
         # downloads takes longer, so the microbatch has to wait elsewhere.
         if is_next and self._round.is_behind:
             raise Overloaded(f"this peer is at round {number} and catches up", retry_after_seconds=0.25)
-        if self._stage == 0 and is_next:
+        # Once its stage's leader has committed a round, it grants the next one. The commit comes here in a moment if
+        # this peer is a member; a caller that was refused would give a busy peer a second microbatch meanwhile.
+        if self._stage == 0 and is_next and not is_closed:
             raise Overloaded(f"round {number} has not committed yet", retry_after_seconds=0.05)
         # Replays for another stage pass even now, because that stage cannot commit without them.
-        if self._stage == 0 and microbatch.counts_at(0) and self._weights.round.closed:
+        if self._stage == 0 and not is_next and microbatch.counts_at(0) and is_closed:
             raise Overloaded(f"round {number} is being averaged", retry_after_seconds=0.05)
 
     def _check_replay(self, microbatch: Microbatch) -> None:
@@ -90,6 +93,10 @@ class SynchronousSetting(Setting):
 
     def room(self) -> int | None:
         return None
+
+    def has_its_part(self, num_in_flight: int) -> bool:
+        # A round takes as long as the peer that has most of it.
+        return num_in_flight * self._weights.round.num_members >= self._microbatches_per_round
 
     # -- when they are computed --------------------------------------------------------------------------------------
 
