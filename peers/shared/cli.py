@@ -121,6 +121,12 @@ def require_at_least(options: object, least: Mapping[str, int]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
 
 
+def require_folder(option: str, folder: Path) -> None:
+    """Raise ValueError if what the option names is no folder."""
+    if not folder.is_dir():
+        raise ValueError(f"{option} {folder}: there is no such folder")
+
+
 def require_threads(threads: int | None) -> None:
     """Raise ValueError for more --threads than PyTorch can start: it would end with a long traceback."""
     if threads is not None and not 0 <= threads <= MOST_THREADS:

@@ -157,8 +157,8 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
             keep=options.keep_checkpoints or 3,
             owner=owner,
         )
-    if options.resume is not None and not options.resume.is_dir():
-        raise ValueError(f"--resume {options.resume}: there is no such folder")
+    if options.resume is not None:
+        cli.require_folder("--resume", options.resume)
     return writer
 
 

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -91,8 +90,7 @@ def require_beginning(options: StaticOptions) -> None:
     """If --resume is given, raise ValueError unless it or --checkpoint has a checkpoint to go on from."""
     if options.resume is None or (options.checkpoint is not None and file.names(options.checkpoint)):
         return
-    if not options.resume.is_dir():
-        raise ValueError(f"--resume {options.resume}: there is no such folder")
+    cli.require_folder("--resume", options.resume)
     if not file.names(options.resume):
         raise ValueError(f"--resume {options.resume}: there is no checkpoint in this folder")
 
@@ -128,27 +126,22 @@ def work(
     )
 
 
-class Stop(threading.Event):
-    """Set when training is to end after its present step; has the exit code."""
-
-    exit_code = process.EXIT_INTERRUPTED
-
-
 @contextlib.contextmanager
-def stopping(environment: Mapping[str, str]) -> Iterator[Stop]:
-    """Set the event on Ctrl-C and SIGTERM inside the block. A second Ctrl-C ends a worker that is alone at once.
+def stopping(environment: Mapping[str, str]) -> Iterator[process.Stop]:
+    """On Ctrl-C and SIGTERM inside the block, set the event: training is to end after its present step.
+
+    A second Ctrl-C ends a worker that is alone at once.
 
     Under torchrun, SIGTERM ends a worker at once: torchrun uses it for workers that wait for one that has died.
     """
     is_alone = "WORLD_SIZE" not in environment
-    stop = Stop()
+    stop = process.Stop()
 
     def note(number: int, frame: object) -> None:
         # The terminal sends Ctrl-C to all workers, and torchrun sends it to them again: each gets it twice.
         if stop.is_set() and is_alone and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.exit_code = 128 + number
-        stop.set()
+        stop.by(number)
 
     before = {number: signal.signal(number, note) for number in [signal.SIGINT, *([signal.SIGTERM] * is_alone)]}
     try:

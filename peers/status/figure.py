@@ -78,6 +78,14 @@ def figure(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def counter(
+    help: str, *, unit: str = "", announced: Callable[[Any], Any] | None = None,
+    answered: Callable[[Any], Any] | None = None, column: Column | None = None,
+) -> Any:  # fmt: skip
+    """The same of a figure that counts from 0 what happened since the process started."""
+    return figure(help, default=0, unit=unit, only_grows=True, announced=announced, answered=answered, column=column)
+
+
 def bans_of(record: PeerRecord | TrainerRecord) -> tuple[dict[str, Any], ...]:
     """The bans in an announcement: the peers that its sender does not choose, because they failed."""
     return tuple(ban.model_dump() for ban in record.bans)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from peers.status.answer import MOST_ROUNDS, Answer
-from peers.status.figure import Column, bans_of, figure, read
+from peers.status.figure import Column, bans_of, counter, figure, read
 from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord
@@ -53,11 +53,8 @@ class PeerRow:
     moving_to: int | None = figure(
         "The stage that it goes to, while it finishes at the one where it is listed.", default=None, unit="stage"
     )
-    moves: int = figure(
-        "How often it has moved to another stage since it started.",
-        default=0,
-        only_grows=True,
-        announced=lambda record: record.moves,
+    moves: int = counter(
+        "How often it has moved to another stage since it started.", announced=lambda record: record.moves
     )
     started_at: float = figure(
         "When its process started, by its own clock; 0 where it has not announced that.",
@@ -109,10 +106,8 @@ class PeerRow:
     carried_connections: int = figure(
         "Connections that it carries for them now.", default=0, answered=lambda said: said.reply.lines.carried
     )
-    carried_bytes: int = figure(
+    carried_bytes: int = counter(
         "What it has carried for them since it serves its stage, both ways together.",
-        default=0,
-        only_grows=True,
         unit="bytes",
         answered=lambda said: said.reply.lines.carried_bytes,
     )
@@ -143,31 +138,23 @@ class PeerRow:
         answered=lambda said: said.reply.round_samples,
         column=Column(heading="samples", rank=7, cell="{row.samples}"),
     )
-    forwards: int = figure(
+    forwards: int = counter(
         "Forwards that it has computed since it started.",
-        default=0,
-        only_grows=True,
         answered=lambda said: said.reply.counters.forwards,
         column=Column(heading="forwards", rank=15, cell="{row.forwards}"),
     )
-    backwards: int = figure(
+    backwards: int = counter(
         "Backwards that it has computed since it started.",
-        default=0,
-        only_grows=True,
         answered=lambda said: said.reply.counters.backwards,
         column=Column(heading="backwards", rank=16, cell="{row.backwards}"),
     )
-    committed: int = figure(
+    committed: int = counter(
         "Microbatches that count at its stage through it, since it started: they were acknowledged to it.",
-        default=0,
-        only_grows=True,
         unit="microbatches",
         answered=lambda said: said.reply.counters.committed,
     )
-    rerouted_backwards: int = figure(
+    rerouted_backwards: int = counter(
         "Of these, the ones that it took over from a peer that dropped.",
-        default=0,
-        only_grows=True,
         answered=lambda said: said.reply.counters.rerouted_backwards,
         column=Column(heading="re-routed", rank=17, cell="{row.rerouted_backwards}"),
     )
@@ -178,10 +165,8 @@ class PeerRow:
         answered=lambda said: said.reply.generation.sessions,
         column=Column(heading="texts", rank=13, cell="{row.sessions}", is_shown=lambda row: row.generated_tokens > 0),
     )
-    generated_tokens: int = figure(
+    generated_tokens: int = counter(
         "Tokens of such texts that it has sampled or passed on since it started.",
-        default=0,
-        only_grows=True,
         unit="tokens",
         answered=lambda said: said.reply.generation.tokens,
         column=Column(
@@ -223,10 +208,8 @@ class PeerRow:
         unit="bytes",
         answered=lambda said: said.last.bytes_sent + said.last.bytes_received,
     )
-    exchanged_bytes: int = figure(
+    exchanged_bytes: int = counter(
         "The same for all rounds since it started.",
-        default=0,
-        only_grows=True,
         unit="bytes",
         answered=lambda said: said.reply.averaging.exchanged_bytes,
     )
@@ -250,11 +233,8 @@ class PeerRow:
     contribution_norm: float = figure(
         "The norm of what it contributed itself.", default=0.0, answered=lambda said: said.last.contribution_norm
     )
-    attempts: int = figure(
-        "Attempts to average that it has led since it started.",
-        default=0,
-        only_grows=True,
-        answered=lambda said: said.reply.averaging.attempts,
+    attempts: int = counter(
+        "Attempts to average that it has led since it started.", answered=lambda said: said.reply.averaging.attempts
     )
     aborted: Mapping[str, int] = figure(
         "Of these, the ones that came to nothing, by reason.",
@@ -262,11 +242,8 @@ class PeerRow:
         only_grows=True,
         answered=lambda said: dict(said.reply.averaging.aborted),
     )
-    downloads: int = figure(
-        "States that it has downloaded because it was behind.",
-        default=0,
-        only_grows=True,
-        answered=lambda said: said.reply.averaging.downloads,
+    downloads: int = counter(
+        "States that it has downloaded because it was behind.", answered=lambda said: said.reply.averaging.downloads
     )
     inner_steps: int = figure(
         "Inner steps that it took in its last committed round (DiLoCo); the next figures are about these. The table "
