@@ -36,7 +36,7 @@ from tests.support.swarm import RealPeer, RealSwarm, run_all, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-COUNT, KILLED_AT, LONGEST = 128, 40, 256
+COUNT, KILLED_AT, LONGEST = 64, 20, 256
 GREEDY = Sampling(temperature=0.0)
 PROMPT = list(b"def main():")
 SIZES: dict[str, Any] = {
@@ -190,7 +190,7 @@ def test_text_is_that_of_transformers_whatever_happens(swarm: RealSwarm, theirs:
         ("generate", "--initial-peers", swarm.address, *command), ("generate", "--model", str(swarm.model), *command)
     )
     assert (told.returncode, told.stdout) == (0, alone.stdout), told.stderr
-    trainer = swarm.start_trainer("train", steps=14)
+    trainer = swarm.start_trainer("train", steps=10)
     swarm.wait_for_steps("train", 2)
 
     async def while_it_trains() -> tuple[int | None, list[int]]:

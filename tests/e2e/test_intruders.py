@@ -112,13 +112,14 @@ def _run_id(swarm: RealSwarm) -> str:
 
 def test_a_second_token_that_names_every_microbatch_as_held_stalls_nothing(swarm: RealSwarm) -> None:
     """Under 17 names for each stage, which together name more than a leader would keep."""
-    trainer = _start_trainer(swarm, "beside-many-names", steps=6)
+    trainer = _start_trainer(swarm, "beside-many-names", steps=4)
     swarm.wait_for_steps("beside-many-names", 1)
     with beside(_claim_all(swarm, _run_id(swarm), num_names=17, wanted=0)):
         assert swarm.wait_for_end(trainer, 60.0) == 0
-    assert len(swarm.steps("beside-many-names")) == 6
+    assert len(swarm.steps("beside-many-names")) == 4
 
 
+@pytest.mark.slow
 def test_a_trainer_s_token_fills_no_node_with_records(swarm: RealSwarm) -> None:
     num_foreign, num_own = _flood(swarm.address, _run_id(swarm))
     assert num_foreign == 0

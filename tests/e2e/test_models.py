@@ -183,6 +183,7 @@ def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
     }
 
 
+@pytest.mark.slow
 def test_likewise_with_conversations(swarm: RealSwarm) -> None:
     """Of which what the assistant says is learnt, and evaluated."""
     _import_to_chat(swarm.folder, 2)

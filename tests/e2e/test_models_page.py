@@ -92,8 +92,9 @@ def story(tmp_path: Path) -> Iterator[Story]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("page", ["docs/models.md", pytest.param("SKILL.md", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page", ["docs/models.md", "SKILL.md"])
 def test_the_page_can_be_followed(page: str, story: Story) -> None:
     blocks = _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
     assert len(blocks) >= 4

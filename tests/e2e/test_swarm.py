@@ -100,8 +100,8 @@ def _holds_something(events: Path) -> bool:
 
 def test_a_killed_peer_stalls_nobody(swarm: RealSwarm) -> None:
     """One of each stage, one after the other."""
-    trainer = swarm.start_trainer("kill", steps=24)
-    for stage, num_steps in ((1, 4), (0, 12)):
+    trainer = swarm.start_trainer("kill", steps=16)
+    for stage, num_steps in ((1, 4), (0, 9)):
         swarm.wait_for_steps("kill", num_steps)
         victim = [peer for peer in swarm.peers if peer.stage == stage][-1]
         events = swarm.events / f"{victim.child.name}.jsonl"
@@ -109,62 +109,9 @@ def test_a_killed_peer_stalls_nobody(swarm: RealSwarm) -> None:
         swarm.kill(victim)
     assert swarm.wait_for_end(trainer) == 0
     steps = swarm.steps("kill")
-    assert len(steps) == 24
+    assert len(steps) == 16
     assert max(row["train/step_time"] for row in steps[3:]) < STALL_SECONDS
     swarm.start_peers([1, 0])
-
-
-def test_a_late_joiner_takes_over_the_state(swarm: RealSwarm) -> None:
-    # A record that was read just before its peer committed shows the round before for a moment.
-    rounds = wait_until(lambda: _rounds_of_stages(swarm), 20.0, "the peers that joined to have the others' round")
-    # Not the same one at all stages: what a killed peer had computed is lost at its stage alone, which is later then.
-    assert min(rounds) > 12
-
-
-def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> None:
-    trainer = swarm.start_trainer("frozen", steps=18)
-    swarm.wait_for_steps("frozen", 4)
-    victim = [peer for peer in swarm.peers if peer.stage == 1][-1]
-    os.kill(victim.child.pid, signal.SIGSTOP)
-    swarm.wait_for_steps("frozen", 12)
-    os.kill(victim.child.pid, signal.SIGCONT)
-    assert swarm.wait_for_end(trainer) == 0
-    durations = [row["train/step_time"] for row in swarm.steps("frozen")]
-    assert max(durations) < FROZEN_STALL_SECONDS, durations
-    assert statistics.median(durations[4:12]) < DELAY_SECONDS, "a round or two are delayed, not one after another"
-
-    wait_until(lambda: _rounds_of_stages(swarm), 20.0, "the peer that woke to catch up")
-
-
-def test_one_of_two_trainers_dies_for_good(swarm: RealSwarm) -> None:
-    doomed = swarm.start_trainer("doomed", steps=1000)
-    survivor = swarm.start_trainer("survivor", steps=20)
-    swarm.wait_for_steps("survivor", 3)
-    swarm.wait_for_steps("doomed", 3)
-    swarm.children.kill9(doomed)
-    assert swarm.wait_for_end(survivor) == 0
-    steps = swarm.steps("survivor")
-    assert len(steps) == 20
-    assert max(row["train/step_time"] for row in steps) < TRAINER_STALL_SECONDS
-
-
-def test_an_empty_stage_is_named_and_waited_for(swarm: RealSwarm) -> None:
-    trainer = swarm.start_trainer("waiting", steps=1000)
-    swarm.wait_for_steps("waiting", 3)
-    for peer in [peer for peer in swarm.peers if peer.stage == 1]:
-        swarm.kill(peer)
-    log = swarm.folder / "logs" / "waiting.log"
-    # It waits as well, in case they are back.
-    patient, _ = swarm.launch(1)
-    wait_until(lambda: "stage 1 has no peer" in log.read_text(), 30.0, "the trainer to name the empty stage")
-    wait_until(lambda: "stage 1 was held by" in patient.log.read_text(), 30.0, "a joiner to say for whom it waits")
-    swarm.children.kill9(patient)
-    before = len(swarm.steps("waiting"))
-    swarm.start_peers([1, 1], "--start-over")
-    swarm.wait_for_steps("waiting", before + 5)
-    os.kill(trainer.pid, signal.SIGINT)
-    assert swarm.wait_for_end(trainer) == 130
-    assert "stopped at step" in log.read_text()
 
 
 def test_faults_of_users_are_one_line_and_harm_nobody(swarm: RealSwarm, tmp_path: Path) -> None:
@@ -190,15 +137,48 @@ def test_faults_of_users_are_one_line_and_harm_nobody(swarm: RealSwarm, tmp_path
     assert {peer["state"] for row in swarm.status()["stages"] for peer in row["peers"]} >= {"serving"}
 
 
+def test_a_late_joiner_takes_over_the_state(swarm: RealSwarm) -> None:
+    # A record that was read just before its peer committed shows the round before for a moment.
+    rounds = wait_until(lambda: _rounds_of_stages(swarm), 20.0, "the peers that joined to have the others' round")
+    # Not the same one at all stages: what a killed peer had computed is lost at its stage alone, which is later then.
+    assert min(rounds) > 12
+
+
+def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> None:
+    trainer = swarm.start_trainer("frozen", steps=14)
+    swarm.wait_for_steps("frozen", 4)
+    victim = [peer for peer in swarm.peers if peer.stage == 1][-1]
+    os.kill(victim.child.pid, signal.SIGSTOP)
+    swarm.wait_for_steps("frozen", 12)
+    os.kill(victim.child.pid, signal.SIGCONT)
+    assert swarm.wait_for_end(trainer) == 0
+    durations = [row["train/step_time"] for row in swarm.steps("frozen")]
+    assert max(durations) < FROZEN_STALL_SECONDS, durations
+    assert statistics.median(durations[4:12]) < DELAY_SECONDS, "a round or two are delayed, not one after another"
+
+    wait_until(lambda: _rounds_of_stages(swarm), 20.0, "the peer that woke to catch up")
+
+
+def test_one_of_two_trainers_dies_for_good(swarm: RealSwarm) -> None:
+    doomed = swarm.start_trainer("doomed", steps=1000)
+    survivor = swarm.start_trainer("survivor", steps=12)
+    swarm.wait_for_steps("survivor", 3)
+    swarm.wait_for_steps("doomed", 3)
+    swarm.children.kill9(doomed)
+    assert swarm.wait_for_end(survivor) == 0
+    steps = swarm.steps("survivor")
+    assert len(steps) == 12
+    assert max(row["train/step_time"] for row in steps) < TRAINER_STALL_SECONDS
+
+
 def test_through_all_of_this_no_microbatch_counted_twice(swarm: RealSwarm) -> None:
     report = swarm.audit()
     assert report["violations"] == []
     assert (report["duplicates"], report["digests_differing"]) == (0, 0)
-    assert report["rounds_committed"] > 60
+    assert report["rounds_committed"] > 45
     assert report["digests_compared"] > report["rounds_committed"]
-    # Stage 1 lost all its peers, and with them all that it had learnt; stage 0 only what four dead ones had.
-    assert report["stages"][0]["lost"] < 0.1 * report["stages"][0]["microbatches"]
-    assert report["stages"][1]["lost"] > report["stages"][1]["microbatches"]
+    # Only what the dead ones had.
+    assert all(stage["lost"] < 0.15 * stage["microbatches"] for stage in report["stages"])
 
 
 def test_nothing_was_said_in_tracebacks(swarm: RealSwarm) -> None:
