@@ -34,7 +34,7 @@ def test_a_joiner_whose_line_is_too_slow_says_so_and_slows_nobody(tmp_path: Path
     figures = joining.run(
         joining.Options(
             joiners=1, joiner_megabits=1.0, megabits=1000.0, parameters=200_000, round_samples=32,
-            before_seconds=15.0, limit_seconds=180.0, folder=tmp_path,
+            before_seconds=15.0, limit_seconds=240.0, folder=tmp_path,
         )
     )  # fmt: skip
     (said,) = figures["said"].values()
