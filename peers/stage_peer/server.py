@@ -163,8 +163,8 @@ class StageServer:
                 await self.averager.join()
                 if not self._options.resume.moves:
                     await self._own_state.arrive()
-                await self.averager.arrived()
                 self._own_state.require()
+                await self.averager.arrived()
                 self.stage.admission.open()
                 await self.presence.serves()
                 self._options.events.write(Join())

@@ -111,11 +111,11 @@ class Averager:
         await self.reporter.ask_all()
 
     async def arrived(self) -> None:
-        """Wait until this peer is where its group is, or no peer has what it takes, if it is on its way there.
+        """Wait until this peer is where its group is, but after a failure no longer than for a member that is missed.
 
-        It may have set out after `join`, whose calls may have come to nothing over a line that is busy.
+        `join` may have come to nothing, over a line that is busy. Then the next reports have this peer set out again.
         """
-        await self.catch_up.ended()
+        await self.catch_up.arrived()
 
     async def changed(self, seconds: float) -> None:
         """Wait until the view, or the state of a round, may have changed, but no longer than `seconds`."""

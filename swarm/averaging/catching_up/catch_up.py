@@ -65,6 +65,8 @@ class CatchUp:
         """When some other peer was known last to hold the state."""
         self._slowness: Slowness | None = None
         """Why this peer stayed out when it last was where its group is."""
+        self._has_failed = False
+        """Whether this peer did not get to where it should be, when it tried last."""
         self.num_downloads = 0
 
     async def look(self, because_of: PeerId) -> None:
@@ -85,9 +87,18 @@ class CatchUp:
             looking.set()
 
     async def ended(self) -> None:
-        """Wait until this peer is where it should be, if it is on its way there."""
+        """Wait for the end of the `look` that is under way, if one is."""
         if self._looking is not None:
             await self._looking.wait()
+
+    async def arrived(self) -> None:
+        """Wait until this peer is where it should be. After a failure it waits for the next `look`, but not for long:
+        no peer can keep another one from serving by offers that come to nothing."""
+        await self.ended()
+        timing, began_at = self._context.timing, self._clock.monotonic()
+        while self._has_failed and self._clock.monotonic() - began_at < timing.missed_seconds:
+            await self._clock.sleep(timing.heartbeat_seconds)
+            await self.ended()
 
     async def _look(self) -> None:
         before, branches, timing = self._place.standing, self._place.branches, self._context.timing
@@ -99,6 +110,7 @@ class CatchUp:
             if before != self._place.standing:
                 self._context.changes.notify()
             return
+        self._has_failed = False
         for refusal in branches.stay():
             logger.warning("%s", refusal)
         rest_seconds = timing.heartbeat_seconds if branches.is_in_doubt else timing.max_retry_seconds
@@ -171,9 +183,11 @@ class CatchUp:
             return error.retry_after_seconds
         except SwarmError as error:
             logger.warning("cannot catch up: %s", error)
+            self._has_failed = True
             # A peer whose state is not sound may not stop here.
             return None if self._place.is_sound else rest_seconds
         self._transfer.forget()
+        self._has_failed = False
         return None
 
     async def _stays_out(self, holders: Sequence[PeerRecord]) -> bool:

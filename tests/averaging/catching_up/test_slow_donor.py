@@ -255,3 +255,25 @@ async def test_a_newcomer_that_reaches_no_peer_at_first_serves_only_when_it_has_
         await newcomer.averager.arrived()
         assert newcomer.stage.digest == donor.stage.digest
         assert donor.stage.round > 1
+
+
+@in_virtual_time
+async def test_a_newcomer_that_loses_its_only_donor_for_a_moment_does_not_serve_before_it_has_arrived(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with alone() as (network, donor):
+        num_broken = 0
+
+        async def breaks(name: str, source: int, target: int) -> None:
+            nonlocal num_broken
+            if source == 1 and name == "Download" and num_broken < 3:
+                num_broken += 1
+                raise PeerUnavailable("the stream was removed")
+
+        network.before = breaks
+        newcomer = network.add(1)
+        await newcomer.averager.join()
+        assert "cannot catch up" in caplog.text
+        assert newcomer.stage.round == 0
+        await newcomer.averager.arrived()
+        assert (newcomer.stage.round, newcomer.stage.digest) == (1, donor.stage.digest)
