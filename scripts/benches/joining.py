@@ -85,6 +85,7 @@ def run(options: Options) -> dict[str, Any]:
     if lack := missing():
         raise OSError(f"no network namespaces: {lack}")
     folder, figures = options.folder or Path(tempfile.mkdtemp(prefix="bench-joining-")), dict[str, Any]()
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         with Supervisor(folder / "logs", grace_seconds=0.0) as children, Internet() as internet:
             hosted = Hosted(children, folder, {PACE: str(SECONDS_PER_SAMPLE)})
