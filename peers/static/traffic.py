@@ -37,7 +37,7 @@ def bytes_sent(
     if shape.tp > 1:
         num_sums = 2 * sum(len(spans(model, layers)) for layers in layer_ranges(config)) / shape.pp
         num_sent += num_microbatches * num_sums * 2 * tp * hidden
-    if config.optimizer.name == "muon":
+    if config.gradient_step.name == "muon":
         # Matrices that are cut are gathered for its step.
         matrices = {name: value for name, value in parameters.items() if is_hidden_matrix(name, value.shape)}
         num_sent += dp * _size(matrices) if options.fsdp else 0.0
