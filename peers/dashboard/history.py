@@ -47,7 +47,7 @@ class History:
     """What is remembered of one run.
 
     Attributes:
-        series: figures over time, by how far they go back.
+        series: figures over time, by the span that they cover: `hour`, `day` or `all`.
         last_look: when the last view was taken, in seconds since the epoch.
     """
 

@@ -7,8 +7,7 @@ from typing import Literal
 import tyro
 
 from peers.shared import cli, process
-
-Codec = Literal["fp16", "bf16", "int8", "int4", "topk", "dct-topk", "dct-lowpass"]
+from swarm.config.averaging import CompressedCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class StaticOptions:
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of matrix products; weights are kept in fp32. fp16 scales losses, so that small gradients survive. Left out,
     it is what model.autocast says."""
-    compress: Codec | None = None
+    compress: CompressedCodec | None = None
     """Codec in which gradients are averaged, with the options of [averaging]; for --dp alone."""
     compile: bool = False
     """Compile every layer (torch.compile)."""

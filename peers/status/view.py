@@ -152,6 +152,6 @@ class SwarmView:
         return [f"{peer.name} waits for {peer.waiting_for}" for peer in peers if peer.waiting_for]
 
     def to_json(self) -> str:
-        """One line of JSON with the records' field names, `empty_stages` and `silent_stages`."""
+        """One line of JSON: every field by its name, and `empty_stages` and `silent_stages` besides."""
         stages = {"empty_stages": self.empty_stages, "silent_stages": list(self.silent_stages)}
         return json.dumps({**dataclasses.asdict(self), **stages}, allow_nan=False)

@@ -88,8 +88,9 @@ class CheckpointFolder:
         kept = {name.stage for name in self._names if name.num_stages == cut[1]}
         is_first = len({number for number, num_stages in self._cuts if num_stages == cut[1]}) == 1
         if is_first and any(len(self._files(other)) == other[1] for other in self._cuts if other[1] != cut[1]):
-            # The run has just gone on under another cut from the files of all stages. Which of the new stages write
-            # here is not known yet, so all of them are waited for.
+            # This is the first round of a cut, and another cut has a round with files of all its stages: the run was
+            # resumed from those. Which of the new stages write to this folder is not known yet, so the round counts as
+            # complete once all of them have.
             kept = set(range(cut[1]))
         return {name.stage for name in self._files(cut)} == kept
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from swarm.config.checks import STRICT, require, require_at_least_one, require_not_negative, require_usable_numbers
 
+CompressedCodec = Literal["fp16", "bf16", "int8", "int4", "topk", "dct-topk", "dct-lowpass"]
 Quorum = Literal["majority", "available"]
 
 
@@ -14,7 +15,7 @@ class AveragingConfig:
 
     __pydantic_config__ = STRICT
 
-    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "topk", "dct-topk", "dct-lowpass"] = "fp32"
+    codec: Literal["fp32", CompressedCodec] = "fp32"
     """How contributions and results are encoded on the wire; docs/protocol.md has the layouts and sizes."""
     top_k: int = 64
     """`topk` and `dct-topk`: coefficients kept of each tile of 4096; a multiple of 4."""

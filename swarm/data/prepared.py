@@ -204,7 +204,7 @@ def _first_fault(source: Source) -> str:
 
 @contextlib.contextmanager
 def _own_folder(parent: Path) -> Iterator[Path]:
-    """A new folder, which is removed at the end. Others leave it alone while this process holds its lock."""
+    """A new folder for the `with` block, in which this process holds its lock, so that no `_sweep` removes it."""
     with tempfile.TemporaryDirectory(dir=parent, prefix=_PREPARING) as name:
         folder = Path(name)
         with (folder / _LOCK).open("wb") as lock:

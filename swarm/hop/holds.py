@@ -42,7 +42,7 @@ class Hold:
 
 
 class HoldCalls:
-    """Has peers of one stage, and with each a peer of every later one, hold a round."""
+    """Asks peers of one stage to hold a round. Each of them asks a peer of the next stage, and so on to the last."""
 
     def __init__(self, *, address: pb.Address, stub: OpenStub, limits: HopLimits) -> None:
         self._address = address

@@ -10,7 +10,7 @@ trained columns of the residual stream (D, or model.bottleneck_dim), C its other
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,10 @@ class GELU(nn.Module):
         return output_BTR
 
 
+FEED_FORWARDS: Mapping[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
+"""The feed-forward blocks, by `model.feed_forward`. What they cost is in rebalancing/costs.py."""
+
+
 class TransformerLayer(nn.Module):
     """One pre-norm layer. Its index in the whole model, `layer`, names its dropout.
 
@@ -96,7 +100,7 @@ class TransformerLayer(nn.Module):
         self.attention_norm = make_norm(model, model.d_model)
         self.attention = CausalSelfAttention(model, width, shards)
         self.feed_forward_norm = make_norm(model, model.d_model)
-        self.feed_forward = (SwiGLU if model.feed_forward == "swiglu" else GELU)(model, width, shards)
+        self.feed_forward = FEED_FORWARDS[model.feed_forward](model, width, shards)
 
     def forward(
         self,

@@ -44,7 +44,7 @@ class _Opened:
 
     @property
     def is_lost(self) -> bool:
-        """Whether gRPC dials the channel's only endpoint by itself, and the endpoint does not answer."""
+        """Whether the channel has no road, so that gRPC dials its one endpoint, and that endpoint does not answer."""
         return self.road is None and self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     def let_go(self) -> grpc.aio.Channel:

@@ -119,7 +119,7 @@ class Computation(Watched):
         return self.order.adopts
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin; an error is kept for the call that asks for the result, and ends nothing else."""
+        """Begin in a task of its own, whose error is kept for the call that asks for the result."""
         self._task = tasks.create_task(self._run())
         self._task.add_done_callback(self._ended)
 

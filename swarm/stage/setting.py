@@ -21,7 +21,7 @@ class Start:
 
     Attributes:
         accumulate: whether its gradient joins this stage's sum.
-        adopts: see Order, also for `earlier`.
+        adopts, earlier: computations of the same microbatch that were begun before, as in computation.Order.
         instead_of: a computation of the same microbatch, which is to be undone.
     """
 

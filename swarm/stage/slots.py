@@ -39,7 +39,7 @@ class SlotCount:
 
     Args:
         queue_length: tells how many tasks are at the compute thread, the running one included.
-        room: tells how many microbatches may be in flight for reasons other than how busy the peer is; None: any
+        room: gives the most microbatches that may be in flight even if the peer is idle (Setting.room); None: any
             number.
     """
 

@@ -26,7 +26,7 @@ PIECE_ELEMENTS = 4 << 20
 
 
 class Arrival(Protocol):
-    """An event of the device, which comes when a copy is made."""
+    """Tells when a copy to or from the device is finished; a CUDA event, for one."""
 
     def synchronize(self) -> None:
         """Block the thread until the copy is made."""

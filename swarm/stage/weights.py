@@ -229,9 +229,10 @@ class StageWeights(ABC):
         return {name: value.to("cpu", copy=True) for name, value in self.state().items()}
 
     def state(self) -> Tensors:
-        """Like `state_tensors`, but not copied. Any thread may read them until the next commit, which writes to some.
+        """The tensors of `state_tensors` themselves. Any thread may read them until the next commit.
 
-        Inner steps write to none of them: nothing writes to anchors, and inner steps have an optimizer of their own.
+        A commit writes to the state of the optimizer that ends rounds. Anchors are replaced and never written to, and
+        inner steps have an optimizer of their own.
         """
         return state.named(self._anchor, optim.state_tensors(self._ends_rounds, self._stepped()))
 

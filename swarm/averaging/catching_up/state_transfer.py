@@ -177,7 +177,7 @@ class StateTransfer:
         raise PeerUnavailable("no peer offers a snapshot that would be of use")
 
     async def _offers(self, donors: Sequence[PeerRecord], wanted: Wanted) -> list[_Offer]:
-        """Ask several at once. After the first answer, the others get as much time again as that took."""
+        """Ask several donors at once. After the first offer, wait as long again for the others, or GRACE_SECONDS."""
         offers: list[_Offer] = []
 
         async def ask(donor: PeerRecord) -> None:

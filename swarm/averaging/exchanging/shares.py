@@ -44,8 +44,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of all members, in an order that is the same everywhere: they are summed in it, and their parts follow
-    it."""
+    """The shares of all members, in the same order at every member: contributions are summed in this order, and the
+    members' parts of the vector lie in it."""
 
     members: tuple[Share, ...]
 

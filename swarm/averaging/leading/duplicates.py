@@ -27,7 +27,8 @@ def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
     doubles = Counter(peer for peers in holders.values() for peer in peers)
     emptied: list[PeerId] = []
     drops = _shared(holders, emptied)
-    # A member that was away may have only what was replayed meanwhile.
+    # Others may have replayed nearly all that a member counts which was away: see whether it is better that such a
+    # member gives up everything.
     nearly = [peer for peer, number in doubles.items() if 2 * number > len(held[peer])]
     for peer in sorted(nearly, key=lambda peer: (len(held[peer]) - doubles[peer], peer)):
         others = _shared(holders, [*emptied, peer])

@@ -40,5 +40,5 @@ class Points:
         return grpc.aio.secure_channel(target, credentials, options=(*options, *tls.PINNED_OPTIONS))
 
     def forget(self, point: Entry) -> None:
-        """Ask for a meeting point's certificate again next time: it may have another one by now, for the same key."""
+        """Drop a meeting point's certificate, so that the next connection asks for it: it may have changed."""
         self._certificates.pop(point, None)

@@ -145,7 +145,7 @@ class Road:
         return line
 
     async def better(self) -> Line | str:
-        """Wait until a connection is open that is not punched, and then until a better one is found (Ways.better)."""
+        """Wait until the channel's connection is one that is not punched, then look until there is a better one."""
         while True:
             await self._is_open.wait()
             found = await self._ways.better()
