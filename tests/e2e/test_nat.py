@@ -186,8 +186,15 @@ def test_behind_a_path_that_drops_large_packets_each_program_says_so_and_others_
         children.start(f"cut-off-{name}", cut.command(command_line(name, [swarm.invite, *options])))
         for name, options in words.items()
     ]
+    codes: dict[str, int] = {}
+
+    def have_ended() -> bool:
+        codes.update({ended.name: ended.returncode for ended in children.exits()})
+        return all(program.name in codes for program in programs)
+
+    wait_until(have_ended, 150.0, "all three to end")
     for program in programs:
-        assert swarm.wait_for_end(program, 150.0) != 0
+        assert codes[program.name] != 0
         said = program.log.read_text()
         assert "short messages pass on the way there, and none that takes several packets" in said
         assert "Traceback" not in said
