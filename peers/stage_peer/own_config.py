@@ -46,7 +46,8 @@ def require_stage(config: RunConfig, stage: int) -> None:
     """Raise ValueError if the run has no such stage."""
     last = config.stages.num_stages - 1
     if stage > last:
-        raise ValueError(f"--stage {stage} does not exist: this run has the stages 0 to {last}")
+        stages = f"the stages 0 to {last}" if last else "stage 0 alone"
+        raise ValueError(f"--stage {stage} does not exist: this run has {stages}")
 
 
 def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:

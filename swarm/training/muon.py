@@ -5,7 +5,7 @@ tied embedding is an embedding at both of its stages. Used by optimizers.py.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -19,8 +19,6 @@ EPSILON = 1e-7
 """All three are torch.optim.Muon's values, which are K. Jordan's (https://kellerjordan.github.io/posts/muon/)."""
 EXACT_BITS = 53
 """A float64 holds every integer of this many bits exactly."""
-
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def is_hidden_matrix(name: str, shape: torch.Size) -> bool:
