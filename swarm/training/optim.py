@@ -169,8 +169,7 @@ def _nesterov(
     # p <- p - rate (mu v + g)
     xp.multiply(velocity, momentum, out=scratch)
     xp.add(scratch, gradient, out=scratch)
-    xp.multiply(scratch, rate, out=scratch)
-    xp.subtract(weights, scratch, out=weights)
+    _sgd(xp, scratch, weights, scratch, rate=rate)
 
 
 def _sgd(xp: Any, scratch: Any, weights: Any, gradient: Any, *, rate: float) -> None:

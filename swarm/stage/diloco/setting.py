@@ -58,7 +58,8 @@ class DilocoSetting(Setting):
         return self._most_ahead + self._batch_microbatches - waiting
 
     def has_its_part(self, num_in_flight: int) -> bool:
-        return False  # More follow, whoever takes it.
+        # A DiLoCo round has no fixed number of microbatches, so no peer has a part of it.
+        return False
 
     # -- when they are computed --------------------------------------------------------------------------------------
 
