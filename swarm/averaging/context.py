@@ -16,10 +16,13 @@ from swarm.config import RunConfig
 from swarm.errors import NotReady
 from swarm.events.kinds import Events, NoEvents
 from swarm.machine.clock import Clock
+from swarm.machine.tasks import spawn
 from swarm.machine.waits import Waits
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+
+_NOT_YET = "this peer does not average yet"
 
 
 class Tasks:
@@ -37,17 +40,14 @@ class Tasks:
     def require_running(self) -> None:
         """Raise NotReady if this peer does not average yet."""
         if self._group is None:
-            raise NotReady("this peer does not average yet")
+            raise NotReady(_NOT_YET)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         """Start a task that outlives the call that asked for it. Raises NotReady."""
-        try:
-            self.require_running()
-            assert self._group is not None
-            return self._group.create_task(work)
-        except (NotReady, RuntimeError):
+        if self._group is None:
             work.close()
-            raise NotReady("this peer is stopping") from None
+            raise NotReady(_NOT_YET)
+        return spawn(self._group, work)
 
 
 class Changes:

@@ -6,6 +6,7 @@ Used by node, so that a busy program does not delay the DHT's answers, nor the D
 import asyncio
 import logging
 import threading
+import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ class LoopThread:
     """Runs coroutines in a thread until it is closed. As a daemon thread it does not keep the program from ending."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = _Loop()
         # When neighbours or p2pd die, hivemind leaves failed tasks behind, whose tracebacks are of no use.
         self.loop.set_exception_handler(lambda _, context: logger.debug("%s: %s", name, context.get("message")))
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
@@ -42,17 +43,31 @@ class LoopThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def close(self) -> None:
-        """Cancel all work, and end the thread."""
-        self.run(_cancel_others())
+        """Cancel all work, close the connections that it leaves open, and end the thread."""
+        self.run(self._end_work())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
+    async def _end_work(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for connection in list(self.loop.connections):
+            connection.abort()
+        # What was closed or aborted is gone after the loop's next turn.
+        await asyncio.sleep(0)
 
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    # Connections that these tasks have closed are gone after the loop's next turn.
-    await asyncio.sleep(0)
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that knows its connections to p2pd: hivemind leaves one open when a call that uses it is cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connections: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
+
+    async def create_unix_connection(self, *args: Any, **options: Any) -> Any:
+        transport, protocol = await super().create_unix_connection(*args, **options)
+        self.connections.add(transport)
+        return transport, protocol

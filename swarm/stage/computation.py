@@ -18,6 +18,7 @@ import torch
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop.answers import HopReply
 from swarm.hop.hop import Hop
+from swarm.machine.tasks import spawn
 from swarm.stage.backend import Accumulated, Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN
 from swarm.stage.runtime import Runtime
@@ -119,8 +120,8 @@ class Computation(Watched):
         return self.order.adopts
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin in a task of its own, whose error is kept for the call that asks for the result."""
-        self._task = tasks.create_task(self._run())
+        """Begin in a task of its own, whose error is kept for the call that asks for the result. Raises NotReady."""
+        self._task = spawn(tasks, self._run())
         self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

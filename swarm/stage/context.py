@@ -1,14 +1,19 @@
 """What the parts of one stage peer work with, and how much it takes on. Made by the program before any of them."""
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from swarm.config import RunConfig
 from swarm.events.kinds import Events, NoEvents
 from swarm.hop.hop import Hop
 from swarm.machine.clock import Clock
+from swarm.machine.tasks import spawn
 from swarm.stage.backend import StageBackend
 from swarm.stage.runtime import Runtime
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +53,7 @@ class StageContext:
     def stage(self) -> int:
         """The stage's number."""
         return self.backend.stage
+
+    def spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Start a task that outlives the call that asked for it. Raises NotReady if this peer has stopped."""
+        return spawn(self.tasks, work)

@@ -10,7 +10,9 @@ Used by stage/servicer and stage/stage. Begins none. Runs on the event loop.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 
+from swarm.errors import NotReady
 from swarm.events.kinds import Ack
 from swarm.stage.computation import Computation
 from swarm.stage.context import StageContext
@@ -73,14 +75,16 @@ class Endings:
         self.changed()
 
     def _pass_on(self, consequence: Coroutine[None, None, None]) -> None:
-        self._records.answers.settle(self._context.tasks.create_task(consequence))
+        self._records.answers.settle(self._context.spawn(consequence))
 
     # -- abandoned ---------------------------------------------------------------------------------------------------
 
     def abandon(self, computation: Computation, subscriber: object) -> None:
         """Undo a computation because the call that waited for it is gone; keep it for a while if a retry can use it."""
         if computation.subscriber is subscriber:
-            self._context.tasks.create_task(self._expire(computation, computation.orphan()))
+            # A call may be ended after its peer: then there is no sum any more from which a gradient could be taken.
+            with suppress(NotReady):
+                self._context.spawn(self._expire(computation, computation.orphan()))
 
     def end(self) -> None:
         """Wait for no retry any more, because this peer admits nothing from now on."""
@@ -93,7 +97,7 @@ class Endings:
             # The peer that takes the dead neighbour's place has its own computation to do before it asks.
             own_seconds = (self._records.seconds_per_sample.value or 0.0) * computation.microbatch.num_samples
             seconds = max(self._context.limits.orphan_seconds, 3 * own_seconds)
-            waiting = self._context.tasks.create_task(self._context.clock.sleep(seconds))
+            waiting = self._context.spawn(self._context.clock.sleep(seconds))
             self._waiting.add(waiting)
             waiting.add_done_callback(self._waiting.discard)
             await asyncio.wait([waiting])
@@ -116,7 +120,7 @@ class Endings:
                 self._records.counters.add("rolled_back", entry.state is not EntryState.RUNNING)
                 ledger.forget(computation.microbatch.index)
             computation.stop()
-        undoing = self._context.tasks.create_task(self._undo(computations))
+        undoing = self._context.spawn(self._undo(computations))
         self._undoing.add(undoing)
         undoing.add_done_callback(self._undoing.discard)
 

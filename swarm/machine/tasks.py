@@ -1,0 +1,23 @@
+"""Tasks that outlive the call that asks for them. Used by stage/ and averaging/."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from swarm.errors import NotReady
+
+Result = TypeVar("Result")
+
+
+def spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    """Start a task of the group; a call that is still being ended when the group has ended can start none.
+
+    Raises:
+        NotReady: the group has ended, and `work` will never run.
+    """
+    try:
+        return tasks.create_task(work)
+    except RuntimeError:
+        # What nobody awaits would be found by the garbage collector some time later, and reported as a fault.
+        work.close()
+        raise NotReady("this peer is stopping") from None

@@ -1,0 +1,26 @@
+"""What happens to a computation whose call ends after everything else of its peer has."""
+
+import pytest
+
+from swarm.errors import NotReady
+from swarm.training.microbatch import Microbatch
+from tests.support.chain import SYNCHRONOUS, running_chain, samples_of
+
+
+async def test_a_call_that_outlives_its_peer_neither_fails_nor_begins_anything() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        stage = chain.peers[0].stage
+        await chain.train(0)
+        entry = stage.ledger.find(0)
+        assert entry is not None
+        assert entry.computation is not None
+        computation = entry.computation
+    # The peer's tasks have ended. grpc may only now get round to ending the call.
+    stage.endings.abandon(computation, computation.subscriber)
+    next_one = Microbatch(index=1, round=0, num_samples=SYNCHRONOUS.data.microbatch_size)
+    with pytest.raises(NotReady, match="stopping"):
+        await stage.begin(next_one, samples_of(SYNCHRONOUS, 1), {}, object(), _nothing)
+
+
+async def _nothing() -> None:
+    pass
