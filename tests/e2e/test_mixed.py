@@ -11,7 +11,7 @@ from peers.local.supervisor import Supervisor
 from tests.support.reproducible import ANOTHER_PROCESSOR
 from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until, whole_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 ONE_STAGE = (
     CONFIG.replace("num_stages = 2", "num_stages = 1")
