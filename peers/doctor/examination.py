@@ -23,7 +23,7 @@ from swarm.credentials.identity import Identity
 from swarm.machine.clock import Clock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.probe import Distance
-from swarm.types import PeerRecord
+from swarm.types import PeerId, PeerRecord
 
 MOMENT_SECONDS = 2.0
 """How long `in_passing`, in a peer that joins, waits for others' answers."""
@@ -98,7 +98,7 @@ async def _on_line(plan: Plan, run: Run, clock: Clock) -> list[Finding]:
 
 async def _to_peers(run: Run, clock: Clock) -> list[Finding]:
     found = await line.distances(run.peers, run.channels, clock, seconds=line.DISTANCE_SECONDS)
-    reached = [peer for peer in run.peers if isinstance(found.get(peer.endpoint), Distance)]
+    reached = [peer for peer in run.peers if isinstance(found.get(PeerId(peer.peer_id)), Distance)]
     passing = await line.passing(reached, run.channels)
     is_cut_off = passing and not any(passing)
     # Rates are measured last: what they send would delay the answers that tell the rest.

@@ -15,9 +15,10 @@ from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.meeting.endpoints import where
 from swarm.rpc.probe import SHORT_ALONE, Distance, Rates, measure_distance, measure_rates, passes_long
 from swarm.stage.boundary import request_specs
-from swarm.types import PeerRecord
+from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ LONG_SECONDS = 1.0
 SLOW_SECONDS = 5.0
 """A line is too slow if a microbatch takes longer than this on it."""
 
-Distances = Mapping[str, Distance | str]
-"""The distance to each peer, by the peer's endpoint; or text that says why it is not known."""
+Distances = Mapping[PeerId, Distance | str]
+"""The distance to each peer, by the peer's id; or text that names the peer and says why it is not known."""
 
 
 async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock, *, seconds: float) -> Distances:
@@ -43,12 +44,13 @@ async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: C
             async with asyncio.timeout(seconds):
                 return await measure_distance(channels.channel(peer), clock)
         except TimeoutError:
-            return f"no answer within {seconds:.0f} s"
+            fault = f"no answer within {seconds:.0f} s"
         except SwarmError as error:
-            return str(error)
+            fault = str(error)
+        return f"{peer.name or peer.peer_id[:8]} {where(peer.endpoint)}: {fault}"
 
     asked = peers[:MOST_PEERS]
-    return dict(zip((peer.endpoint for peer in asked), await asyncio.gather(*map(ask, asked)), strict=True))
+    return dict(zip((PeerId(peer.peer_id) for peer in asked), await asyncio.gather(*map(ask, asked)), strict=True))
 
 
 async def passing(peers: Sequence[PeerRecord], channels: ChannelPool) -> list[bool]:
@@ -95,12 +97,12 @@ def reached(found: Distances) -> list[Distance]:
 
 def judge_peers(found: Distances) -> Finding:
     """Whether the peers that were asked answer."""
-    silent = {endpoint: why for endpoint, why in found.items() if isinstance(why, str)}
+    silent = [why for why in found.values() if isinstance(why, str)]
     if not found:
         return not_checked("peers", "no other peer serves")
     if not silent:
         return fine("peers", f"{len(found)} of {len(found)} that were asked answer")
-    why = "; ".join(f"{endpoint}: {reason}" for endpoint, reason in silent.items())
+    why = "; ".join(silent)
     if len(silent) < len(found):
         return fine("peers", f"{len(found) - len(silent)} of {len(found)} that were asked answer; {why}")
     return wrong("peers", f"none answers ({why}): check that this machine may open connections to them")

@@ -6,7 +6,8 @@ with this process's certificate, on the other a listener that sends only the fir
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -95,35 +96,35 @@ async def from_outside(
         replies = [reply for reply in await asyncio.gather(*map(ask, asked)) if reply.observed_host]
     if not replies:
         return [not_checked(what, fault) for what in (GRPC, DHT)]
-    reached = [end for reply in replies for end in reply.endpoints]
-    reached_dht = [end for reply in replies for end in reply.dht_endpoints]
-    return judge(port, dht_port, reached, reached_dht, len(replies))
+    return judge(port, dht_port, replies)
 
 
-def judge(
-    port: int, dht_port: int, reached: Sequence[str], reached_dht: Sequence[str], num_asked: int
-) -> list[Finding]:
+def judge(port: int, dht_port: int, replies: Sequence[pb.CheckReply]) -> list[Finding]:
     """The findings about how others will reach this machine.
 
     Args:
-        reached: endpoints of gRPC at which the peers that dialled back got an answer.
-        reached_dht: likewise, endpoints of the DHT.
-        num_asked: how many peers dialled back.
+        replies: what the peers that dialled back reached; at least one.
     """
-    asked = counted(num_asked, "peer")
-    opened = "--port and --dht-port fix both, and a firewall or router has to let them in"
-    of_grpc = (
-        f"{reached[0]} is reached from outside, by {asked}"
-        if reached
-        else f"{asked} got no answer at {port}: others will reach it by way of further peers. To be reached directly: "
-        f"{opened}"
+    asked = counted(len(replies), "peer")
+    end, count = _most_reached(reply.endpoints for reply in replies)
+    dht_end, _ = _most_reached(reply.dht_endpoints for reply in replies)
+    detour = (
+        "will reach it by way of further peers. To be reached directly: --port and --dht-port fix both, and a firewall "
+        "or router has to let them in"
     )
-    of_dht = (
-        f"{reached_dht[0]} is reached from outside"
-        if reached_dht
-        else f"no answer at {dht_port}: this machine will ask the DHT, and not be asked"
-    )
-    return [fine(GRPC, of_grpc), fine(DHT, of_dht)]
+    of_grpc = f"{asked} got no answer at {port}: others {detour}"
+    if count:
+        of_grpc = f"{end} is reached from outside, by {asked}"
+    if 0 < count < len(replies):
+        of_grpc = f"{end} is reached from outside, by {count} of {asked}; the others {detour}"
+    of_dht = f"no answer at {dht_port}: this machine will ask the DHT, and not be asked"
+    return [fine(GRPC, of_grpc), fine(DHT, f"{dht_end} is reached from outside" if dht_end else of_dht)]
+
+
+def _most_reached(told: Iterable[Sequence[str]]) -> tuple[str, int]:
+    """The endpoint that most peers reached, and how many did; nothing and 0 if no peer reached any."""
+    counts = Counter(end for ends in told for end in set(ends))
+    return max(counts.items(), key=lambda item: item[1], default=("", 0))
 
 
 def _named(outside: Sequence[Outside], port: int) -> list[str]:

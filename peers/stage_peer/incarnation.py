@@ -22,6 +22,7 @@ from swarm.credentials.identity import Identity, verify
 from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.machine.clock import Clock
+from swarm.rpc.meeting.endpoints import where
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord
 
@@ -86,7 +87,7 @@ class Rivals:
         if rival is not None:
             since = datetime.datetime.fromtimestamp(rival.started_at, datetime.UTC)
             raise Fatal(
-                f"another process serves under this identity at {rival.endpoint} since "
+                f"another process serves under this identity {where(rival.endpoint)} since "
                 f"{since.strftime('%Y-%m-%d %H:%M:%S UTC')}: start this one with an --identity FILE of its own, which "
                 "it makes, or stop the other one"
             )
@@ -106,7 +107,7 @@ class Rivals:
                 await self.require_alone()
             elif records and not has_warned:
                 logger.warning(
-                    "another process has started under this identity, at %s: it is to leave", records[0].endpoint
+                    "another process has started under this identity, %s: it is to leave", where(records[0].endpoint)
                 )
                 has_warned = True
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
 from swarm.machine.words import counted
+from swarm.rpc.meeting.endpoints import where
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 
@@ -52,7 +53,7 @@ class Around:
         if not self.num_calls and self.num_others:
             return (
                 f"no connection has reached this peer yet, though {counted(self.num_others, 'other')} would use it: "
-                f"see that they can connect to {self.endpoint} (firewall, router, VPN), and that --announce is right"
+                f"see that they reach it {where(self.endpoint)} (firewall, router, VPN), and that --announce is right"
             )
         if self.empty_stages:
             stages = ", ".join(map(str, self.empty_stages))
@@ -122,6 +123,6 @@ class StageNews:
             more = f" and {len(accusers) - MOST_ACCUSERS} more" if len(accusers) > MOST_ACCUSERS else ""
             logger.warning(
                 "%d that hand on to this peer leave it alone for a while, as they say: %s%s. If that goes on, see that "
-                "others can reach %s", len(accusers), told, more, around.endpoint,
+                "others can reach it %s", len(accusers), told, more, where(around.endpoint),
             )  # fmt: skip
             self._told_of = set(accusers)

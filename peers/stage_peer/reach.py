@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0
 """Time between two attempts to ask other peers, while none has answered."""
 AGAIN_SECONDS, DOUBT_SECONDS = 300.0, 15.0
-"""Time after which others are asked again. It is shorter after a result that differs from the one before: that may have
-been an accident."""
+"""Time after which others are asked again. It is shorter after a result that differs from the one before, or where at
+first nobody got through: that may have been an accident."""
 MOST_BUSY = 3
 """After so many looks in which other peers had no time to dial back, the machine's own addresses are announced."""
 SAY_SECONDS = 15.0
@@ -75,12 +75,14 @@ class Reach:
         self._direct: tuple[str, ...] | None = None
         """None while it is not known which endpoints others reach."""
         self._dht_addresses = listen.dht_addresses
-        self._dht_ports = dict.fromkeys(str(_host_and_port(address)[1]) for address in listen.dht_addresses)
+        self._nodes = [_host_and_port(address) for address in listen.dht_addresses]
+        self._is_node_reached = False
         self._is_hidden = False
         """Whether some of the peers that dialled back did not reach this one."""
         self._is_bridged = False
         """Whether this peer is reached by one version of IP only: peers that have only the other one need a meeting
         point that has both."""
+        self._announced: tuple[str, ...] = ("",)
         self._serves = False
         self._inquiry = Inquiry(membership, random.Random(membership.peer_id), insecure=insecure)
         self._dialler = Dialler()
@@ -98,8 +100,11 @@ class Reach:
     def announced(self, own_port: int) -> Announced:
         """What others are told now. Called once the server listens on `own_port`."""
         self._serves = True
+        # Where all meeting points are gone, lines that were punched with their help still lead here: callers use them
+        # for as long as the endpoints stay the same.
+        self._announced = self.endpoints or self._announced
         return Announced(
-            endpoints=self.endpoints or ("",),
+            endpoints=self._announced,
             dht_addresses=self._dht_addresses,
             num_punched=self._waiting.num_lines(Kind.PUNCHED),
             num_relayed=self._waiting.num_lines(Kind.RELAYED),
@@ -111,15 +116,16 @@ class Reach:
         said = Repeats(clock, SAY_SECONDS)
         # A meeting point needs a moment to take a peer in.
         patience = clock.monotonic() + SAY_SECONDS
-        while not self.endpoints:
-            if (hindrance := self._inquiry.hindrance) and said.count(hindrance):
-                logger.warning("this peer does not serve yet: %s", hindrance)
-            elif self._direct is not None and clock.monotonic() >= patience and said.count(""):
-                logger.error(
-                    "nobody can reach this peer, so it does not serve yet: no peer of the run takes it in, and %s",
-                    self._what_to_do(),
-                )
-            await clock.sleep(0.05)
+        with self._membership.waits.on("other peers to find a way to this one"):
+            while not self.endpoints:
+                if (hindrance := self._inquiry.hindrance) and said.count(hindrance):
+                    logger.warning("this peer does not serve yet: %s", hindrance)
+                elif self._direct is not None and clock.monotonic() >= patience and said.count(""):
+                    logger.error(
+                        "nobody can reach this peer, so it does not serve yet: no peer of the run takes it in, and %s",
+                        self._what_to_do(),
+                    )
+                await clock.sleep(0.05)
 
     async def keep(self) -> Never:
         """Find out how others reach this peer, again and again, until cancelled.
@@ -141,9 +147,10 @@ class Reach:
                         if self._direct is None and (not self._inquiry.hindrance or num_busy >= MOST_BUSY):
                             self._direct = self._candidates
                     else:
-                        is_sure = former is None or verdict.endpoints == former.endpoints
-                        former, seconds = verdict, AGAIN_SECONDS if is_sure else DOUBT_SECONDS
-                        if is_sure:
+                        differs = former is not None and former.endpoints != verdict.endpoints
+                        is_doubtful = differs or (former is None and not verdict.endpoints)
+                        former, seconds = verdict, DOUBT_SECONDS if is_doubtful else AGAIN_SECONDS
+                        if not differs:
                             self._conclude(verdict)
                             if (self._is_hidden or self._is_bridged) and waiting is None:
                                 waiting = tasks.create_task(self._waiting.run())
@@ -160,7 +167,7 @@ class Reach:
         """Ask the router, once, to forward the ports, and then the peers again; gives what they reach."""
         self._may_ask_router = False
         assert self._router_ports is not None
-        if not await self._router_ports.ask([self.port, *map(int, self._dht_ports)]):
+        if not await self._router_ports.ask(list(dict.fromkeys([self.port, *(port for _, port in self._nodes)]))):
             return verdict
         # Peers that were asked a moment ago do not dial back again so soon.
         await self._membership.clock.sleep(GAP_SECONDS + 0.1)
@@ -179,6 +186,7 @@ class Reach:
     def _conclude(self, verdict: Verdict) -> None:
         is_same = self._direct == verdict.endpoints
         self._direct = verdict.endpoints
+        self._is_node_reached = bool(verdict.dht_endpoints)
         self._is_hidden = verdict.num_reached < verdict.num_asked
         self._is_bridged = len(versions(verdict.endpoints)) < 2
         if is_same:
@@ -195,7 +203,8 @@ class Reach:
         if not self._dht_addresses:
             return
         if not verdict.dht_endpoints:
-            logger.info("others do not reach its port of the DHT: from now on it asks there, and is not asked")
+            tried = ", ".join(endpoint_of(*node) for node in self._nodes)
+            logger.info("others do not reach its node of the DHT at %s: from now on it asks, and is not asked", tried)
             self._dht_addresses = ()
             try:
                 await self._node.become_client()
@@ -207,11 +216,14 @@ class Reach:
         self._dht_addresses = tuple(f"{addresses.at(host, port)}/p2p/{libp2p_id}" for host, port in ends)
 
     def _what_to_do(self) -> str:
-        hosts = dict.fromkeys(host_and_port(end)[0] for end in self._candidates)
+        ends = f"{', '.join(self._candidates)} (gRPC)"
+        these, them, fix = "that TCP port", "it", "--port fixes"
+        if not self._is_node_reached:
+            ends += f" and {', '.join(endpoint_of(*node) for node in self._nodes)} (DHT)"
+            these, them, fix = "these TCP ports", "them", "--port and --dht-port fix"
         return (
-            f"those that dialled back got no answer at {', '.join(hosts)}, TCP ports {self.port} (gRPC) and "
-            f"{', '.join(self._dht_ports) or '--dht-port'} (DHT). To be reached directly, open both in the firewall or "
-            "forward them in the router; --port and --dht-port fix them, and --announce names the address outside"
+            f"those that dialled back got no answer at {ends}. To be reached directly, open {these} in the firewall or "
+            f"forward {them} in the router; {fix} {them}, and --announce names the address outside"
         )
 
     async def _verdict(self) -> Verdict | None:

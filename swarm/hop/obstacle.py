@@ -11,6 +11,7 @@ from typing import Self
 
 from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError, in_one_line
 from swarm.routing.peer_queue import LeftAlone
+from swarm.rpc.meeting.endpoints import where
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import LONGEST_REASON, PeerRecord
 
@@ -123,7 +124,7 @@ def _causes(peers: Collection[LeftAlone]) -> str:
     by_reason: dict[str, list[str]] = {}
     for each in sorted(peers, key=lambda each: (each.record.name, each.record.peer_id)):
         name = each.record.name or each.record.peer_id[:8]
-        place = f"{name} at {each.record.endpoint}" if each.is_silent else name
+        place = f"{name} {where(each.record.endpoint)}" if each.is_silent else name
         by_reason.setdefault(each.reason or "it failed", []).append(place)
     told = [f"{_some(names, MOST_NAMES, ', ')}: {reason}" for reason, names in by_reason.items()]
     return _some(told, MOST_CAUSES, "; ")

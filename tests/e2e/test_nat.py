@@ -1,5 +1,6 @@
 """Peers behind routers, on a small internet of network namespaces: they serve, train and average like all others."""
 
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from scripts.benches.shared.internet import Host, Internet, missing
 from scripts.benches.sides.reference import Reference
 from swarm.config.reading import load
 from tests.support.nat_swarm import NatSwarm
-from tests.support.swarm import wait_until
+from tests.support.swarm import RealPeer, wait_until
 
 pytestmark = [
     pytest.mark.e2e,
@@ -230,3 +231,41 @@ def test_a_relay_that_is_killed_costs_a_re_route_and_no_sample(
     assert swarm.wait_for_end(trainer) == 0
     report = swarm.audit()
     assert report["proven"], report
+
+
+@pytest.mark.slow
+def test_a_relayed_peer_whose_machine_slept_comes_back_and_counts_again(
+    internet: Internet, children: Supervisor, tmp_path: Path
+) -> None:
+    """It sleeps for longer than a record lasts, and the run's other peer of that stage goes on meanwhile."""
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+    public = internet.public_host()
+    swarm.start_peer_on(public, 0)
+    swarm.start_peer_on(internet.host("symmetric"), 0)
+    swarm.start_peer_on(public, 1)
+    sleeper = swarm.start_peer_on(internet.host("symmetric"), 1)
+    trainer = swarm.start_trainer_on(internet.host("symmetric"), "trainer", steps=100_000)
+    swarm.wait_for_steps("trainer", 5)
+    slept_after = _forwards(swarm.status_from(public), sleeper)
+    os.killpg(sleeper.child.pid, signal.SIGSTOP)
+    wait_until(lambda: sleeper.child.name not in swarm.status_from(public), 60.0, "its record to end")
+    before = len(swarm.steps("trainer"))
+    wait_until(lambda: len(swarm.steps("trainer")) > before + 2, 60.0, "training to go on without it")
+    os.killpg(sleeper.child.pid, signal.SIGCONT)
+
+    def counts_again() -> bool:
+        rows = swarm.status_from(public)
+        row = rows.get(sleeper.child.name, {"state": "gone"})
+        return row["state"] == "serving" and row["members"] == 2 and _forwards(rows, sleeper) > slept_after
+
+    wait_until(counts_again, 60.0, "it to be used again")
+    trainer.process.send_signal(signal.SIGINT)
+    swarm.wait_for_end(trainer)
+    report = swarm.audit()
+    assert report["proven"], report
+
+
+def _forwards(rows: dict[str, dict[str, object]], peer: RealPeer) -> int:
+    forwards = rows[peer.child.name]["forwards"]
+    assert isinstance(forwards, int)
+    return forwards

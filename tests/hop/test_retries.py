@@ -24,10 +24,12 @@ from swarm.hop.obstacle import LONGEST_CAUSES, Obstacle, pack_obstacle
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, Retries, most_sent_on
 from swarm.machine.clock import ManualClock
 from swarm.machine.repeats import Repeats
+from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
+from tests.routing.records import id_of, record_of
 
 LIMITS = HopLimits()
 
@@ -296,6 +298,12 @@ def test_of_many_peers_a_few_are_named() -> None:
         "all 40 peers of stage 0 failed just now (gpu-0 at 192.0.2.0:5001, gpu-1 at 192.0.2.1:5001, "
     )
     assert " and 37 more: no answer), tried again in 5 s; if they run, see that their --port can be reached" in line
+
+
+def test_a_peer_behind_a_meeting_point_is_told_of_by_the_address_there() -> None:
+    record = record_of(0, name="gpu-0", endpoint=f"tunnel:{id_of(1)}@192.0.2.9:5001")
+    silent = LeftAlone(record, "no answer", until=4.0, is_busy=False, is_silent=True)
+    assert "(gpu-0 by way of 192.0.2.9:5001: no answer)" in Obstacle.of([silent], now=0.0).in_words(1)
 
 
 @given(st.builds(

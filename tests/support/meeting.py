@@ -10,7 +10,7 @@ import grpc
 
 from swarm.credentials.authority import Authority
 from swarm.credentials.identity import Identity, generate
-from swarm.machine.clock import SystemClock
+from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.entry import Entry
@@ -79,7 +79,9 @@ class Hidden:
 
 
 @asynccontextmanager
-async def hidden_peer(points: Sequence[Entry], own: Identity | None = None) -> AsyncIterator[Hidden]:
+async def hidden_peer(
+    points: Sequence[Entry], own: Identity | None = None, clock: Clock = CLOCK
+) -> AsyncIterator[Hidden]:
     """A peer that waits at these, once it has been accepted by one."""
     own = own or generate()
     callers: list[str] = []
@@ -95,7 +97,7 @@ async def hidden_peer(points: Sequence[Entry], own: Identity | None = None) -> A
     await server.start()
     dialler = Dialler()
     waiting = Waiting(
-        own, Points(own, insecure=False), dialler, CLOCK, server=("127.0.0.1", port), candidates=lambda: points
+        own, Points(own, insecure=False), dialler, clock, server=("127.0.0.1", port), candidates=lambda: points
     )
     task = asyncio.create_task(waiting.run())
     try:

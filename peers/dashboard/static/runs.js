@@ -9,6 +9,7 @@ const HEADINGS = ["run", "state", "loss", "tokens/s", "step", "peers", "samples/
 export function stateOf(run) {
   if (!run?.peers) return ["waiting", run?.fault ? "Cannot be seen" : "Looking at the run"];
   if (run.fault) return ["bad", "The run cannot be seen"];
+  if (!Object.keys(run.peers).length) return ["bad", "No peer is there"];
   if (run.is_training) return ["live", "Training"];
   return ["idle", run.trainers.length ? "Waiting for a step" : "Nobody trains"];
 }

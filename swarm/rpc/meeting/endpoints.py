@@ -18,6 +18,11 @@ def meeting_point_of(endpoint: str) -> Entry | None:
     return Entry.parse(endpoint.removeprefix(TUNNEL)) if endpoint.startswith(TUNNEL) else None
 
 
+def where(endpoint: str) -> str:
+    """An endpoint in words for people: `at HOST:PORT`, or `by way of HOST:PORT` if a meeting point there leads on."""
+    return f"by way of {endpoint.rpartition('@')[2]}" if endpoint.startswith(TUNNEL) else f"at {endpoint}"
+
+
 def direct(endpoints: Iterable[str]) -> list[str]:
     """The endpoints that lead through no meeting point."""
     return [endpoint for endpoint in endpoints if not endpoint.startswith(TUNNEL)]

@@ -37,7 +37,7 @@ NUM_POINTS = 3
 LOOK_SECONDS = 0.5
 """Time between two checks of whether the peer waits at enough of them."""
 AGAIN_SECONDS = 10.0
-"""How long a meeting point that refused, or was lost, is left alone."""
+"""Least time from one attempt to wait at a meeting point until the next one there."""
 CONNECT_SECONDS = 5.0
 """Longest wait until a meeting point has accepted this peer, and until a caller is connected."""
 MAX_LINES = 256
@@ -105,6 +105,8 @@ class Waiting:
 
     async def _stay(self, point: Entry, tasks: asyncio.TaskGroup) -> None:
         """Wait at one meeting point for as long as that is possible."""
+        # After a long wait the next attempt comes at once: this machine, and not the meeting point, may have been away.
+        self._avoided_until[point] = self._clock.monotonic() + AGAIN_SECONDS
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 channel = await self._points.connect(point, _WAIT_OPTIONS)
@@ -119,7 +121,6 @@ class Waiting:
             self._kept.pop(point, None)
             self._trying.discard(point)
             self._points.forget(point)
-            self._avoided_until[point] = self._clock.monotonic() + AGAIN_SECONDS
 
     async def _wait(self, point: Entry, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> None:
         """Prove this peer's key, wait and answer calls. Raises SwarmError once the waiting is over."""

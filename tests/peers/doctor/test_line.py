@@ -6,13 +6,15 @@ from peers.doctor import line
 from peers.doctor.finding import Finding, State
 from swarm import config as configs
 from swarm.rpc.probe import Distance, Rates
+from swarm.types import PeerId
+from tests.routing.records import id_of
 
 CONFIG = configs.load_preset("small")
 
 
-def _at(*offsets: float, seconds: float = 0.02) -> dict[str, Distance | str]:
+def _at(*offsets: float, seconds: float = 0.02) -> dict[PeerId, Distance | str]:
     return {
-        f"192.0.2.{number}:1": Distance(round_trip_seconds=seconds, clock_offset_seconds=offset)
+        id_of(number): Distance(round_trip_seconds=seconds, clock_offset_seconds=offset)
         for number, offset in enumerate(offsets)
     }
 
@@ -24,7 +26,7 @@ def _at(*offsets: float, seconds: float = 0.02) -> dict[str, Distance | str]:
         (_at(4.0), State.WRONG, "4.0 s behind 1 peer's: turn on time synchronisation; 3 s are allowed"),
         (_at(-9.0, -9.2), State.WRONG, "9.1 s ahead of those of 2 peers"),
         (_at(0.0, 0.1, 3600.0), State.FINE, "within 0.1 s"),
-        ({"192.0.2.1:1": "it is gone"}, State.NOT_CHECKED, "no peer to compare it with answers"),
+        ({id_of(9): "gpu-9 at 192.0.2.9:1: it is gone"}, State.NOT_CHECKED, "no peer to compare it with answers"),
         ({}, State.NOT_CHECKED, "no peer to compare it with answers"),
     ],
     ids=["right", "behind", "ahead", "one of theirs is wrong", "nobody answers", "nobody is there"],
@@ -51,11 +53,15 @@ def test_round_trips(found: line.Distances, state: State, words: str) -> None:
     [
         (_at(0.0), State.FINE, "1 of 1 that were asked answer"),
         (
-            {**_at(0.0), "192.0.2.9:1": "it is gone"},
+            {**_at(0.0), id_of(9): "gpu-9 at 192.0.2.9:1: it is gone"},
             State.FINE,
-            "1 of 2 that were asked answer; 192.0.2.9:1: it is gone",
+            "1 of 2 that were asked answer; gpu-9 at 192.0.2.9:1: it is gone",
         ),
-        ({"192.0.2.9:1": "it is gone"}, State.WRONG, "none answers (192.0.2.9:1: it is gone): check that this machine"),
+        (
+            {id_of(9): "gpu-9 at 192.0.2.9:1: it is gone"},
+            State.WRONG,
+            "none answers (gpu-9 at 192.0.2.9:1: it is gone): check that this machine",
+        ),
         ({}, State.NOT_CHECKED, "no other peer serves"),
     ],
 )

@@ -1,21 +1,35 @@
 """By which way others will reach a machine, and ports that cannot be had."""
 
 import socket
+from collections.abc import Sequence
 
 import pytest
 
 from peers.doctor.finding import State
 from peers.doctor.ports import Ports, judge, unasked
+from swarm.rpc.v1 import meeting_pb2 as pb
+
+
+def _reply(endpoints: Sequence[str] = (), dht_endpoints: Sequence[str] = ()) -> pb.CheckReply:
+    return pb.CheckReply(observed_host="203.0.113.7", endpoints=endpoints, dht_endpoints=dht_endpoints)
 
 
 def test_what_is_reached_is_told_with_its_address() -> None:
-    grpc, dht = judge(5001, 5002, ["203.0.113.7:5001"], ["203.0.113.7:5002"], 2)
+    grpc, dht = judge(5001, 5002, [_reply(["203.0.113.7:5001"] * 2, ["203.0.113.7:5002"])] * 2)
     assert grpc.text == "203.0.113.7:5001 is reached from outside, by 2 peers"
     assert dht.text == "203.0.113.7:5002 is reached from outside"
 
 
+def test_what_some_do_not_reach_is_told_as_it_is() -> None:
+    grpc, dht = judge(5001, 5002, [_reply(), _reply(["203.0.113.7:5001"])])
+    assert grpc.text.startswith(
+        "203.0.113.7:5001 is reached from outside, by 1 of 2 peers; the others will reach it by way"
+    )
+    assert dht.text.startswith("no answer at 5002")
+
+
 def test_what_is_not_reached_is_told_with_what_happens_then() -> None:
-    grpc, dht = judge(5001, 5002, [], [], 1)
+    grpc, dht = judge(5001, 5002, [_reply()])
     assert grpc.text.startswith("1 peer got no answer at 5001: others will reach it by way of further peers. To be")
     assert dht.text == "no answer at 5002: this machine will ask the DHT, and not be asked"
 

@@ -151,4 +151,4 @@ async def test_a_frozen_peer_does_not_hold_up_one_that_joins(caplog: pytest.LogC
         async with asyncio.timeout(10.0):
             found = await line.distances([silent], channels, SystemClock(), seconds=0.3)
         await channels.close()
-    assert found == {silent.endpoint: "no answer within 0 s"}
+    assert found == {silent.peer_id: f"first at {silent.endpoint}: no answer within 0 s"}

@@ -107,7 +107,7 @@ def test_a_peer_that_others_leave_alone_is_told_once_by_whom_and_why(caplog: pyt
     (line,) = caplog.messages
     assert line == (
         "1 that hand on to this peer leave it alone for a while, as they say: gpu-0 (no answer). If that goes on, see "
-        "that others can reach 192.0.2.1:5001"
+        "that others can reach it at 192.0.2.1:5001"
     )
     clock.advance(ACCUSED_SECONDS)
     news.look(0, around(left_alone_by=five))

@@ -21,13 +21,12 @@ from swarm.dht.node import DhtNode
 from swarm.errors import Overloaded
 from swarm.machine.clock import SystemClock
 from swarm.rpc import probe
-from swarm.rpc.entry import Entry
 from swarm.rpc.meeting import check as checks
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
-from tests.support.meeting import meeting_point
+from tests.support.meeting import Host, meeting_point
 from tests.support.memory_store import MemoryStore
 from tests.support.proxy import Direction, Proxy
 
@@ -56,7 +55,7 @@ async def _reach(
     is_known: bool = True,
     others: Sequence[str] = (),
     largest_bytes: int | None = None,
-) -> AsyncIterator[tuple[Reach, Node, Entry]]:
+) -> AsyncIterator[tuple[Reach, Node, Host]]:
     """Of a peer that finds one other peer in the run, at further endpoints too, or none.
 
     Args:
@@ -81,7 +80,7 @@ async def _reach(
         reach = Reach(member, cast(DhtNode, node), listen, insecure=False)
         keeping = asyncio.create_task(reach.keep())
         try:
-            yield reach, node, host.entry
+            yield reach, node, host
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -115,12 +114,55 @@ async def test_a_peer_that_is_reached_announces_its_endpoint_and_keeps_its_port(
 async def test_a_peer_that_is_not_reached_waits_at_another_one_and_says_which_ports_to_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with _reach() as (reach, node, entry):
+    async with _reach() as (reach, node, host):
         await reach.found_out()
-        assert reach.endpoints == (f"tunnel:{entry}",)
+        assert reach.endpoints == (f"tunnel:{host.entry}",)
         await eventually(lambda: node.is_client)
         line = next(record.message for record in caplog.records if "by way of further peers" in record.message)
-        assert f"TCP ports {reach.port} (gRPC) and 5002 (DHT)" in line
+        assert f"no answer at 127.0.0.1:{reach.port} (gRPC) and 127.0.0.1:5002 (DHT). To be reached" in line
+
+
+async def test_a_peer_that_was_not_reached_by_accident_is_soon_reached_directly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [pb.CheckReply(observed_host="127.0.0.1")]
+
+    async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds: float) -> pb.CheckReply:
+        return answers.pop() if answers else await checks.check(channel, request, seconds=seconds)
+
+    monkeypatch.setattr(inquiry, "check", check)
+    monkeypatch.setattr(reaches, "DOUBT_SECONDS", 0.01)
+    monkeypatch.setattr(checks, "GAP_SECONDS", 0.0)
+    async with _reach() as (reach, _, _):
+        await eventually(lambda: reach.endpoints[:1] == (f"127.0.0.1:{reach.port}",))
+        assert not answers
+
+
+@pytest.mark.usefixtures("nobody_gets_through")
+async def test_a_port_that_is_reached_is_not_to_be_opened(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_node(host: str, port: int) -> bool:
+        return True
+
+    monkeypatch.setattr(checks, "_is_node", is_node)
+    async with _reach() as (reach, node, _):
+        await reach.found_out()
+        line = next(record.message for record in caplog.records if "by way of further peers" in record.message)
+        assert f"no answer at 127.0.0.1:{reach.port} (gRPC). To be reached directly, open that TCP port" in line
+        assert reach.announced(reach.port).dht_addresses
+        assert not node.is_client
+
+
+@pytest.mark.usefixtures("nobody_gets_through")
+async def test_a_peer_whose_meeting_points_are_gone_stays_announced_for_those_that_have_punched_a_way_to_it() -> None:
+    async with _reach() as (reach, _, host):
+        await reach.found_out()
+        announced = reach.announced(reach.port)
+        assert announced.endpoints == (f"tunnel:{host.entry}",)
+        await host.server.stop(None)
+        await eventually(lambda: not reach.endpoints)
+        assert reach.announced(reach.port) == announced
 
 
 @pytest.mark.usefixtures("nobody_gets_through")
@@ -177,8 +219,9 @@ async def test_a_peer_to_which_only_short_messages_pass_does_not_serve_and_says_
 
 
 async def test_a_peer_with_one_version_of_ip_also_waits_at_one_that_has_both() -> None:
-    async with _reach(others=["[2001:db8::7]:5001"]) as (reach, _, entry):
+    async with _reach(others=["[2001:db8::7]:5001"]) as (reach, _, host):
         await eventually(lambda: len(reach.endpoints) > 1)
+        entry = host.entry
         assert reach.endpoints == (
             f"127.0.0.1:{reach.port}", f"tunnel:{entry}", f"tunnel:{entry.peer_id}@[2001:db8::7]:5001",
         )  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 
 from swarm.credentials.identity import Identity, generate
 from swarm.errors import NotAllowed, NotReady, Overloaded, SwarmError
+from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.failures import translate
@@ -23,6 +24,7 @@ from swarm.types import PeerId
 from tests.support import locked
 from tests.support.chain import eventually
 from tests.support.meeting import Host, echo, hidden_peer, meeting_point
+from tests.support.proxy import Proxy
 
 MEGABYTE = bytes(range(256)) * (4 << 10)
 
@@ -91,6 +93,27 @@ async def test_another_meeting_point_takes_over_from_one_that_dies() -> None:
         await eventually(lambda: len(hidden.waiting.endpoints) == 1)
         assert str(dying.entry) not in hidden.waiting.endpoints[0]
         await pool.close()
+
+
+async def test_a_peer_that_slept_waits_at_once_where_it_waited_before() -> None:
+    class Stopped(SystemClock):
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock = Stopped()
+    async with (
+        meeting_point() as host,
+        Proxy(host.entry.host, host.entry.port) as path,
+        hidden_peer([Entry(host.entry.peer_id, path.address)], clock=clock) as hidden,
+    ):
+        # The meeting point gave the silent peer up, and the router forgot its connection.
+        clock.now = 60.0
+        path.cut()
+        await eventually(lambda: not hidden.waiting.endpoints)
+        await eventually(lambda: bool(hidden.waiting.endpoints))
+        assert host.point.num_waiting == 1
 
 
 async def test_a_meeting_point_is_waited_at_where_it_answers_and_announced_at_all_its_endpoints() -> None:
