@@ -67,7 +67,8 @@ class NotReady(TryAnotherPeer):
 
 
 class NotServed(TryAnotherPeer):
-    """The peer does not serve this caller, or not what it asks for. The peer may have moved since its announcement."""
+    """The peer does not serve this caller, or not what the caller asks for: it may have moved since its
+    announcement."""
 
 
 class WrongStage(NotServed):

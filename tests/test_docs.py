@@ -123,7 +123,7 @@ def test_paths_in_code_exist(page: Path) -> None:
 
 @page_by_page
 def test_options_exist(page: Path) -> None:
-    """An option behind a program's name must be that program's, any other some program's."""
+    """An option behind a program's name must be one of that program's, and any other option must be some program's."""
     program = re.compile("|".join(map(re.escape, sorted(OPTIONS, key=len, reverse=True))))
     for span in _code(page.read_text()):
         starts = [match.start() for match in program.finditer(span)]
@@ -147,7 +147,7 @@ def test_sections_of_operations_name_their_own_program_s_options(program: str) -
 def test_commands_on_lines_of_their_own_are_understood(
     page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the very programs, as far as their options; nothing is run. The page has one of each bench or study."""
+    """The programs themselves parse their options; nothing is run. The page has a command for each bench or study."""
     parse, shown = cli.parse, SHOWN.get(page.name, {})
 
     def parse_only(options: type, *, prog: str, argv: Sequence[str]) -> NoReturn:

@@ -25,7 +25,7 @@ _OWN = torch.backends.cpu.get_cpu_capability()
     ],
 )
 def test_another_processor_computes_the_same_bits(processor: dict[str, str], tmp_path: Path) -> None:
-    """With another number of threads, too."""
+    """That holds with another number of threads, too."""
     reproducible.write_encoded(tmp_path)
     command = [sys.executable, "-m", "tests.support.reproducible", str(tmp_path), "3"]
     other = subprocess.run(command, env=os.environ | processor, check=True, capture_output=True, text=True)

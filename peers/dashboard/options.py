@@ -24,7 +24,7 @@ class DashboardOptions(ViewOptions):
     """Names of this host under which browsers reach the page, such as that of a proxy before it; localhost and IP
     addresses always are."""
     interval: float = 2.0
-    """Seconds between two looks at the run, however many people look at the page."""
+    """Seconds between two views of the run, however many people look at the page."""
     history: Path | None = None
     """Folder that keeps what was seen; by default dashboard in ~/.cache/swarm."""
     embed: bool = False

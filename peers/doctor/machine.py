@@ -53,12 +53,12 @@ def _why_no_gpu(driver: str, cuda: str | None, complaints: Sequence[str]) -> str
     if cuda is None:
         return (
             f"an NVIDIA GPU is here (driver {driver}), and this PyTorch is built without CUDA: install one with it, or "
-            "say --device cpu"
+            "give --device cpu"
         )
     said = f" ({complaints[0].partition('(')[0].strip()})" if complaints else ""
     return (
         f"an NVIDIA GPU is here (driver {driver}), and PyTorch for CUDA {cuda} cannot use it{said}: install a newer "
-        "driver, or say --device cpu"
+        "driver, or give --device cpu"
     )
 
 

@@ -49,7 +49,7 @@ class DoctorOptions:
 
     def __post_init__(self) -> None:
         if self.invite is not None and self.lan:
-            raise ValueError("INVITE and --lan are ways to the same: leave one out")
+            raise ValueError("INVITE and --lan both say which run to enter: leave one out")
         cli.require_at_least(self, {"keep_checkpoints": 1})
         for name in ("port", "dht_port"):
             if not 0 <= getattr(self, name) <= 65535:

@@ -16,7 +16,8 @@ class GenerateOptions:
     """Have a swarm, or a model in this process, write text: for a prompt, in a conversation, or over HTTP."""
 
     invite: InviteOption = None
-    """To a run, swarm://..., as every swarm-peer prints it: the swarm's stages write the text, also while it trains."""
+    """The invite to a run, swarm://..., as every swarm-peer prints it: its stages write the text, also while it
+    trains."""
     prompt: str | None = None
     """Text to continue."""
     chat: bool = False

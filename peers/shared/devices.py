@@ -91,7 +91,7 @@ def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1
     return int(share * max(0, device.free_bytes // num_processes - needed_bytes))
 
 
-# -- what is here ------------------------------------------------------------------------------------------------------
+# -- this machine's devices --------------------------------------------------------------------------------------------
 
 
 def device_of(name: str, rng: random.Random) -> "torch.device":

@@ -117,7 +117,7 @@ def find_entrance(
         return Entrance(addresses=addresses, token=token, insecure=options.insecure)
     invite = Invite.parse(addresses[0])
     if invite.is_locked and token is None:
-        raise ValueError("the run is locked: ask its owner for a token, and say INVITE#TOKEN")
+        raise ValueError("the run is locked: ask its owner for a token, and give INVITE#TOKEN")
     return Entrance(entries=invite.entries, run=invite.run, token=token, insecure=options.insecure)
 
 

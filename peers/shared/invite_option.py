@@ -27,5 +27,5 @@ class EntranceOptions(Protocol):
 def joins(options: EntranceOptions) -> bool:
     """Whether the options name a run to join. Raises ValueError if they name it in both ways."""
     if options.invite is not None and options.initial_peers:
-        raise ValueError("INVITE and --initial-peers are two ways to the same: leave one out")
+        raise ValueError("INVITE and --initial-peers both say which run to enter: leave one out")
     return options.invite is not None or bool(options.initial_peers)

@@ -29,8 +29,8 @@ class Joining:
 
     @classmethod
     def at(cls, config: RunConfig, entries: Sequence[Entry], *, insecure: bool) -> Self:
-        """The commands with an invite that names the first of these peers, as many as fit; without peers, with the word
-        INVITE."""
+        """The commands with an invite that names as many of these peers as fit, the first ones; without peers, with the
+        word INVITE."""
         if not entries:
             return cls()
         invite = Invite.fitting(config.run_id, entries, is_locked=bool(config.owner))

@@ -76,7 +76,7 @@ def found_invite() -> str:
     runs = _found()
     if len(runs) > 1:
         found = ", ".join(f"{name}: {invite}" for name, invite in sorted(runs.items()))
-        raise ValueError(f"several runs are in this network; say one of these invites in the place of --lan: {found}")
+        raise ValueError(f"several runs are in this network; give one of these invites instead of --lan: {found}")
     [(name, invite)] = runs.items()
     logger.info("found run %s in this network", name)
     return str(invite)
@@ -91,8 +91,8 @@ def _found() -> dict[str, Invite]:
     runs = run_loop(find())
     if not runs:
         raise PeerUnavailable(
-            f"no run was found in this network in {LOOK_SECONDS:.0f} s: start one of its peers with --lan, or say its "
-            "INVITE, which is needed also where the network passes on no multicast"
+            f"no run was found in this network in {LOOK_SECONDS:.0f} s: start one of its peers with --lan, or give "
+            "its INVITE, which is needed also where the network passes on no multicast"
         )
     return runs if len(runs) == 1 else run_loop(answering(runs)) or runs
 
@@ -115,7 +115,7 @@ async def _answers(invite: Invite) -> bool:
     except ValueError:
         return invite.is_locked
     except SwarmError:
-        # It is there, and speaks another version, say.
+        # The run is there, but speaks another version, for example.
         pass
     return True
 
@@ -252,7 +252,7 @@ async def _multicast() -> "AsyncIterator[AsyncZeroconf]":
     try:
         network = AsyncZeroconf(ip_version=IPVersion.All)
     except OSError as error:
-        raise ValueError(f"--lan: this machine has no multicast ({error.strerror}): say INVITE instead") from None
+        raise ValueError(f"--lan: this machine has no multicast ({error.strerror}): give INVITE instead") from None
     try:
         yield network
     finally:

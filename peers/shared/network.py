@@ -73,13 +73,15 @@ class KnownPeers:
         """
         await patiently(lambda: self.look(directory, stages), clock, "the run's peers in the DHT")
         if returns and not any(map(self.others, stages)):
-            logger.info("was here before: looking for others who may still be in the run, %.0f s", RETURN_SECONDS)
+            logger.info(
+                "this peer was here before: looking for others that may still be in the run, for %.0f s", RETURN_SECONDS
+            )
             deadline = clock.monotonic() + RETURN_SECONDS
             while not any(map(self.others, stages)) and clock.monotonic() < deadline:
                 await clock.sleep(LOOK_SECONDS)
                 with suppress(PeerUnavailable):
                     await self.look(directory, stages)
-            # They may have come in the middle of a reading, after some stages had been read.
+            # The peers may have come in the middle of a reading, after some stages had been read.
             await patiently(lambda: self.look(directory, stages), clock, "the run's peers in the DHT")
 
     def peers(self, stage: int) -> Sequence[PeerRecord]:

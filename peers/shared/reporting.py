@@ -66,7 +66,7 @@ def start(options: ReportingOptions, folder: Path, config: RunConfig) -> Reporti
         ValueError: an extra is not installed.
         OSError: TensorBoard's folder cannot be made.
     """
-    # First, because it can fail, and W&B's run would then have begun for nothing.
+    # TensorBoard comes first, because it can fail, and W&B's run would then have begun for nothing.
     tensorboard = None if options.tensorboard is None else TensorBoard(options.tensorboard)
     wandb = None
     if options.wandb is not None:

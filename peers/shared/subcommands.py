@@ -38,7 +38,7 @@ def run(prog: str, about: str | None, commands: Mapping[str, Command[Any]], argv
         return 0
     if name not in commands:
         known = ", ".join(commands)
-        print(f"{prog}: error: say one of {known}, not {name!r} (see {prog} --help)", file=sys.stderr)
+        print(f"{prog}: error: give one of {known}, not {name!r} (see {prog} --help)", file=sys.stderr)
         return process.EXIT_USAGE
     command = commands[name]
     with process.interruptible():

@@ -84,7 +84,7 @@ async def stop_or_expiry(stop: asyncio.Event, identity: Identity, clock: Clock) 
             await stop.wait()
     except TimeoutError:
         stop.set()
-        logger.error("the token ends at %s: leaving; ask the run's owner for a new one", _date(expires_at))
+        logger.error("the token expires at %s: leaving; ask the run's owner for a new one", _date(expires_at))
 
 
 def _date(when: float) -> str:

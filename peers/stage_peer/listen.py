@@ -48,7 +48,7 @@ class Outside:
         listening, own = ip_of(listens_at), ip_of(self.host)
         if own is not None and (own.is_unspecified or own.is_multicast):
             raise ValueError(
-                f"{option} {self.host}: this is no machine's address; say the one at which others reach it"
+                f"{option} {self.host}: this is no machine's address; give the one at which others reach it"
             )
         if listening is None or own is None or self.port:
             return

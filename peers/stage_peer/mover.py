@@ -130,9 +130,8 @@ class Mover:
         except* (SwarmError, OSError, ValueError) as faults:
             if serving or (move is None and not self._stop.is_set()):
                 raise
-            failure = str(
-                next(process.leaves(faults))
-            )  # Only its text: the traceback of the fault itself would keep the server and its model in memory.
+            # Only the text is kept: the fault's traceback would keep the server and its model in memory.
+            failure = str(next(process.leaves(faults)))
         except* (RuntimeError, MemoryError) as errors:
             error = next(process.leaves(errors))
             if not is_out_of_memory(error):

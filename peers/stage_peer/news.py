@@ -122,7 +122,7 @@ class StageNews:
             told = ", ".join(f"{name} ({reason})" for name, reason in sorted(accusers.items())[:MOST_ACCUSERS])
             more = f" and {len(accusers) - MOST_ACCUSERS} more" if len(accusers) > MOST_ACCUSERS else ""
             logger.warning(
-                "%d that hand on to this peer leave it alone for a while, as they say: %s%s. If that goes on, see that "
-                "others can reach it %s", len(accusers), told, more, where(around.endpoint),
+                "this peer is left alone for a while by %d of its callers, as they say: %s%s. If that goes on, see "
+                "that others can reach it %s", len(accusers), told, more, where(around.endpoint),
             )  # fmt: skip
             self._told_of = set(accusers)

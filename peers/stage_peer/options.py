@@ -22,7 +22,8 @@ class PeerOptions:
     """Serve one stage of a run."""
 
     invite: InviteOption = None
-    """To a run that is there already, swarm://..., as every swarm-peer prints it; without one a new run begins."""
+    """The invite to a run that is there already, swarm://..., as every swarm-peer prints it; without one a new run
+    begins."""
     lan: bool = False
     """Announce the run's invite in the local network, for those that look for it with --lan. Without INVITE and without
     a new run's options, first take the run that another peer announces there. Needs the extra lan."""
@@ -30,8 +31,8 @@ class PeerOptions:
     """Stage to serve, from 0, and to stay at. auto takes the one that needs a peer most, and moves when another one
     does. Left out, it is auto with an invite, and else 0, also where others serve that already."""
     rebalance_every: float | None = None
-    """Seconds between two looks whether another stage needs this peer more, 60 if left out; 0 never moves. Only with
-    --stage auto."""
+    """Seconds between two checks whether another stage needs this peer more, 60 if left out; with 0 it never moves.
+    Only with --stage auto."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of peers that are there already, instead of an invite."""
     token: str | None = None
@@ -82,7 +83,7 @@ class PeerOptions:
     PORT it has the same number, and HOST counts for the DHT as well. Left out, the machine's own addresses are
     announced, first the one on the way to the peers that it joins."""
     announce_dht: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """HOST[:PORT] at which others reach its --dht-port, likewise."""
+    """HOST[:PORT] at which others reach this machine's --dht-port, likewise."""
     no_port_mapping: bool = False
     """Ask no router to forward the ports. Otherwise, if others do not reach this peer, its router is asked to forward
     both while the peer is there."""
@@ -148,7 +149,9 @@ class PeerOptions:
         if sum(source is not None for source in (self.config, self.preset, self.model)) > 1:
             raise ValueError("--config, --preset and --model exclude each other")
         if not self.names_a_run and not self.joins and not self.lan:
-            raise ValueError("a new run needs --preset NAME, --config FILE or --model DIR; to join one, say its INVITE")
+            raise ValueError(
+                "a new run needs --preset NAME, --config FILE or --model DIR; to join one, give its INVITE"
+            )
         if not self.names_a_run and (self.dataset or self.tokenizer or self.stages):
             raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset, --config or --model")
         if not self.names_a_run and self.lora_options:
@@ -162,7 +165,9 @@ class PeerOptions:
             for one in outside:
                 one.require_heard(self.host, option=option)
         if any(outside.port for outside in self.outside) and not self.announce_dht:
-            raise ValueError("--announce HOST:PORT is of gRPC alone: say --announce-dht HOST:PORT for the DHT as well")
+            raise ValueError(
+                "--announce HOST:PORT is for gRPC alone: give --announce-dht HOST:PORT for the DHT as well"
+            )
         cli.require_name(self.name)
         cli.require_threads(self.threads)
         if self.resume_round is not None and self.resume is None:

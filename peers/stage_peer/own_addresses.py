@@ -51,7 +51,7 @@ class Candidates:
         if not self.is_decided:
             logger.warning(
                 "this machine has no default route and several addresses: %s; others are told %s first. If they reach "
-                "it by another one, say --announce HOST", ", ".join(self.outside), self.outside[0],
+                "it by another one, give --announce HOST", ", ".join(self.outside), self.outside[0],
             )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     returns = not options.joins and options.dht_port > 0 and identity.libp2p_path.exists()
     if not (options.joins or returns or options.resume or options.first_stage in (0, "auto")):
         logger.warning(
-            "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, say its "
+            "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, give its "
             "INVITE",
             options.first_stage,
         )

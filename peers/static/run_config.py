@@ -47,7 +47,7 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
     if not config.model.weights:
         return config, None
     if model is None:
-        raise ValueError("the run begins with a model (model.weights): say --model with its folder, or its name")
+        raise ValueError("the run begins with a model (model.weights): give --model with its folder, or its name")
     weights = model.all_weights(cache_folder())
     weights.require(config.model.weights)
     return config, weights
@@ -72,11 +72,11 @@ def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfi
         raise ValueError(f"--pp {shape.pp} needs as many layers, and model.num_layers is {model.num_layers}")
     if "parallel" in model.types_of_blocks and shape.pp != config.stages.num_stages:
         raise ValueError(
-            f"parallel blocks meet at the ends of the run's {config.stages.num_stages} stages: say --pp "
+            f"parallel blocks meet at the ends of the run's {config.stages.num_stages} stages: give --pp "
             f"{config.stages.num_stages}, or stages.num_stages = {shape.pp} in the configuration"
         )
     if shape.tp > 1 and config.lora.dropout:
-        raise ValueError("--tp is not for lora.dropout: each worker has a part of what it zeroes")
+        raise ValueError("--tp is not for lora.dropout, which would zero other inputs at each worker: set it to 0")
     in_shards(model, shape.tp)
     if options.compile:
         require_compilable(config)

@@ -38,7 +38,7 @@ def bytes_sent(
         num_sums = 2 * sum(len(spans(model, layers)) for layers in layer_ranges(config)) / shape.pp
         num_sent += num_microbatches * num_sums * 2 * tp * hidden
     if config.gradient_step.name == "muon":
-        # Matrices that are cut are gathered for its step.
+        # Matrices that are cut are gathered for Muon's step.
         matrices = {name: value for name, value in parameters.items() if is_hidden_matrix(name, value.shape)}
         num_sent += dp * _size(matrices) if options.fsdp else 0.0
         num_sent += (shape.tp - 1) * _size({name: matrices[name] for name in matrices if cut_axis(name) is not None})

@@ -58,7 +58,9 @@ def shape_of(options: StaticOptions, environment: Mapping[str, str]) -> Shape:
     if options.fsdp and dp == 1:
         raise ValueError("--fsdp cuts weights over the --dp workers, and there is one: start several with torchrun")
     if options.compress and dp == 1:
-        raise ValueError("--compress is of what --dp workers send to each other, and there is one")
+        raise ValueError(
+            "--compress is for what --dp workers send to each other, and there is one: start several with torchrun"
+        )
     return Shape(dp=dp, tp=options.tp, pp=options.pp)
 
 

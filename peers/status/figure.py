@@ -82,7 +82,7 @@ def counter(
     help: str, *, unit: str = "", announced: Callable[[Any], Any] | None = None,
     answered: Callable[[Any], Any] | None = None, column: Column | None = None,
 ) -> Any:  # fmt: skip
-    """The same of a figure that counts from 0 what happened since the process started."""
+    """Make the field of a figure that counts what happened since the process started, from 0."""
     return figure(help, default=0, unit=unit, only_grows=True, announced=announced, answered=answered, column=column)
 
 

@@ -48,9 +48,11 @@ class ViewOptions:
     def require_one_way(self, prog: str) -> None:
         """Raise ValueError unless the options say in exactly one way where the runs are."""
         if self.num_ways > 1:
-            raise ValueError("INVITE, --lan, --peer and --initial-peers are ways to the same: leave all but one out")
+            raise ValueError(
+                "INVITE, --lan, --peer and --initial-peers all say where the runs are: leave all but one out"
+            )
         if self.num_ways == 0:
-            raise ValueError(f"which run? say {prog} INVITE, with the invite that every swarm-peer prints")
+            raise ValueError(f"which run? type {prog} INVITE, with the invite that every swarm-peer prints")
 
     @property
     def asks_the_dht(self) -> bool:

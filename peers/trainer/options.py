@@ -68,9 +68,9 @@ class TrainerOptions:
 
     def __post_init__(self) -> None:
         if joins(self) and self.lan:
-            raise ValueError("INVITE, --initial-peers and --lan are ways to the same: leave all but one out")
+            raise ValueError("INVITE, --initial-peers and --lan all say which run to enter: leave all but one out")
         if not joins(self) and not self.lan:
-            raise ValueError("which run? say swarm-trainer INVITE, with the invite that every swarm-peer prints")
+            raise ValueError("which run? type swarm-trainer INVITE, with the invite that every swarm-peer prints")
         cli.require_at_least(
             self,
             {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1},

@@ -34,7 +34,7 @@ WAITS_SECONDS = 600.0
 
 
 class Report(contextlib.AbstractContextManager["Report"]):
-    """Is told of every step. Inside its `with` block the progress bar is shown."""
+    """Reports every step that it is told of. Inside its `with` block the progress bar is shown."""
 
     def __init__(
         self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock,
@@ -79,10 +79,10 @@ class Report(contextlib.AbstractContextManager["Report"]):
     def waiting(self, stage: int, obstacle: Obstacle) -> None:
         """Log why no peer of a stage takes work: each cause once until the next step, with a gap between two causes.
 
-        That all are merely busy is usual where stages are slow, so it is logged now and then.
+        Where stages are slow, all peers are often merely busy, so this is logged only now and then.
         """
         if stage >= self._config.stages.num_stages:
-            return  # There is no such stage: a peer claims it.
+            return  # There is no such stage: a peer has made it up.
         if obstacle.is_business:
             if self._busy.count(stage):
                 logger.info("waiting: %s", obstacle.in_words(stage))

@@ -44,8 +44,8 @@ class Row:
         steps: the steps that a worker takes between two averages.
         outer: rate and momentum of the outer step.
         delayed: whether gradients are of the weights before the last step, as with PipeDream-2BW (arXiv 2006.09503).
-        corrected: whether the difference between this delayed step and the last one is added to the step, since the
-            last one should have been that much larger, as it is known now (like error feedback, arXiv 2606.30634).
+        corrected: whether a step also makes up for the last one, which came from a late gradient: the difference
+            between this delayed step and the last one is added (like error feedback, arXiv 2606.30634).
     """
 
     against: str = ""

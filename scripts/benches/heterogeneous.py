@@ -45,9 +45,10 @@ SAMPLES = 2
 GOAL = 0.95
 """The share of the capacity that is to be reached."""
 LEAST_WORK, MOST_WORK = 0.75, 1.3
-"""Of a peer, over what its capacity makes its part. A peer that gets less is starved: for a quarter of the time in
-which its mates have work it has none. A third more than its part is work that others were waiting for. Closer bounds
-would find fault with counting (a slow peer does about a hundred) and with the seconds until a newcomer is known."""
+"""The bounds of a peer's work, relative to the part that its capacity gives it. A peer that gets less is starved: for a
+quarter of the time in which its mates have work it has none. A third more than its part is work that others were
+waiting for. Closer bounds would find fault with counting (a slow peer does about a hundred) and with the seconds until
+a newcomer is known."""
 
 JUDGED = {"passed": MORE, "share_of_capacity": MORE, "work_over_capacity_min": MORE, "work_over_capacity_max": LESS}
 

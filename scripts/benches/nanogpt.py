@@ -56,7 +56,7 @@ class Options(BenchOptions):
         if not self.settings:
             raise ValueError("--settings names none")
         if "diloco" in self.settings:
-            # In each of them two peers do what one does in an iteration.
+            # In each inner step two peers do what one process does in an iteration.
             cli.require_at_least(self, {"iterations": self.inner_steps})
 
 

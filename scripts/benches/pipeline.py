@@ -116,7 +116,7 @@ def _config(options: Options, d_model: int) -> RunConfig:
             dataset=options.dataset, sequence_length=256, microbatch_size=microbatch_size, max_tokens=4_000_000
         ),
         rounds=RoundsConfig(setting=options.setting, round_samples=round_samples, inner_batch_samples=round_samples),
-        # Low: with one inner step a round, DiLoCo's momentum makes a rate many times larger.
+        # The rate is low, because with one inner step a round DiLoCo's momentum makes it many times larger.
         optimizer=OptimizerConfig(learning_rate=3e-5, clip_norm=1.0),
     )
 

@@ -65,7 +65,7 @@ def audit(paths: Sequence[Path]) -> Report:
         else:
             reading.history.finish()
     if first is None:
-        raise ValueError("the files hold no events")
+        raise ValueError("the files hold no events: name those that --events wrote")
     return verdict.judge(first[1], rounds, findings, files=len(paths), seen=seen)
 
 

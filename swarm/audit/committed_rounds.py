@@ -54,9 +54,9 @@ class CommittedRound:
     num_replayed: int = 0
     ballot: Ballot | None = None
     committed_at: dict[str, float] = field(default_factory=dict)
-    """By boot, the time of the first commit there."""
+    """For each boot of a machine, the time of the first commit there."""
     prepared_at: dict[str, float] = field(default_factory=dict)
-    """By boot, the time at which the last member there had the result."""
+    """For each boot of a machine, the time at which the last member there had the result."""
 
     @property
     def number(self) -> int:
@@ -228,7 +228,8 @@ class CommittedRounds:
             yield round_, [peer for peer in round_.event.members if peer not in given]
 
     def decided(self) -> Iterator[tuple[int, int, dict[str, float]]]:
-        """Every result that all its members held, committed or not: its stage, its round, and since when, by boot."""
+        """Every result that all its members held, committed or not: its stage, its round, and since when, for each boot
+        of a machine."""
         for round_ in self.rounds.values():
             yield round_.stage, round_.number, round_.prepared_at
         for given in self._waiting.values():

@@ -168,8 +168,9 @@ class History:
         if event.lineage != lineage:
             self._violation(f"lineage {event.lineage[:12]} does not follow from what was committed")
         is_member = self.start.peer in event.members
-        # In the round at which this life entered, an earlier one may have taken part, as that one's file tells. And a
-        # member that failed in an exchange prepared no result, but takes it from the others if these commit it.
+        # In the round at which this life entered, an earlier life of the process may have taken part, as its file
+        # tells. And a member that failed in an exchange prepared no result, but takes it from the others if these
+        # commit it.
         took_part = event.attempt in self._attempts or event.round == self._entered_round
         if is_member and not took_part:
             self._violation("committed a result as its member and had not begun its attempt")

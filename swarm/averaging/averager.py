@@ -111,9 +111,10 @@ class Averager:
         await self.reporter.ask_all()
 
     async def arrived(self) -> None:
-        """Wait until this peer is where its group is, but after a failure no longer than for a member that is missed.
+        """Wait until this peer is where its group is; after a failure, only for as long as members wait for a missed
+        one.
 
-        `join` may have come to nothing, over a line that is busy. Then the next reports have this peer set out again.
+        If `join` failed, over a busy line for example, the answers to the next reports make this peer try again.
         """
         await self.catch_up.arrived()
 
@@ -127,7 +128,7 @@ class Averager:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the group is at a later round, and this peer is getting there."""
+        """Whether the group is at a later round, and this peer is on its way there."""
         return self.place.is_catching_up
 
     @property
@@ -149,7 +150,7 @@ class Averager:
         return self.roster.awaits_reports(self.place.standing)
 
     def statistics(self) -> AveragingStatistics:
-        """A reading of the counters."""
+        """The counters as they are now."""
         times, loop = self.leader.times, self.lead_loop
         return AveragingStatistics(
             num_attempts=loop.num_attempts,

@@ -28,14 +28,14 @@ class Calls:
             COMMIT.name: participant.commit,
             ABORT.name: participant.abort,
         }
-        """What answers when this peer, as the leader, calls itself."""
+        """Answers the calls that this peer, as the leader, makes to itself."""
 
     async def __call__(
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
     ) -> Reply:
         """Call a peer, or this one. A peer of this stage that cannot be reached is suspected.
 
-        Raises what the peer answers, PeerUnavailable or DeadlineExceeded.
+        Raises the error that the peer answers with, PeerUnavailable or DeadlineExceeded.
         """
         if peer.peer_id == self._context.own_id:
             return await self._ask_itself(method, request, timeout_seconds)
@@ -45,7 +45,7 @@ class Calls:
             if peer.stage == self._context.own.stage:
                 is_gone = isinstance(error, PeerUnavailable) and error.is_gone
                 self._roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
-                self._changes.signal()  # What waits for that peer need not wait any more.
+                self._changes.signal()  # Parts that wait for that peer need not wait any more.
             raise
 
     async def _ask_itself(self, method: Method[Request, Reply], request: Request, timeout_seconds: float) -> Reply:

@@ -26,7 +26,7 @@ class Handlers:
     """Answers the calls of other peers.
 
     Each method raises WrongRun, IncompatibleVersion or WrongStage for a call that is not meant for this peer, NotReady
-    before this peer averages, and what the part that answers raises.
+    before this peer averages, and whatever the answering part raises.
     """
 
     def __init__(

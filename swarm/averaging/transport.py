@@ -33,7 +33,7 @@ Reply = TypeVar("Reply")
 
 
 TELLING_BYTES = 4 << 20
-"""From this size on, an upload tells how fast a line is."""
+"""The least size of an upload that tells how fast a line is; a smaller one fits in buffers."""
 
 
 @dataclass(frozen=True)

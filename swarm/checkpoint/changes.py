@@ -1,7 +1,7 @@
 """What may change in the configuration when a run goes on from a checkpoint, and what did.
 
 Used by checkpoint/file, which refuses a checkpoint with a difference that is forbidden, and by
-peers/stage_peer/resume_news, which tells the user of every other difference.
+peers/stage_peer/resume, which tells the user of every other difference.
 """
 
 import dataclasses

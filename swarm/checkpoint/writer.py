@@ -99,7 +99,8 @@ class CheckpointWriter:
         return True
 
     def _foreign(self, header: Header) -> str:
-        """Say which checkpoint here, if any, is of another run: as an old one of this run it would be deleted."""
+        """Say which checkpoint here, if any, is of another run: otherwise it would be deleted as an old one of this
+        run."""
         for name in self._former:
             if difference := file.difference(self.folder / str(name), header.config):
                 return f"{name} in {self.folder} is of another run ({difference}); give --checkpoint another folder"

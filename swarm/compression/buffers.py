@@ -16,7 +16,7 @@ Buffer = bytes | bytearray | memoryview
 
 CHUNK_ELEMENTS = 1 << 18
 """How many elements a codec handles at a time, so that its temporaries stay in the processor's cache. With a quarter of
-them a codec took half as long again."""
+them a codec took one and a half times as long."""
 SMALLEST_SCALE = 2.0**-120
 """Elements with a smaller scale become zero, because its reciprocal might overflow."""
 LARGEST_SCALE = 2.0**100

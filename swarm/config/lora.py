@@ -54,7 +54,7 @@ class LoraConfig:
         require(bool(self.targets), "lora.targets must name at least one matrix; lora.rank = 0 turns adapters off")
         require(
             ALL_LINEAR not in self.targets or len(self.targets) == 1,
-            f"lora.targets: {ALL_LINEAR} means all of them, and stands alone",
+            f"lora.targets: {ALL_LINEAR} means all matrices: leave the others out",
         )
 
     @property

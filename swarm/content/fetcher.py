@@ -1,7 +1,7 @@
 """Fetches what digests name from several peers at once, whichever of them have it.
 
-Used by weights.py and tokenizer.py. What one peer fails to send, another one is asked for, and nothing that has come is
-fetched again. A peer that sent something else is not asked any more.
+Used by weights.py and tokenizer.py. If one peer fails to send something, another one is asked for it, and nothing that
+has come is fetched again. A peer that sent something else is not asked any more.
 """
 
 import asyncio

@@ -78,7 +78,7 @@ def _verified(owner_pem: str, chain_pem: str) -> Member:
         begins_at = max(certificate.not_valid_before_utc for certificate in (own, token, owner))
         expires_at = min(certificate.not_valid_after_utc for certificate in (own, token, owner))
         if begins_at > expires_at:
-            raise NotAllowed("a certificate that never holds")
+            raise NotAllowed("a certificate that is never valid")
         _verify_chain(owner, own, token, begins_at)
         return Member(
             peer_id=certificates.peer_id_of(chain_pem),

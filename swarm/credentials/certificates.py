@@ -87,7 +87,7 @@ def load_pair(pem: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     return key, certificate
 
 
-# -- making them -------------------------------------------------------------------------------------------------------
+# -- making certificates -----------------------------------------------------------------------------------------------
 
 
 def self_signed(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
@@ -169,7 +169,7 @@ def _authority(
     )
 
 
-# -- reading them ------------------------------------------------------------------------------------------------------
+# -- reading certificates ----------------------------------------------------------------------------------------------
 
 
 def to_pem(certificate: x509.Certificate) -> str:

@@ -328,7 +328,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
 
 
 def _bound(table: Any) -> None:
-    """Have hivemind's routing table refuse made-up ids, and keep no more replacements in a bucket than its nodes.
+    """Have hivemind's routing table refuse made-up ids, and keep no more replacements in a bucket than nodes.
 
     A node's id has to follow from its key, or one node could have any number of ids.
     """

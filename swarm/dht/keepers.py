@@ -76,7 +76,8 @@ class Keepers:
         is_keeper = len(others) < len(self._nearest)
         took_it = is_keeper and self._store_here(subkey, value, expiration)
         if not others:
-            # Nodes that did not answer a moment ago may be back, so "all" is true only where no neighbour is known.
+            # Nodes that did not answer a moment ago may be back. So the second value is true only if no neighbour is
+            # known.
             return took_it, is_keeper and not self._protocol.routing_table.uid_to_peer_id
         packed = self._protocol.serializer.dumps(value)
         answers = await asyncio.gather(

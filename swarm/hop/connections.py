@@ -1,8 +1,8 @@
 """Watches the connections to a stage's peers, so that a ban begins and ends with the fault that it is for.
 
 Run beside each hop, by trainers and stage peers. A broken connection shows that its peer is out of reach, even if no
-microbatch was under way; from then on the peer is asked whether it is back. What follows for its ban, the router
-decides.
+microbatch was under way; from then on the peer is asked whether it is back. The router decides what follows for its
+ban.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ async def watch_connections(*, stage: int, router: Router, channels: ChannelPool
             broken = previously - connected
             for record in records:
                 if record.place in broken:
-                    # No matter which call noticed the break: a hop would now wait for the next connection.
+                    # It does not matter which call noticed the break: a hop would now wait for the next connection.
                     router.failed(PeerId(record.peer_id), is_unreachable=True, reason="its connection broke")
             for record in router.unreachable(stage):
                 if record.place in under_way:

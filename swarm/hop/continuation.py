@@ -203,7 +203,7 @@ class Continuation:
             self._num_sent += 1
         return token
 
-    # -- beside it -----------------------------------------------------------------------------------------------------
+    # -- the peer that stands by ---------------------------------------------------------------------------------------
 
     async def _keep_standby(self) -> None:
         # A second peer is asked at once: where rounds are short, it soon drops this round's weights.

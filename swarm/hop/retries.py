@@ -193,7 +193,7 @@ class Retries:
         self._stuck_since = None
 
     def handed_over(self, peer_id: PeerId) -> None:
-        """Note that a peer has everything that it needs."""
+        """Note that a peer has all tensors of the microbatch."""
         self.route = {**self.route, self._stage: peer_id}
 
     def progressed(self, peer_id: PeerId, stage: int, downstream: Mapping[int, PeerId]) -> bool:

@@ -60,7 +60,7 @@ async def patiently(
                     seconds = clock.monotonic() - began_at
                     if isinstance(fault, final) or seconds > JOIN_SECONDS:
                         raise
-                    # Once something has been said, a reason that is known only then does not wait for the next line.
+                    # After the first line, a new reason is logged at once, and does not wait for the next line.
                     if is_news and seconds > FIRST_SECONDS:
                         logger.warning("waiting for %s, %.0f s so far", what(seconds), seconds)
                 await clock.sleep(RETRY_SECONDS)

@@ -58,7 +58,9 @@ class StageModule(nn.Module):
         if config.model.block_types and shards is None:
             shards = Shards(num_shards=config.model.num_shards, num_held=config.model.num_shards)
         if shards is not None and shards.num_held < shards.num_shards and config.lora.dropout:
-            raise ValueError("lora.dropout is not for shards in several processes: each has a part of what it zeroes")
+            raise ValueError(
+                "lora.dropout is not for shards in several processes, each of which would zero other inputs"
+            )
         self.shards = shards
         self.spans = list[Span]() if shards is None else spans(config.model, layer_range)
         self.is_first = stage == 0

@@ -110,7 +110,8 @@ class LeaseServicer(LeaseServiceServicer):
             looked_at = self._clock.monotonic()
             lead = self._lead()
             if lead.view is None:
-                # Another peer leads and grants from its own table. If this peer leads again, its own is out of date.
+                # Another peer leads and grants from its own table. If this peer leads again, its own table is out of
+                # date.
                 self._table = None
                 return pb.AcquireReply(leader_peer_id=lead.leader_id)
             grant = self._grant(lead.view, request, trainer)

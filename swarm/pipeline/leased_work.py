@@ -121,7 +121,7 @@ class LeasedWork:
             self._is_paused = False
             self._changed.set()
 
-    # -- running it ----------------------------------------------------------------------------------------------------
+    # -- running the work ----------------------------------------------------------------------------------------------
 
     def next(self) -> Work | None:
         """Take out the work that begins now, if any does.
@@ -179,7 +179,7 @@ class LeasedWork:
         self._changed.clear()
         await self._changed.wait()
 
-    # -- leasing it ----------------------------------------------------------------------------------------------------
+    # -- leasing more --------------------------------------------------------------------------------------------------
 
     async def keep_leased(self, last_round: int) -> None:
         """Renew leases at stage 0, and ask it for more, up to round `last_round`. Runs until it is cancelled."""

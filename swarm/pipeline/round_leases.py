@@ -148,12 +148,12 @@ class RoundLeases:
                     self.finished[microbatch] = Finished(trainer, at)
         self._claims.clear()
 
-    # -- what becomes of it ------------------------------------------------------------------------------------------
+    # -- how leases end ----------------------------------------------------------------------------------------------
 
     def note_committed(self, committed: Set[int]) -> None:
         """End the leases of microbatches that some member has committed, and learn how long these took."""
         now = self._clock.monotonic()
-        # Now, because members may have forgotten what they committed when the lease of a dead trainer expires.
+        # This is done now, because members may have forgotten what they committed when a dead trainer's lease expires.
         for microbatch in self.leases.keys() & committed:
             lease = self.leases.pop(microbatch)
             self.finished[microbatch] = Finished(lease.trainer, now, lease.is_replay)

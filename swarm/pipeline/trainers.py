@@ -109,7 +109,7 @@ class Trainers:
         held_by_bearer = sum(number for other, number in held.items() if other.bearer == trainer.bearer)
         return max(0, min(of_bearer - held_by_bearer, of_trainer - held[trainer]))
 
-    # -- which of them make progress ---------------------------------------------------------------------------------
+    # -- which trainers make progress --------------------------------------------------------------------------------
 
     def took(self, seconds: float) -> None:
         """Note that a microbatch was counted `seconds` after it was granted."""

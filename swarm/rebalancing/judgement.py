@@ -85,7 +85,7 @@ class Judgement:
         closed = self.avoided(now) | set(closed)
         return decide(layout, self._own_id, policy, own_rates=self._rates, closed=closed, waited=waited)
 
-    # -- what came of it ---------------------------------------------------------------------------------------------
+    # -- how a move ended --------------------------------------------------------------------------------------------
 
     def arrived(self, stage: int, *, move_seconds: float | None) -> None:
         """Note that the peer serves a stage now. The next move is expected to take as long as this one did."""

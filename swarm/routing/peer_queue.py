@@ -204,7 +204,7 @@ class PeerQueue:
         until = max(now, member.busy_until, self._bans.until(PeerId(member.record.peer_id)))
         heapq.heappush(self._away, (until, member.ticket, member))
 
-    # -- what came of it ---------------------------------------------------------------------------------------------
+    # -- what came of a choice ---------------------------------------------------------------------------------------
 
     def succeeded(self, peer_id: PeerId, now: float, reply: Observation) -> None:
         """Learn from a peer's reply, which also ends its ban; its next ban is short again."""

@@ -43,7 +43,7 @@ honest one at the same address by more than this."""
 Caller = NewType("Caller", str)
 
 _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
-"""How the addresses of this machine begin. In an open run all processes on it are one caller, and must not wait for
+"""How the addresses of this machine begin. In an open run all of its processes are one caller, and must not wait for
 each other."""
 _TUNNELLED = "127.77."
 """Callers that a meeting point connects come from addresses that begin like this, each from one of its own."""

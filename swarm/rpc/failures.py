@@ -33,8 +33,8 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
 }
 _TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing|response code 504", re.IGNORECASE)
-"""Matches what gRPC says when connecting took too long. "Endpoint closing" is what it says of a TLS handshake that did,
-and 504 is what meeting/dialler answers where no way worked."""
+"""Matches what gRPC says when connecting took too long. "Endpoint closing" is what it says of a TLS handshake that took
+too long, and 504 is what meeting/dialler answers where no way worked."""
 _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
 
 

@@ -113,7 +113,8 @@ class Invite:
             entries = ()
         if body[0] not in (0, _LOCKED) or not entries:
             raise ValueError(
-                "the invite says what this software does not know: install the release that the run's peers have"
+                "the invite has something that this software does not know: install the release that the run's peers "
+                "have"
             )
         return cls(run=run.hex(), is_locked=body[0] == _LOCKED, entries=entries)
 

@@ -18,7 +18,7 @@ from swarm.stage.slots import SHORTEST_RETRY_SECONDS, SlotCount, Slots
 from swarm.training.microbatch import Microbatch
 
 SHORTAGE_RETRY_SECONDS = 0.2
-"""How long a microbatch waits before it is offered again to a peer that has no memory for more than it has."""
+"""How long a microbatch waits before it is offered again to a peer that lacks the memory for one more."""
 
 
 class Slot(NamedTuple):
@@ -49,7 +49,7 @@ class Admission:
             setting.room,
         )
         self._slots: dict[int, Slots] = {}
-        """By what `Setting.queue_of` gives for the rounds of their microbatches."""
+        """The taken slots, by what `Setting.queue_of` gives for the rounds of their microbatches."""
         self._shortage = Shortage(context.stage, context.backend.budget)
         self._has_given_up = asyncio.Event()
         self.is_open = False
@@ -62,7 +62,7 @@ class Admission:
         self.is_open = True
 
     def close(self) -> None:
-        """Admit nothing until `open` is called, because the peer is joining or leaving. It is so at first."""
+        """Admit nothing until `open` is called, because the peer is joining or leaving. At first it is closed."""
         self.is_open = False
 
     @property

@@ -122,7 +122,8 @@ class StageBackend:
     def backward(
         self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None
     ) -> tuple[Download | None, Accumulated | None]:
-        """Compute the gradient of the stage's input (None at stage 0); if wanted, add the weights' to the open bucket.
+        """Compute the gradient of the stage's input (None at stage 0); if wanted, add that of the weights to the open
+        bucket.
 
         The forward is released, whatever happens.
 

@@ -33,7 +33,8 @@ class Boundary:
     width: int
 
     def spec(self, num_samples: int, length: int) -> TensorSpec:
-        """The tensor that travels: of the encoding's type, but with fp16 a row of numbers, and with a codec bytes."""
+        """The tensor that travels: of the encoding's type; with fp16 it is one row of numbers, and with a codec it is
+        bytes."""
         num_numbers = num_samples * length * self.width
         if self.encoding == _FP16.name:
             return TensorSpec(shape=(_FP16.num_elements(num_numbers),), encoding=self.encoding)

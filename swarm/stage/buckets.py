@@ -56,7 +56,7 @@ class Versions:
         self._memory = memory
         self._num_made = 0
         self._old: WeakSet[Version] = WeakSet()
-        """Earlier versions, each as long as something uses it."""
+        """Earlier versions, each kept for as long as something uses it."""
         self.newest = self._make({})
 
     @property
@@ -162,7 +162,7 @@ class GradientBucket:
         self.sources.pop(source, None)
 
     def clear(self, amount: Amount = NOTHING) -> None:
-        """Take all gradients out. `amount` of them will be added again, and counts as if they were there already."""
+        """Take all gradients out. Those of `amount` will be added again, and count as if they were there already."""
         torch._foreach_zero_(list(self.sums.values()))
         self.amount = amount
 

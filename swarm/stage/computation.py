@@ -189,7 +189,7 @@ class Computation(Watched):
         self.close_downstream()
 
     async def stopped(self) -> None:
-        """Wait until it has stopped. A task that it has begun on the compute thread may still run."""
+        """Wait until the computation has stopped. A task that it has begun on the compute thread may still run."""
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 

@@ -43,7 +43,8 @@ class Endings:
         self._changed.set()
 
     async def report_changes(self, notify: Callable[[], None]) -> None:
-        """Call `notify` whenever what counts towards the round may have changed, until cancelled. For one caller."""
+        """Call `notify` whenever what counts towards the round may have changed, until cancelled. Only one caller at a
+        time."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -63,7 +64,7 @@ class Endings:
             self._setting.acknowledged(microbatch)
             self._records.counters.add("committed")
             self._context.events.write(Ack(microbatch=microbatch.index))
-            if not microbatch.is_replay:  # A replay takes less.
+            if not microbatch.is_replay:  # A replay takes less time.
                 self._records.seconds_per_sample.observe(computation.result().busy_seconds / microbatch.num_samples)
             self._pass_on(self._settle(holder, keep_answer=entry.computation is not None))
         if computation.adopts is not None:
@@ -82,7 +83,8 @@ class Endings:
     def abandon(self, computation: Computation, subscriber: object) -> None:
         """Undo a computation because the call that waited for it is gone; keep it for a while if a retry can use it."""
         if computation.subscriber is subscriber:
-            # A call may be ended after its peer: then there is no sum any more from which a gradient could be taken.
+            # A call may end after its peer has ended: then there is no sum any more from which a gradient could be
+            # taken.
             with suppress(NotReady):
                 self._context.spawn(self._expire(computation, computation.orphan()))
 

@@ -50,7 +50,8 @@ class Evaluation:
         """Held by the one evaluation that is at the compute thread, so that evaluations take little of the thread's
         time from training."""
         self._turns: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
-        """By caller: of each caller one evaluation waits for `_evaluating`, so a caller with many delays no other."""
+        """A lock for each caller, held by the one of its evaluations that waits for `_evaluating`: a caller with many
+        evaluations delays no other caller."""
 
     # -- a round's weights ---------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class GenerationServicer(GenerationServiceServicer):
         self._num_tokens = 0
 
     def counters(self) -> stage_pb2.GenerationCounters:
-        """The sessions and rounds that there are now, and the tokens since the peer started."""
+        """How many sessions and held rounds there are now, and how many tokens passed by since the peer started."""
         return stage_pb2.GenerationCounters(
             sessions=len(self._places), tokens=self._num_tokens, rounds=len(self._rounds)
         )

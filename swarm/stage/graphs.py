@@ -45,7 +45,7 @@ class GraphBudget:
     def build(self, compute: Callable[[], torch.Tensor], version: Version) -> torch.Tensor:
         """Run `compute` with these weights. The first time, measure what autograd saves for the backward.
 
-        The weights themselves are left out of that.
+        The weights themselves are not counted.
         """
         if self.graph_bytes:
             return compute()

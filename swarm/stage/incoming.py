@@ -69,10 +69,10 @@ class Incoming:
         return message
 
     async def opening(self) -> Any:
-        """What the first message opens with; None if it does not. Raises DeadlineExceeded.
+        """The opening in the first message; None if it has none. Raises DeadlineExceeded.
 
-        Gives a copy, because a part would keep alive the whole message, with the chunks that came along. `tensors`
-        reads these.
+        Gives a copy, because a part of a message keeps all of it alive, with the chunks that came along. `tensors`
+        reads those chunks.
         """
         message = await self.read(FIRST_SECONDS)
         if message is None or not message.HasField("open"):

@@ -1,8 +1,8 @@
 """The stage as a member of its averaging group: closes rounds, applies their result, hands out its state.
 
 Called by averaging/ through the RoundMember protocol. Every change of the weights runs on the compute thread;
-this file only decides in which order. To digest or copy the state at a round's beginning, other threads read it beside
-training: nothing writes to that state until the next commit.
+this file only decides in which order. To digest or copy the state at a round's beginning, other threads read it while
+training goes on: nothing writes to that state until the next commit.
 """
 
 import asyncio
@@ -113,7 +113,8 @@ class StageMember:
         return contribution
 
     def _close(self, committed: frozenset[int]) -> FrozenContribution:
-        """Close the round on the compute thread, so that on record it comes right after what is in it."""
+        """Close the round on the compute thread, so that the event log has this right after the last microbatch of the
+        round."""
         closing = self._weights.close()
         self._events.write(
             Close(
@@ -201,7 +202,7 @@ class StageMember:
         return self._digest
 
     def _read(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Have another thread read the state, beside training."""
+        """Have another thread read the state while training goes on."""
         reading = asyncio.get_running_loop().run_in_executor(None, work)
         self._readings.add(reading)
         reading.add_done_callback(self._readings.discard)
@@ -235,7 +236,7 @@ class StageMember:
         )
 
     async def snapshot(self) -> Snapshot:
-        """Copy the state at the last committed round, beside training. Nothing writes to the copies."""
+        """Copy the state at the last committed round while training goes on. Nothing writes to the copies."""
 
         def pin() -> tuple[Round, Tensors, HostReader]:
             return self._weights.round, self._weights.state(), self._staging.reader()
@@ -258,7 +259,8 @@ class StageMember:
         """Install the state of a snapshot, and undo what was in flight here.
 
         Args:
-            carry: with DiLoCo, keep what inner steps have learnt: the rounds between took nothing from this member.
+            carry: with DiLoCo, keep what inner steps have learnt, because the rounds between took nothing from this
+                member.
 
         Raises:
             IntegrityError: the snapshot is of another model, or its digest does not fit. Nothing has changed then.

@@ -73,7 +73,8 @@ class Answers:
             self.num_unacknowledged -= 1
 
     def settle(self, consequence: "asyncio.Task[None]") -> None:
-        """Count a task that does what follows from an acknowledgement, until it ends. Its sender does not wait."""
+        """Count a task that does what follows from an acknowledgement, until it ends. The acknowledgement's sender does
+        not wait."""
         self.num_settling += 1
         consequence.add_done_callback(self._settled)
 

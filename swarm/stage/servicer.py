@@ -143,7 +143,7 @@ class StageServicer(StageServiceServicer):
         if message is None:
             return False
         if now() > deadline:
-            # It came while this process stood still, which may notice the message before the time-out.
+            # The acknowledgement came while this process stood still, and was noticed before the time-out.
             raise DeadlineExceeded("an acknowledgement came too late")
         if not message.HasField("ack"):
             raise MalformedMessage("after Done only an Ack is expected")
@@ -264,7 +264,7 @@ class StageServicer(StageServiceServicer):
         finally:
             incoming.close()
 
-    # It waits for its caller to go, and has no use for a generator.
+    # This call waits for its caller to go, and has no use for a generator.
     async def Hold(self, request: pb.HoldRequest, context: Context) -> None:  # type: ignore[override]
         try:
             await self._evaluation.hold(context, request)

@@ -57,7 +57,7 @@ class Setting(ABC):
     def has_its_part(self, num_in_flight: int) -> bool:
         """Whether a peer with this many microbatches of a round in flight leaves the rest of the round to others."""
 
-    # -- when they are computed --------------------------------------------------------------------------------------
+    # -- when microbatches are computed ------------------------------------------------------------------------------
 
     @abstractmethod
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
@@ -99,7 +99,7 @@ class Setting(ABC):
             StaleMicrobatch: nothing is left to be done for it.
         """
 
-    # -- what becomes of it ------------------------------------------------------------------------------------------
+    # -- how microbatches end ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def acknowledged(self, microbatch: Microbatch) -> None:

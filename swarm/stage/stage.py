@@ -163,7 +163,8 @@ class Stage:
             hop=context.hop,
             # What is not accumulated goes into no step, and waits for none.
             turn=self.setting.turn(order.age) if accumulate else contextlib.nullcontext(),
-            # Without the computation, which would hold itself and its tensors until Python looks for such cycles.
+            # This must not refer to the computation, which would hold itself and its tensors until Python looks for
+            # cycles.
             on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),
         )
         if accumulate:

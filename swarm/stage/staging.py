@@ -1,8 +1,8 @@
 """How tensors get to the device that computes and back, and how long it computed.
 
 Made once for a stage. The compute thread uses it (stage/backend, stage/boundary, stage/runtime); another thread waits
-for what is on its way to the CPU (stage/computation). A round's whole state is read on another thread as well, beside
-training (stage/member). Never looks at the numbers.
+for what is on its way to the CPU (stage/computation). Another thread reads a round's whole state while training goes on
+(stage/member). Never looks at the numbers.
 
 A GPU works through queues of its own ("streams"): calls return before their work is done, and what reads a result
 waits for all that was queued before it. So copies have queues of their own, and go from and to pinned memory, without
@@ -26,7 +26,7 @@ PIECE_ELEMENTS = 4 << 20
 
 
 class Arrival(Protocol):
-    """Tells when a copy to or from the device is finished; a CUDA event, for one."""
+    """Tells when a copy to or from the device is finished; a CUDA event, for example."""
 
     def synchronize(self) -> None:
         """Block the thread until the copy is made."""
@@ -195,7 +195,7 @@ class CudaStaging(Staging):
         self._downloads.wait_stream(torch.cuda.current_stream(self._device))
         with self._on(self._downloads):
             host.copy_(source, non_blocking=True)
-        # As in `upload`, the other way round.
+        # This works like `upload`, in the other direction.
         source.record_stream(self._downloads)
         event = _mark(self._downloads)
         before, self._newest = self._newest, event

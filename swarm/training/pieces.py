@@ -32,7 +32,7 @@ def in_pieces(work: Callable[..., None], *tensors: torch.Tensor) -> None:
     rows: list[Any] = [tensor.detach() if tensor.ndim else tensor.detach().view(1) for tensor in tensors]
     num_pieces = max(1, -(-tensors[0].numel() // (CACHED_ELEMENTS if on_cpu else GPU_ELEMENTS)))
     num_threads = min(num_pieces, torch.get_num_threads()) if on_cpu else 1
-    # As many for each thread.
+    # Each thread gets equally many pieces.
     num_pieces = num_threads * -(-num_pieces // num_threads)
     num_rows = max(1, -(-len(rows[0]) // num_pieces))
     xp: Any = np if on_cpu else torch

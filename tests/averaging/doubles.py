@@ -65,7 +65,7 @@ def gradient(index: int) -> torch.Tensor:
 
 
 def peer_id(number: int) -> str:
-    """Ids in the order of their numbers."""
+    """The id of a peer; ids are in the order of the peers' numbers."""
     return f"{number:040x}"
 
 
@@ -428,7 +428,7 @@ class MemoryTransport:
             else:
                 delivery.cancel()
             death.cancel()
-            del delivery, death  # They hold what they raise, and that this frame.
+            del delivery, death  # These tasks hold the errors that they raise, which hold this frame.
 
 
 async def _nothing(name: str, source: int, target: int) -> None:
@@ -472,7 +472,7 @@ def broken(network: Network, number: int, method: str, fault: str) -> None:
 
     async def fail(request: Any) -> Any:
         match fault:
-            case "error":  # As after a MemoryError, say: the servicer answers with it.
+            case "error":  # After a MemoryError, for example, the servicer answers with an error.
                 raise PeerUnavailable("internal error: MemoryError")
             case "refusal":
                 refusal = pb.Refusal(reason="not with me", promised=request.ballot, round=request.round)

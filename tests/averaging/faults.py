@@ -22,7 +22,7 @@ TICK_SECONDS = 0.05
 TICKS_PER_FEED = 4
 PATIENCE_SECONDS = 30.0
 AVOIDED_SECONDS = 8.0
-"""A first fault that has not come by then never will, because the second fault has killed its victim."""
+"""If the first fault has not happened by then, it never will, because the second fault has killed its victim."""
 STANDSTILL_SECONDS = 3.0
 
 

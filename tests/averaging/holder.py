@@ -46,7 +46,7 @@ class Holder:
         self.place = Place(make_context(record(1), config=MANY_FRAGMENTS, clock=clock), start)
         self.donor = Donor(
             self.place,
-            cast("RoundMember", self),  # Of which nothing but snapshots is asked.
+            cast("RoundMember", self),  # Nothing but snapshots is asked of it.
             clock,
             turns,
         )

@@ -46,7 +46,7 @@ def held() -> tuple[int, int, int]:
 def test_aborted_rounds_leave_nothing_behind_and_lose_nothing(
     setting: str, failing: str, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Captured warnings would be what is left behind.
+    # Captured warnings would count as left behind.
     caplog.set_level(logging.CRITICAL)
 
     async def trial() -> None:
@@ -87,7 +87,7 @@ def test_aborted_rounds_leave_nothing_behind_and_lose_nothing(
 def test_a_failed_exchange_lets_go_of_its_vectors_at_once(
     failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each is as large as the stage. What failed would keep them for as long as Python looks for no cycles.
+    """Each vector is as large as the stage. A failed exchange would keep them until Python looks for cycles.
 
     Where no other member can be asked to Average, the leader cancels its own exchange.
     """

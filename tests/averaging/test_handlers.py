@@ -43,7 +43,7 @@ async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
         async def answer(request: Any) -> Any:
             try:
                 return await poor.averager.handlers.handle(Method[Any, Any](method), request)
-            except RuntimeError:  # As the servicer answers.
+            except RuntimeError:  # The servicer answers so.
                 raise PeerUnavailable("internal error: RuntimeError") from None
 
         if method == "Begin":

@@ -142,7 +142,7 @@ async def test_a_donor_that_drips_is_given_up() -> None:
 
 
 class Silent(AveragingServiceServicer):
-    """Takes a call, and says no more than a word."""
+    """A donor that takes a call, and sends no more than one message."""
 
     async def Exchange(self, request_iterator: object, context: object) -> AsyncIterator[pb.ExchangeReply]:
         yield pb.ExchangeReply(reduced=pb.Reduced(squared_norm=1.0))

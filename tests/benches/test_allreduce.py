@@ -67,7 +67,7 @@ def test_a_round_waits_for_all_until_the_survivors_have_learnt_more(num_peers: i
     complete = partial(is_complete, averaging_config("fp16", num_peers))
     assert complete(0, (), num_peers * (num_peers - 1))
     assert not complete(0, (), (num_peers - 1) * (num_peers - 1))
-    # One of the survivors has not heard yet that it is to learn more.
+    # One of the survivors has not learnt more yet, because it has not heard that it should.
     assert not complete(0, (), (num_peers - 2) * num_peers + num_peers - 1)
     assert complete(0, (), (num_peers - 1) * num_peers)
 

@@ -120,7 +120,7 @@ def test_a_summary_is_over_the_seeds() -> None:
 
 
 async def _train(arm: Arm, config: RunConfig, data: Microbatches, rounds: int, *replaced: int) -> DrivenSwarm:
-    """A swarm after some rounds; it is stopped. In the last ones a worker each is replaced."""
+    """A swarm after some rounds, stopped. In each of the last rounds a worker is replaced."""
     async with asyncio.TaskGroup() as tasks:
         swarm = DrivenSwarm(config, data, tasks)
         await swarm.start(arm.num_workers)

@@ -42,12 +42,12 @@ def test_capacity_grows_with_who_joins() -> None:
 
 
 def test_who_does_more_than_his_part_stands_out() -> None:
-    """A slow one that gets as much as a fast one."""
+    """A slow peer that gets as much as a fast one stands out."""
     assert work_over_capacity([[_work("a", 3.0, 1.0), _work("b", 1.0, 1.0)]]) == pytest.approx([0.5 / 0.75, 0.5 / 0.25])
 
 
 def test_parts_are_of_the_time_in_which_a_peer_was_there() -> None:
-    """One is there all the time, one at first, one at last."""
+    """One peer is there all the time, one only at first, and one only at the end."""
     first = [_work("a", 1.0, 1.0), _work("b", 1.0, 1.0)]
     last = [_work("a", 1.0, 0.5), _work("c", 1.0, 1.0)]
     assert work_over_capacity([first, last]) == pytest.approx([1.5 / 1.75, 1.0, 1.0 / 0.75])
@@ -91,7 +91,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(options: dict
 def router(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Router:
     """Three peers, of which one claims to be much faster, and another rule than the queue's."""
     for name in ("_charge", "_enter"):
-        monkeypatch.setattr(PeerQueue, name, getattr(PeerQueue, name))  # Put back at the end.
+        monkeypatch.setattr(PeerQueue, name, getattr(PeerQueue, name))  # This is put back at the end of the test.
     cost = COSTS[request.param]
     assert cost is not None
     replace_choice(cost)
@@ -114,7 +114,7 @@ def router(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> R
 
 
 def _choose(router: Router, times: int) -> list[int]:
-    """Each of them answers at once, and has nothing more to do."""
+    """Choose a peer several times; each answers at once, and has nothing more to do."""
     chosen = []
     for _ in range(times):
         record = router.choose(0, 8)

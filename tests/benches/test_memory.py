@@ -83,7 +83,7 @@ def _train(backend: StageBackend, config: RunConfig) -> None:
 
 
 def _tensor_bytes() -> int:
-    """Of all tensors there are."""
+    """The bytes of all living tensors."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
@@ -106,7 +106,7 @@ def test_parameters_and_graphs_are_as_computed(num_kv_heads: int, lora_rank: int
 def test_a_stage_holds_what_is_computed_and_no_copy_more(
     setting: str, lora_rank: int, optimizer: Literal["adamw", "muon"]
 ) -> None:
-    """With adapters: two bytes a frozen weight, and four a frozen norm's."""
+    """With adapters, a frozen weight takes two bytes, and a frozen norm's weight four."""
     config = _config(setting, lora_rank=lora_rank, optimizer=optimizer)
     before_bytes = _tensor_bytes()
     backend = _backend(config)
@@ -116,7 +116,7 @@ def test_a_stage_holds_what_is_computed_and_no_copy_more(
         backend.weights.commit(closing.tensors, total_squared_norm=1.0, num_samples=4, num_members=1, lineage="")
         del closing
     _train(backend, config)
-    # What a synchronous round may have to take out again is counted by microbatch elsewhere.
+    # The gradients that a synchronous round may have to take out again are counted elsewhere, by microbatch.
     sources = backend.weights.buckets.open().sources
     tensors = [tensor for s in sources for tensor in (*s.wire_inputs.values(), s.wire_gradient) if tensor is not None]
     assert len(sources) == (setting == "synchronous")
@@ -127,7 +127,7 @@ def test_a_stage_holds_what_is_computed_and_no_copy_more(
 
 @pytest.mark.parametrize("setting", SETTINGS)
 async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
-    """Both members in this process, so that only what was measured can be looked at, and not how much it was."""
+    """Both members are in this process, so the test can see what was measured, but not check how much it was."""
     config = run_config(setting, Options(d_model=128, layers=1, in_flight=2))
     write_config(config, tmp_path / "run.toml")
     async with asyncio.timeout(60):
@@ -137,7 +137,7 @@ async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
 
 
 def test_the_loss_of_a_last_stage_is_measured_in_a_process_of_its_own() -> None:
-    """Of a vocabulary whose logits would take 1.5 times the layers' activations, in each of three copies."""
+    """Each of three copies of this vocabulary's logits would take 1.5 times as much as the layers' activations."""
     config = loss_config(Options(d_model=128, layers=1, vocabulary=4096))
     assert config.data.tokens_per_microbatch == 4096
     figures = memory.loss_figures(config)
@@ -238,7 +238,7 @@ def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(memory, "build_stage", build)
     monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: float(num_forwards)))
-    # Of the real one this process would keep what it frees, and other tests look for that.
+    # The real function would make this process keep what it frees, which other tests look for.
     monkeypatch.setattr(memory, "compute_like_peers", lambda: prepared.append(num_forwards))
     assert memory.recompute_ratio(_config()) == Ratio(median=2.0, extremes=(2.0, 2.0), interval=(2.0, 2.0))
     assert prepared == [0]

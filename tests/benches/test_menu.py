@@ -12,7 +12,7 @@ from scripts.benches.shared.common import OutputOptions
 
 
 def _module(figures: dict[str, Any]) -> ModuleType:
-    """A bench that gives these."""
+    """A bench that gives these figures."""
     module = ModuleType("bench")
     vars(module).update(Options=OutputOptions, run=lambda options: figures)
     return module

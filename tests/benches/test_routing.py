@@ -35,7 +35,7 @@ def test_a_line_through_the_sizes_that_have_all_copies_is_extrapolated() -> None
     assert figures["dht_bytes_over_arithmetic"] == pytest.approx({"2": 0.1, "8": 0.725, "16": 0.6125})
     assert figures["dht_fixed_bytes_per_second"] == pytest.approx(900.0)
     assert figures["dht_added_bytes_per_second_per_peer"] == pytest.approx(250.0)
-    # So many read a third as often.
+    # So many peers read a third as often.
     assert figures["dht_extrapolated_bytes_per_second"] == pytest.approx(
         {"100": 900.0 + 25_000.0 / 3, "1000": 900.0 + 250_000.0 / 3, "10000": 900.0 + 2_500_000.0 / 3}
     )

@@ -10,7 +10,7 @@ def _turn(steps: float, peers: float, page: float) -> Turn:
 
 
 def test_each_turn_is_compared_with_its_neighbour() -> None:
-    """Also where the machine has become slower meanwhile."""
+    """This holds also where the machine has become slower meanwhile."""
     watched = [_turn(9.0, 1.8, 0.2), _turn(4.5, 0.9, 0.2), _turn(2.25, 0.45, 0.3)]
     unwatched = [_turn(10.0, 1.0, 0.1), _turn(5.0, 0.5, 0.1), _turn(2.5, 0.25, 0.1)]
     found = compared(watched, unwatched)

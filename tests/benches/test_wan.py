@@ -16,13 +16,13 @@ NAMES: list[RowName] = ["base", "xxlarge", "gpt3"]
 def test_shares_are_those_of_the_table(row: Row, column: str) -> None:
     none, *printed = GPU_UTILISATION[column]
     for milliseconds, utilisation in zip(ROUND_TRIPS_MS[1:], printed, strict=True):
-        # So many times as much of everything, the round trip too, leaves the same share.
+        # If everything takes so many times as long, the round trip too, the share stays the same.
         share = row.share(LINK_MEGABITS_PER_SECOND, row.num_merged * milliseconds / 1000)
         assert share == pytest.approx(utilisation / none, rel=0.04)
 
 
 def test_what_limits_a_row_is_its_compute_or_the_line() -> None:
-    # 1 s of transfers, there and back, over 500 Mb/s: half of that either way.
+    # Transfers take 1 s over 500 Mb/s, there and back: half of that each way.
     row = Row(layers=Layers(compute_seconds=0.1, transfer_seconds=1.0))
     assert row.limit(megabits=5000.0) == pytest.approx(10.0)
     assert row.limit(megabits=500.0) == pytest.approx(2.0)

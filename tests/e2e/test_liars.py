@@ -64,7 +64,7 @@ def test_three_members_keep_their_weights_and_go_on(swarm: RealSwarm, anchor: st
     logs = [swarm.folder / "logs" / f"{name}.log" for name in honest]
     before = {row["name"]: row["round"] for row in _rows(swarm, honest)}
     liar = _start_liar(swarm, anchor)
-    # What it is given to train on it goes on with, alone.
+    # The liar goes on alone with the microbatches that it is given, so its round may have grown by a few.
     lie = re.compile(rf"{liar.ready['peer_id']} says that it is at round {ROUND // 10}\d of another branch")
 
     def is_refused() -> bool:

@@ -94,7 +94,7 @@ def uninterrupted(folder: Path, children: Supervisor) -> tuple[list[float], dict
 
 @pytest.fixture(scope="module")
 def stopped(folder: Path, children: Supervisor) -> Path:
-    """Checkpoints of one that was killed as a whole after step 10."""
+    """Checkpoints of a swarm whose processes were all killed after step 10."""
     swarm = Swarm(folder / "stopped", children, 3)
     swarm.train("first", STOP)
     swarm.wait_for_round(STOP, 3)

@@ -42,7 +42,7 @@ def _read(name: str, tmp_path: Path, config: dict[str, Any], generation: dict[st
         ("qwen2", {"bos_token_id": 3, "eos_token_id": [5, 6], "pad_token_id": 0}, None, 3, (5, 6), 0),
         ("qwen2", {"eos_token_id": 5}, {"eos_token_id": [7, 8], "bos_token_id": 4}, 4, (7, 8), -1),
         ("qwen2", {"eos_token_id": 5}, {"eos_token_id": None}, -1, (5,), -1),
-        # Without such a key it is transformers' own default.
+        # Without such a key the token is transformers' own default.
         ("llama-2", {}, None, 1, (2,), -1),
         ("llama-2", {"bos_token_id": None, "eos_token_id": None}, None, -1, (), -1),
         # The model has too few tokens for 50256.

@@ -144,7 +144,7 @@ async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch
 async def test_evaluations_take_no_place_from_training_nor_from_those_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Many wait for one at a time, who gave up are forgotten at once, and callers take turns."""
+    """Evaluations are run one at a time. Those whose callers gave up are forgotten at once, and callers take turns."""
     monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
     release = threading.Event()
     waiting: list[str] = []

@@ -162,7 +162,7 @@ def test_a_graph_keeps_no_copy_of_frozen_matrices(autocast: Any) -> None:
         ({"targets": ("wq",)}, {}, "lora.targets: this model has no 'wq', only q_proj"),
         ({"targets": ("c_attn",)}, {}, "this model has no 'c_attn'"),
         ({"targets": ("gate_proj",)}, {"feed_forward": "gelu"}, "this model has no 'gate_proj'"),
-        ({"targets": ("all-linear", "q_proj")}, {}, "stands alone"),
+        ({"targets": ("all-linear", "q_proj")}, {}, "means all matrices"),
         ({"targets": ()}, {}, "at least one matrix"),
         ({"alpha": 0.0}, {}, "lora.alpha must be positive"),
         ({"dropout": 1.0}, {}, "lora.dropout must be in"),

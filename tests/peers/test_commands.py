@@ -59,7 +59,7 @@ def test_the_help_of_a_command_of_swarm_model_is_printed_before_it_is_loaded(
     for argv, code, said in (
         (["export", "--help"], 0, "Make a folder that transformers loads"),
         (["--help"], 0, "swarm-model import|export|show|push --help"),
-        (["expor", "--help"], 2, "say one of import, export, show, push, not 'expor'"),
+        (["expor", "--help"], 2, "give one of import, export, show, push, not 'expor'"),
     ):
         with pytest.raises(SystemExit) as ended:
             options.explain(argv)

@@ -281,6 +281,7 @@ async def test_a_trainer_is_told_what_another_one_ran_meanwhile() -> None:
 
 
 async def test_what_stage_0_has_not_begun_is_not_lost() -> None:
-    """A stage may be a round ahead of stage 0 when that repeats a round: nobody could run what the stage waits for."""
+    """A stage may be a round ahead of stage 0, when stage 0 repeats a round: no trainer could run what that stage waits
+    for."""
     reply = await acquire(1, 4, newest_round=3)
     assert (list(reply.microbatches), reply.round) == ([], 4)

@@ -244,7 +244,8 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
     health: Any = HealthStub(channel)
     pb, own = averaging_pb2, identity.peer_id
     seconds = {"timeout": 10.0}
-    # A caller that still writes when a call ends may hear gRPC's own word for that; without a claim it writes nothing.
+    # A caller that is still writing when its call ends may get an error of gRPC itself; calls without a claim write
+    # nothing.
     calls: dict[str, Any] = {
         "/swarm.rpc.v1.StageService/Train": lambda: stage.Train(**seconds),
         "/swarm.rpc.v1.StageService/Evaluate": lambda: stage.Evaluate(**seconds),
@@ -316,7 +317,7 @@ async def test_trainers_may_call_what_trainers_need(start: Any, stage: int) -> N
     server.stage = stage
     allowed = FOR_TRAINERS | (FOR_TRAINERS_AT_STAGE_0 if stage == 0 else frozenset())
     for name, code in (await _answers(server, TRAINER)).items():
-        # A caller that still writes when a call ends may hear gRPC's own word for that.
+        # A caller that is still writing when its call ends may get an error of gRPC itself.
         refused = (DENIED, grpc.StatusCode.INTERNAL) if name.endswith("Exchange") else (DENIED,)
         assert _is_served(code) if name in allowed else code in refused, name
     assert server.callers.num_bytes == 0
@@ -338,7 +339,8 @@ async def test_a_stolen_certificate_is_of_no_use_without_its_key(start: Any) -> 
 
 
 async def test_a_tokens_own_certificate_is_nobody(start: Any, tmp_path: Path) -> None:
-    """Though the owner has signed it. gRPC's clients would not show a token alone, so this client is another one."""
+    """This holds although the owner has signed it. gRPC's clients would not show a token alone, so this client is
+    another one."""
     server, shown = await start(), tmp_path / "shown.pem"
     token = locked.PEER_TOKEN
     shown.write_text(certificates.to_pem(token.certificate) + certificates.key_pem(token.key))

@@ -119,5 +119,5 @@ def test_one_that_says_what_is_not_known_is_told_from_a_damaged_one(
     else:
         monkeypatch.setattr("swarm.rpc.invite._packed", lambda entries: packed[fault])
         text = str(invite)
-    with pytest.raises(ValueError, match="the invite says what this software does not know"):
+    with pytest.raises(ValueError, match="the invite has something that this software does not know"):
         Invite.parse(text)

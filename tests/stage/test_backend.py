@@ -277,7 +277,7 @@ def test_a_bucket_that_loses_all_its_gradients_is_empty_to_the_last_bit() -> Non
 
 @pytest.mark.parametrize("num_staying", [1, 2])
 def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
-    """The many that leave are not computed again. Few stay where others replayed nearly all that a member had."""
+    """If others replayed nearly all that a member had, few microbatches stay, and only these are computed again."""
     chain = _chain(_DROPOUT)
     for index in range(num_staying):
         _run(chain, index)
@@ -301,7 +301,7 @@ def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
 
 
 def test_a_settled_gradient_can_still_be_taken_out() -> None:
-    """In the synchronous setting, because another member counts the microbatch too."""
+    """This happens in the synchronous setting when another member counts the microbatch too."""
     backend = _backend(_CONFIG, 2)
     _, _, entry = backend.forward_loss(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
     assert entry is not None
@@ -489,7 +489,7 @@ def test_graphs_are_kept_as_far_as_the_budget_goes() -> None:
     inputs = {TOKENS: _tokens(0), HIDDEN: _hidden(0)}
     forwards: list[Forward] = [backend.forward(0, 0, inputs)]
     graph_bytes = backend.budget.graph_bytes
-    # At least the activations of one layer, and no weights.
+    # The graph holds at least the activations of one layer, and no weights.
     assert 10 * inputs[HIDDEN].nbytes < graph_bytes < 200 * inputs[HIDDEN].nbytes
     backend.budget.limit_bytes = 2 * graph_bytes + 1
     forwards += [backend.forward(number, 0, inputs) for number in (1, 2, 3)]
@@ -582,7 +582,7 @@ def test_a_new_version_is_cast_anew() -> None:
 
 
 def test_what_is_computed_for_the_round_before_shares_casts_too() -> None:
-    """Another stage has to do that round again, say. Casts are let go together with the round's weights."""
+    """Another stage may have to do that round again. Casts are let go together with the round's weights."""
     backend = _backend(_bf16(_CONFIG), 1)
 
     def commit() -> None:

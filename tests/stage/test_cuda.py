@@ -45,7 +45,7 @@ _DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOU
 async def test_stages_on_a_gpu_accumulate_the_gradient_of_one_process_on_the_cpu(
     config: RunConfig, graph_bytes: int
 ) -> None:
-    """Several microbatches in flight; graphs kept or computed again."""
+    """Several microbatches are in flight, and graphs are kept or computed again."""
     async with running_chain(config, graph_bytes=graph_bytes, devices=_ALL) as chain:
         losses = await chain.train_all(range(6))
         expected_losses, expected = reference(config, range(6))

@@ -544,7 +544,8 @@ async def test_before_another_state_is_installed_everything_is_forgotten(config:
 
 
 async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> None:
-    """A late gradient has begun the next batch meanwhile. Both batches together are as many as one, and of no use."""
+    """A late gradient has begun the next batch meanwhile. Together both would fill one; no step can use either
+    alone."""
     clock = ManualClock()
     config = dataclasses.replace(DILOCO, rounds=dataclasses.replace(DILOCO.rounds, inner_batch_samples=4))
     async with running_chain(config, num_peers=(1, 2, 2), clock=clock) as chain:

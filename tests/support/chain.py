@@ -57,10 +57,10 @@ from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
 from tests.support.partial import partial_samples
 
 PATIENCE_SECONDS = 20.0
-"""After which something that a test waits for is taken never to come."""
+"""How long a test waits for something before it fails."""
 
 SUM_TOLERANCE = 2e-4
-"""Of a sum over all targets."""
+"""The tolerance for a sum over all targets."""
 
 GRAPH_BYTES = 1 << 30
 """What a peer's autograd graphs may take: more than they do."""
@@ -92,7 +92,7 @@ def tokens(config: RunConfig, microbatch: int) -> torch.Tensor:
 
 
 def samples_of(config: RunConfig, microbatch: int) -> dict[str, torch.Tensor]:
-    """All that travels of a microbatch: of a run on conversations few tokens are targets."""
+    """All tensors of a microbatch that travel. In a run on conversations few tokens are targets."""
     if config.data.has_targets:
         return partial_samples(config, microbatch)
     return {TOKENS: tokens(config, microbatch)}
@@ -111,7 +111,7 @@ def reference(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[floa
 
 
 def assert_close(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], tolerance: float) -> None:
-    """The same names, and values that differ by `tolerance` at most."""
+    """Assert that the names are the same, and that values differ by `tolerance` at most."""
     assert left.keys() == right.keys()
     for name in left:
         difference = float((left[name].detach() - right[name].detach()).abs().max())
@@ -128,7 +128,7 @@ async def eventually(condition: Callable[[], bool], *, meanwhile: Callable[[], N
 
 @asynccontextmanager
 async def held(runtime: Runtime) -> AsyncIterator[None]:
-    """A compute thread that does nothing inside."""
+    """Keep a compute thread from doing anything inside the block."""
     started, release = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -195,7 +195,7 @@ class Peer:
         await self.channels.close()
 
     def held(self) -> AbstractAsyncContextManager[None]:
-        """Its compute thread does nothing inside."""
+        """Keep its compute thread from doing anything inside the block."""
         return held(self.runtime)
 
     @property
@@ -221,7 +221,7 @@ class Chain:
         return [peer for peer in self.peers if peer.backend.stage == stage]
 
     def update(self, records: Sequence[PeerRecord]) -> None:
-        """Tell everybody who serves."""
+        """Tell all routers which peers serve."""
         for router in [self.router, *(peer.router for peer in self.peers)]:
             for stage in range(self.config.stages.num_stages):
                 router.update(stage, [record for record in records if record.stage == stage])
@@ -230,7 +230,7 @@ class Chain:
         self, index: int, *, round_number: int = 0, accumulate_only_at: int | None = None,
         hop: Hop | None = None, hints: Mapping[int, PeerId] | None = None,
     ) -> HopReply:  # fmt: skip
-        """One microbatch, as a trainer hands it over; not acknowledged yet."""
+        """Train one microbatch as a trainer does, without acknowledging the answer."""
         microbatch = Microbatch(
             index=index, round=round_number, num_samples=self.config.data.microbatch_size,
             accumulate_only_at=accumulate_only_at,
@@ -240,14 +240,14 @@ class Chain:
             return await (hop or self.trainer).train(microbatch, inputs, HopListener(), hints or {})
 
     async def ack(self, reply: HopReply) -> None:
-        """Acknowledge, and wait until that has reached everybody whom it concerns."""
+        """Acknowledge an answer, and wait until that has reached all stages."""
         await reply.ack()
         await eventually(lambda: not any(peer.stage.answers.num_settling for peer in self.peers))
 
     async def train_all(
         self, indices: Sequence[int], *, round_number: int = 0, accumulate_only_at: int | None = None
     ) -> list[float]:
-        """Several at once, acknowledged; gives the losses."""
+        """Train and acknowledge several microbatches at once; gives the losses."""
 
         async def one(index: int) -> float:
             reply = await self.train(index, round_number=round_number, accumulate_only_at=accumulate_only_at)
@@ -279,11 +279,11 @@ class Chain:
         ]
 
     def counts(self, name: Counted) -> list[int]:
-        """One of the peers' counters."""
+        """One counter of each peer."""
         return [peer.stage.counters[name] for peer in self.peers]
 
     def assert_accumulated(self, microbatches: Sequence[int]) -> None:
-        """Every stage holds each of these once, and nothing else."""
+        """Assert that every stage holds each of these microbatches once, and nothing else."""
         assert self.num_samples() == [len(microbatches) * self.config.data.microbatch_size] * 3
         if microbatches:
             assert_close(self.sums(), reference(self.config, microbatches)[1], SUM_TOLERANCE)
@@ -291,7 +291,7 @@ class Chain:
             assert max(float(value.abs().max()) for value in self.sums().values()) < SUM_TOLERANCE
 
     def assert_idle(self) -> None:
-        """No peer has anything under way."""
+        """Assert that no peer has anything under way."""
         assert [peer.num_idle for peer in self.peers] == [(0, 0, 0, 0)] * len(self.peers)
 
     @asynccontextmanager
@@ -344,7 +344,7 @@ async def running_chain(
 
 
 def _hop(config: RunConfig, stage: int, clock: Clock, limits: HopLimits) -> tuple[Router, ChannelPool, Hop]:
-    """What hands microbatches from `stage` to the next one."""
+    """The hop from `stage` to the next one, with its router and channels."""
     router, channels = Router(clock, random.Random(0)), ChannelPool(insecure=True)
     hop = Hop(
         run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,
@@ -354,7 +354,7 @@ def _hop(config: RunConfig, stage: int, clock: Clock, limits: HopLimits) -> tupl
 
 
 class _Over(Exception):
-    """Ends a task group."""
+    """Raised to end a task group."""
 
 
 @asynccontextmanager
@@ -384,7 +384,7 @@ async def cancelled_tasks() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def begin_next_round(peers: Sequence[Peer]) -> None:
-    """Every peer begins the next round, with other weights."""
+    """Have every peer begin the next round, with other weights."""
     for peer in peers:
         average = {name: torch.full_like(master, 0.01) for name, master in peer.weights.masters.items()}
 

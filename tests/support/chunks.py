@@ -10,6 +10,6 @@ from swarm.rpc.wire import filled
 
 
 def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
-    """In the order of their coming."""
+    """The chunks of a tensor, in their order."""
     for message in filled(TrainRequest(), {name: tensor}):
         yield from message.chunks

@@ -12,7 +12,7 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, add_StageServiceSe
 from swarm.types import PeerRecord, PeerState
 
 Say = Callable[[pb.DescribeRequest], pb.DescribeReply]
-"""What it answers; what this raises ends the call with an error."""
+"""Gives what the peer answers; an error that this raises ends the call."""
 
 
 class _Servicer(StageServiceServicer):

@@ -7,7 +7,7 @@ import pytest
 
 
 class FullDisk:
-    """All that os.write may still write, in bytes; tests change it."""
+    """A disk on which os.write may write no more than this many bytes; tests change the number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, room: int) -> None:
         self.room = room

@@ -10,11 +10,11 @@ from swarm.credentials.token import OwnerKey, Token, new_owner
 
 NOW = datetime.datetime.now(datetime.UTC)
 OWNER, STRANGER = (new_owner(NOW - datetime.timedelta(days=60)) for _ in range(2))
-"""Of the run, and of another one."""
+"""The owner's key of the run, and that of another run."""
 
 
 def issue(role: Role = Role.PEER, *, by: OwnerKey = OWNER, days: float = 30.0, made: datetime.datetime = NOW) -> Token:
-    """A token that was made at a time, for so long."""
+    """A token that was made at some time, and holds for this many days."""
     return by.issue(role, name="test", now=made, lifetime=datetime.timedelta(days=days))
 
 
@@ -28,18 +28,18 @@ PEER, OTHER_PEER = PEER_TOKEN.admit(generate()), PEER_TOKEN.admit(generate())
 TRAINER = TRAINER_TOKEN.admit(generate())
 EXPIRED = expired().admit(generate())
 FOREIGN = issue(by=STRANGER).admit(generate())
-"""Of the other run."""
+"""A member of the other run."""
 OPEN = generate()
-"""Without a token."""
+"""An identity without a token."""
 
 
 def as_member_of_ours(intruder: Identity) -> Identity:
-    """Somebody who believes in our owner, whatever his own certificates say."""
+    """An intruder's identity that believes in our owner, whatever its own certificates say."""
     return replace(intruder, authority=OWNER.authority)
 
 
 def passed_on() -> Identity:
-    """A member's certificate used to let in somebody else."""
+    """An identity that a member's certificate was used to let in."""
     key = certificates.new_key()
     issuer = certificates.load(PEER.certificate_pem)
     forged = certificates.member(key, issuer, certificates.load_key(PEER.key_pem))
@@ -48,7 +48,7 @@ def passed_on() -> Identity:
 
 
 def promoted() -> Identity:
-    """A trainer's token that issued a peer's certificate."""
+    """An identity with a peer's certificate that a trainer's token has issued."""
     key, token = certificates.new_key(), TRAINER_TOKEN
     as_peer = certificates.token(
         token.key, token.key, role=Role.PEER, name=token.name, now=NOW, expires=NOW + datetime.timedelta(days=1)

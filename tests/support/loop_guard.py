@@ -23,14 +23,14 @@ from torch.utils._pytree import tree_leaves
 from tests.support.virtual_time import VirtualTimeLoop
 
 LARGEST_BYTES = 1 << 20
-"""Of a tensor that may be read or written on the loop."""
+"""The largest tensor that may be read or written on the loop."""
 LONGEST_SECONDS = 0.05
-"""That a callback may compute."""
+"""How long a callback may compute."""
 
 _ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
-"""These touch no memory."""
+"""Operations that touch no memory."""
 _ELSEWHERE = str(Path(asyncio.__file__).parent), str(Path(torch.__file__).parent)
-"""Frames that say nothing about who did it."""
+"""Frames in these folders do not show which code of ours is at fault."""
 
 
 class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -42,7 +42,7 @@ class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else torch's compiler is imported, which takes seconds, and nothing here is compiled.
+        # Otherwise torch's compiler is imported, which takes seconds; nothing here is compiled.
         return False
 
     def __torch_dispatch__(
@@ -59,7 +59,7 @@ class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Collections:
-    """Seconds that the search for cycles took of each thread: it comes when it comes, whoever is running then."""
+    """How many seconds the search for cycles took in each thread: it may come at any time, whatever is running then."""
 
     def __init__(self) -> None:
         self._seconds = threading.local()

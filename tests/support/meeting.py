@@ -43,7 +43,7 @@ class Host:
 async def meeting_point(
     own: Identity | None = None, *, limits: MeetingLimits | None = None, authority: Authority | None = None
 ) -> AsyncIterator[Host]:
-    """One, on a free port."""
+    """Run a meeting point on a free port inside the block."""
     own = own or generate()
     guard = Guard(authority=authority, callers=Callers(CLOCK), clock=CLOCK, stage=lambda: 0)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
@@ -64,13 +64,13 @@ class Hidden:
 
     own: Identity
     endpoint: str
-    """Of its server, for those on this machine."""
+    """The endpoint of its server, for callers on this machine."""
     waiting: Waiting
     callers: list[str]
 
     @property
     def record(self) -> PeerRecord:
-        """As it is announced now."""
+        """The record as the peer announces it now."""
         first, *others = self.waiting.endpoints
         return PeerRecord(
             peer_id=self.own.peer_id, announced_at=CLOCK.time(), stage=0, endpoint=first, other_endpoints=tuple(others),
@@ -82,7 +82,7 @@ class Hidden:
 async def hidden_peer(
     points: Sequence[Entry], own: Identity | None = None, clock: Clock = CLOCK
 ) -> AsyncIterator[Hidden]:
-    """A peer that waits at these, once it has been accepted by one."""
+    """A peer that waits at these meeting points, once one of them has accepted it."""
     own = own or generate()
     callers: list[str] = []
 

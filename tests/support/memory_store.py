@@ -7,7 +7,7 @@ from swarm.machine.clock import Clock
 
 
 class MemoryStore:
-    """A RecordStore that keeps the farthest expiry, as the DHT does.
+    """A RecordStore that keeps, of two records, the one that expires later, as the DHT does.
 
     Attributes:
         records: by key, what is found under it.

@@ -21,7 +21,7 @@ class NatSwarm(RealSwarm):
 
     @property
     def invite(self) -> str:
-        """As the first peer prints it."""
+        """The invite as the first peer prints it."""
         lines = whole_lines(self.peers[0].child.log)
         return next(line.split()[2] for line in lines if line.strip().startswith("join:"))
 
@@ -42,7 +42,7 @@ class NatSwarm(RealSwarm):
         return peer
 
     def start_trainer_on(self, host: Host, name: str, *, steps: int) -> Child:
-        """Start a trainer there; its figures go to `folder/name`."""
+        """Start a trainer on a host; its figures go to `folder/name`."""
         own = ["--steps", str(steps), "--output", str(self.folder / name), "--name", name, "--evaluate-every", "0"]
         logs = ["--evaluation-samples", "16", "--events", str(self.events / f"{name}.jsonl")]
         return self.children.start(name, host.command(command_line("trainer", [self.invite, *own, *logs])))

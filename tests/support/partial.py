@@ -9,7 +9,7 @@ from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig,
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 
 SHARES = (1.0, 0.02, 0.0, 0.3)
-"""Of tokens that are targets, by a microbatch's number modulo 4."""
+"""The share of tokens that are targets, by a microbatch's number modulo 4."""
 
 
 def partial_config(*, num_stages: int = 2, packing: bool = True, **sections: Any) -> RunConfig:
@@ -19,7 +19,7 @@ def partial_config(*, num_stages: int = 2, packing: bool = True, **sections: Any
         stages=StagesConfig(num_stages=num_stages),
         data=DataConfig(dataset="x.jsonl", format="chat", packing=packing, sequence_length=16, microbatch_size=2),
         rounds=RoundsConfig(setting="synchronous", round_samples=8),
-        # Where a gradient is 0 but for rounding, AdamW would otherwise make whole steps of that.
+        # Otherwise AdamW would make whole steps of gradients that are nothing but rounding.
         optimizer=OptimizerConfig(learning_rate=1e-2, epsilon=1e-3),
     )
     return dataclasses.replace(config, **sections)
@@ -39,7 +39,7 @@ def partial_samples(config: RunConfig, number: int) -> dict[str, torch.Tensor]:
 
 
 class PartialData:
-    """These microbatches, as data/microbatches gives others."""
+    """Gives these microbatches as data/microbatches does others."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

@@ -5,10 +5,10 @@ from pathlib import Path
 
 
 def is_running(pid: int) -> bool:
-    """A process that has ended and is not reaped yet does not count."""
+    """Whether a process runs; one that has ended and is not reaped yet does not count."""
     try:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # The latter where it is reaped between opening and reading.
+    except (FileNotFoundError, ProcessLookupError):  # The latter comes if it is reaped between opening and reading.
         return False
 
 

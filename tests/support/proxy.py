@@ -28,18 +28,18 @@ class Link:
     """One direction of every connection. Set the fields whenever you like."""
 
     latency_seconds: float = 0.0
-    """From a byte's arrival to its departure; bytes keep their order."""
+    """The time from a byte's arrival to its departure; bytes keep their order."""
     bytes_per_second: float = float("inf")
     """Each connection's share, not the sum of them."""
     blocked: bool = False
     """Swallow what arrives, as a firewall that drops: the sender's TCP still sees it acknowledged."""
     largest_bytes: int = _CHUNK_BYTES
-    """Of what is written at once. More than that is lost, and all that follows it on that connection: so it is with TCP
-    over a path that drops large packets."""
+    """The most bytes that may be written at once. Larger writes are lost, with all that follows on that connection, as
+    with TCP over a path that drops large packets."""
     open: asyncio.Event = field(default_factory=asyncio.Event)
     """While cleared, bytes are held back: see Proxy.stall."""
     num_bytes: int = 0
-    """Bytes passed on."""
+    """How many bytes were passed on."""
 
 
 class Proxy:
@@ -128,7 +128,7 @@ class Proxy:
                 pipes.create_task(_pipe(client_reader, server_writer, self.links[Direction.TO_SERVER]))
                 pipes.create_task(_pipe(server_reader, client_writer, self.links[Direction.TO_CLIENT]))
         except* OSError:
-            # One side went away without a goodbye: so does the other.
+            # One side went away without a goodbye, so the other side is closed likewise.
             for writer in writers:
                 reset(writer)
         finally:

@@ -35,7 +35,8 @@ from swarm.training.muon import Muon
 from tests.compression.all_codecs import CODECS
 
 NUM_ELEMENTS = 3 * 4096 + 77
-"""Of an encoded vector: the last tile and the last block are not whole, nor is what a processor takes at once."""
+"""The length of an encoded vector: its last tile and last block are not whole, nor is its last group of numbers that a
+processor takes at once."""
 CONFIG = RunConfig(
     model=ModelConfig(d_model=72, num_heads=2, num_layers=2),
     stages=StagesConfig(num_stages=1),
@@ -117,14 +118,14 @@ def of_codecs(folder: Path) -> dict[str, str]:
 
 
 def write_encoded(folder: Path) -> None:
-    """A file for each codec. No two members encode the same vector, so each may do so in its own way."""
+    """Write a file for each codec. No two members encode the same vector, so each may encode in its own way."""
     vector_N = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(0))
     for name, codec in CODECS.items():
         (folder / name).write_bytes(codec.encode(vector_N))
 
 
 def of_everything(folder: Path) -> dict[str, str]:
-    """All of the above; the files of `write_encoded` are in the folder."""
+    """The digests of all functions above; the files of `write_encoded` are in the folder."""
     return of_arithmetic() | of_states() | of_codecs(folder)
 
 

@@ -16,7 +16,7 @@ from tests.support.chain import tokens
 
 
 def rounded(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """What arrives of a float32 tensor."""
+    """A float32 tensor as it arrives."""
     if dtype == "fp16":
         # The largest magnitude, m * 2^e with 1/2 <= m < 1, is brought to m * 2^15.
         scale = 2.0 ** (15 - max(math.frexp(float(tensor.abs().max()))[1], -111))
@@ -45,7 +45,7 @@ class _Boundary(torch.autograd.Function):
 
 
 class RoundingModel(torch.nn.Module):
-    """The whole model as one graph."""
+    """The whole model as one graph, with the roundings between its stages."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class RoundingModel(torch.nn.Module):
         self._stages = [build_stage(config, stage, device="cpu") for stage in range(config.stages.num_stages)]
 
     def loss(self, tokens_BT1: torch.Tensor, key: DropoutKey | None) -> torch.Tensor:
-        """Mean nats a token."""
+        """The mean loss in nats per token."""
         tokens_BT = tokens_BT1[:, :-1].long()
         hidden = tokens_BT
         for number, stage in enumerate(self._stages):
@@ -65,7 +65,7 @@ class RoundingModel(torch.nn.Module):
         return torch.nn.functional.cross_entropy(hidden.flatten(0, 1), targets_BT.flatten())
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """As accumulated so far, by parameter."""
+        """The gradients accumulated so far, by parameter."""
         parameters = [pair for stage in self._stages for pair in stage.named_parameters()]
         return {name: p.grad for name, p in parameters if p.grad is not None}
 

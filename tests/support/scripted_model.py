@@ -65,5 +65,5 @@ def scripted_model(engine: ScriptedEngine, *, template: str | None = TEMPLATE) -
 
 @functools.cache
 def _template(text: str) -> ChatTemplate:
-    """The tests of one process share its child."""
+    """A chat template, whose child process all tests of this process share."""
     return ChatTemplate(text, {}, now=lambda: datetime(2026, 1, 1))

@@ -4,7 +4,7 @@ from swarm.machine.clock import ManualClock
 
 
 class SetClock(ManualClock):
-    """Its time of day is ahead of its monotonic time by so many seconds."""
+    """A clock that shows a time of day which is ahead of its monotonic time by a number of seconds."""
 
     ahead = 0.0
 

@@ -15,7 +15,7 @@ from peers.shared.process import prepare_environment, run_program
 
 
 def main(number: int, cases: list[list[tuple[int, int, int, list[str]]]]) -> None:
-    """Run, as this worker, what it is part of."""
+    """Run all cases of which this worker is a part."""
     prepare_environment()
     from peers.static import program
 

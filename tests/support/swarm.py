@@ -94,12 +94,12 @@ class RealPeer:
 
     @property
     def address(self) -> str:
-        """Where others enter the DHT."""
+        """The address at which others enter the DHT."""
         return str(self.ready["dht_addresses"][0])
 
     @property
     def entry(self) -> str:
-        """Where swarm-status asks it."""
+        """The address at which swarm-status asks the peer."""
         return f"{self.ready['peer_id']}@{self.ready['endpoint']}"
 
 
@@ -119,12 +119,12 @@ class RealSwarm:
         self.config = folder / "run.toml"
         self.config.write_text(CONFIG.format(dataset=self.text, setting=setting), encoding="utf-8")
         self.model: Path | None = None
-        """Model that the first peer begins with, instead of `config`."""
+        """The model with which the first peer begins, instead of `config`."""
         self._num_started = 0
 
     @property
     def address(self) -> str:
-        """A living peer's."""
+        """The address of a living peer."""
         return self.peers[0].address
 
     def start_peers(
@@ -165,7 +165,7 @@ class RealSwarm:
         return self.children.start(name, command, environment=environment), ready_file
 
     def kill(self, peer: RealPeer) -> None:
-        """Kill -9."""
+        """Kill a peer with kill -9."""
         self.peers.remove(peer)
         self.children.kill9(peer.child)
 

@@ -5,7 +5,7 @@ from swarm.data.tokenizers import TokenIds
 
 
 def text_corpus(*sources: tuple[TokenIds, int], vocab_size: int) -> Corpus:
-    """A corpus of texts: of each its tokens, and how many of them are trained on."""
+    """A corpus of texts, each given by its tokens and how many of them are trained on."""
     return Corpus(
         sources=[SourceTokens(tokens=tokens, num_training=num_training, digest="") for tokens, num_training in sources],
         vocab_size=vocab_size,

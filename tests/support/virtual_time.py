@@ -22,7 +22,7 @@ P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
 
 THREAD_SECONDS = 0.001
-"""So much virtual time passes while a thread would work: other things may happen meanwhile."""
+"""How much virtual time passes while a thread would work: other things may happen meanwhile."""
 
 PROCESS: ContextVar[object] = ContextVar("PROCESS", default=None)
 """Which process of the test's world a task belongs to; tasks inherit it from those that start them."""
@@ -39,7 +39,7 @@ class _Callback:
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its time starts at 0 and moves only when nothing is ready."""
+    """An event loop of which the time starts at 0 and moves only when nothing is ready."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -50,17 +50,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Called when nothing is ready: the next thing is so far away."""
+        """Move the time on. Called when nothing is ready, with the seconds until the next thing is."""
         self._now += seconds
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def stop_process(self, process: object) -> None:
-        """As SIGSTOP: from the next await on it does nothing, whatever expires or comes in."""
+        """Stop a process as SIGSTOP does: from its next await on it does nothing, whatever expires or comes in."""
         self._stopped.setdefault(process, [])
 
     def continue_process(self, process: object) -> None:
-        """As SIGCONT: it does at once, and in order, all that it would have done."""
+        """Continue a process as SIGCONT does: it does at once, and in order, all that it would have done."""
         for callback in self._stopped.pop(process, []):
             super().call_soon(self._do, callback, context=callback.context)
 
@@ -102,7 +102,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.DefaultSelector):
-    """Never waits."""
+    """A selector that never waits."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class LoopClock(SystemClock):
-    """The running loop's time: the machine's on an ordinary loop."""
+    """A clock with the running loop's time, which on an ordinary loop is the machine's."""
 
     def monotonic(self) -> float:
         return asyncio.get_running_loop().time()
@@ -128,13 +128,13 @@ class LoopClock(SystemClock):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run, in virtual time."""
+    """Run a coroutine as asyncio.run does, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(work)
 
 
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """An asynchronous test that runs so, whatever else the machine does."""
+    """Make an asynchronous test run in virtual time, whatever else the machine does."""
 
     @functools.wraps(test)
     def runs(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -54,7 +54,8 @@ class WholePeer:
     server: StageServer | None = None
 
     async def kill(self) -> None:
-        """Without a farewell. As near to kill -9 as one comes within a process: calls under way end a second later."""
+        """End the peer without a farewell. This is as near to kill -9 as one comes within a process: calls under way
+        end a second later."""
         assert self.task is not None
         self.task.cancel()
         with suppress(asyncio.CancelledError):
@@ -74,7 +75,7 @@ class WholeSwarm:
 
     @property
     def logs(self) -> list[Path]:
-        """Of every process there ever was."""
+        """The event logs of all processes that there ever were."""
         return sorted(self.folder.iterdir())
 
     async def start(self, stage: int) -> WholePeer:

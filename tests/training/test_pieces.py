@@ -13,7 +13,7 @@ from swarm.training.pieces import in_pieces
 
 @pytest.fixture(params=[1, 3])
 def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Pieces are small meanwhile."""
+    """Set the number of threads, and make pieces small."""
     monkeypatch.setattr(pieces, "CACHED_ELEMENTS", 64)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

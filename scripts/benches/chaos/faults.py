@@ -196,4 +196,4 @@ KINDS: Mapping[str, Kind] = {
     "clock-jump": Kind(weight=1, seconds=(5.0, 20.0), begin=_jump),
     "full-disk": Kind(weight=1, seconds=(5.0, 20.0), begin=_fill_disk),
 }
-"""Of a DHT child there is nothing to kill: the DHT runs in a thread and in p2pd."""
+"""No kind kills the DHT's process but for p2pd: the rest of the DHT runs in a thread."""

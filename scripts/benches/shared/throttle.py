@@ -200,7 +200,7 @@ class Throttle:
                 pipes.create_task(self._pipe(reader, requests, lambda: (link, self._serving.get(endpoint))))
                 pipes.create_task(self._pipe(answers, writer, lambda: (self._serving.get(endpoint), link)))
         except* (OSError, asyncio.IncompleteReadError):
-            pass  # Gone without a goodbye: so is the other end.
+            pass  # One end has gone without a goodbye, so the other end is closed.
         finally:
             for one in writers:
                 self._ends.pop(one, None)

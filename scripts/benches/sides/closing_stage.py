@@ -89,12 +89,12 @@ class RoundTimes:
         weights.close, weights.commit = self.close, self.commit  # type: ignore[method-assign]
 
     def close(self) -> FrozenContribution:
-        """Measured."""
+        """Freeze the contribution as before, and note how long that takes."""
         with self.closings.taken():
             return self._close()
 
     def commit(self, average: Mapping[str, torch.Tensor], **how: Any) -> float:
-        """Measured."""
+        """Commit the round as before, and note how long that takes."""
         num_steps = len(self._steps.wall)
         with self.commits.taken():
             rate = self._commit(average, **how)

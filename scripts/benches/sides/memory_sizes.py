@@ -129,9 +129,10 @@ def averaging_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:
     answered = result_codec(config.averaging).num_bytes(num_parameters(config, stage))
     # The contribution, the same as one vector, and the result.
     whole = 3 * size
-    # Of the part that the member sums: what the others sent, decoded, the sum, and that encoded and decoded.
+    # For the part that it sums, the member has the others' decoded parts, the sum, and the sum encoded and decoded.
     own = (1 - share) * size + share * (2 * size + answered)
-    # Of the others' parts: what goes out and what comes back.
+    # For the parts that others sum, it has its encoded contribution, which goes out, and the encoded sums that come
+    # back.
     others = (1 - share) * (sent + answered)
     return round(whole + own + others)
 

@@ -26,7 +26,7 @@ PACE = "SWARM_BENCH_SECONDS_PER_SAMPLE"
 
 
 class _Pause(torch.autograd.Function):
-    """The identity, slowly."""
+    """Passes its input on, after a pause."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, num_samples: int) -> Tensor:
@@ -78,7 +78,7 @@ def _pause(outputs: Tensor, num_samples: int) -> Tensor:
 
 
 class Narrow(nn.Module):
-    """As wide as the wire wants it, and hardly anything to compute: of its channels only so many differ.
+    """A stage as wide as the wire needs it, with hardly anything to compute: only a few of its channels differ.
 
     For measuring long lines, where what the CPU does beside the pauses would be what is measured.
     """

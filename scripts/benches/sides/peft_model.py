@@ -1,6 +1,6 @@
 """A model of transformers whose adapters are peft's: the bench `parity` compares a swarm that trains adapters with it.
 
-Its import takes seconds, so whoever needs it imports it then.
+Importing it takes seconds, so it is imported only where it is needed.
 """
 
 import dataclasses

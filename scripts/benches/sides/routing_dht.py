@@ -185,7 +185,7 @@ def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_byt
 
 
 async def _observe(peers: Sequence[Peer], seconds: float) -> Counters:
-    """Have all serve, and count once they have settled."""
+    """Have all peers serve, and count what they use once their records have settled."""
     async with asyncio.TaskGroup() as tasks:
         serving = [tasks.create_task(peer.serve()) for peer in peers]
         await asyncio.sleep(SETTLE_SECONDS)

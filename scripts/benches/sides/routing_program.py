@@ -25,7 +25,7 @@ COSTS: dict[str, Callable[[random.Random], float] | None] = {
 
 
 def replace_choice(cost: Callable[[random.Random], float]) -> None:
-    """Have every queue of this process charge this for a choice, whichever peer is chosen and whatever for."""
+    """Have every queue of this process charge what `cost` gives for each choice, whichever peer is chosen."""
 
     def charge(self: Any, member: Any, num_samples: int) -> Any:
         member.priority = max(member.priority, self._virtual_now) + cost(self._rng)

@@ -222,7 +222,7 @@ def machines(setting: Setting, link_seconds: float) -> list[Machine]:
     """The peers of the simulated swarm, with what it takes to hand on to each.
 
     A simulated line belongs to a peer, and what is between two peers is the sum of half of both; the trainer has none.
-    So every other stage's are as long as the whole way, and those between have no length.
+    So the lines of every second stage are as long as the whole way, and those of the stages between have no length.
     """
     return [
         Machine(

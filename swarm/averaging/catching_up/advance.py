@@ -60,7 +60,7 @@ class Advance:
         self._roster = roster
         self._changes = context.changes
         self._state_digest: asyncio.Future[str] | None = None
-        """The digest of the state at the beginning of the round; it is computed beside training."""
+        """The digest of the state at the beginning of the round; it is computed while training goes on."""
 
     @asynccontextmanager
     async def catching_up(self) -> AsyncIterator[None]:
@@ -89,7 +89,8 @@ class Advance:
                 assert kept is not None
                 results.require_norms(outcome, kept.prepared.squared_norm)
             except MalformedMessage as error:
-                # The round is decided, so this member may still hear from another one which norm it was clipped by.
+                # The round is decided, so this member may still hear from another one by which norm the result was
+                # clipped.
                 logger.warning("the commit of round %d is refused: %s", round_number, error)
                 return Refused(str(error))
             except Refused as refused:
@@ -164,7 +165,7 @@ class Advance:
         return None
 
     def _gave_nothing_until(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> bool:
-        """Whether the snapshot follows from this member's own place by rounds to which it contributed nothing.
+        """Whether this member contributed nothing to any of the rounds between its own place and the snapshot.
 
         False where `outcomes` do not tell, because they hold the last rounds only.
         """
@@ -177,7 +178,8 @@ class Advance:
         return self._place.is_sound and lineage == snapshot.lineage
 
     async def replay(self, committed: Committed) -> None:
-        """Apply a round that the group committed without this member. Does nothing unless the member is where it began.
+        """Apply a round that the group committed without this member. Does nothing unless the member is where that
+        round began.
 
         Runs to its end even if the caller is cancelled.
 
@@ -194,7 +196,8 @@ class Advance:
             if committed.before != self._place.standing or not self._place.is_sound:
                 return None
             await self._own_round.stop("the round was committed without this member")
-            # The round is closed as before any commit: nothing may be in flight, and the average must fit its shapes.
+            # The contribution is closed as before any commit: nothing may be in flight, and the average must have its
+            # shapes.
             contribution = await self._member.close(self._place.standing.round, drop=())
             try:
                 await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)

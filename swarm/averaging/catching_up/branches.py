@@ -50,8 +50,8 @@ class Branches:
         """Whether, of two branches with equally many holders, the one with more samples wins; if not, only one that is
         rounds ahead does."""
         self._patience_seconds = context.timing.fresh_seconds
-        """How long this peer begins no round because of a holder elsewhere that it does not follow: that one may be the
-        first to have committed a round."""
+        """For so many seconds after finding a holder elsewhere that it does not follow, this peer begins no round: that
+        holder may be the first to have committed one."""
         self._own = own
         self._past: dict[str, Standing | None] = {own.lineage: own}
         """Where this peer stood, oldest first, its present place included; None where only the lineage is known."""
@@ -60,7 +60,7 @@ class Branches:
         self._pace = RunPace(own, context.clock)
         self._voices: dict[PeerId, Voice] = {}
         self._announced: Mapping[PeerId, Standing] = {}
-        """Where peers that did not answer announced that they were, without the places where this peer stood itself."""
+        """The places that peers announced before they fell silent, except those where this peer stood itself."""
         self._doubts: dict[PeerId, _Doubt] = {}
 
     # -- this peer's moves ---------------------------------------------------------------------------------------------
@@ -96,7 +96,8 @@ class Branches:
         return list(self._past)[-PAST - 1 : -1]
 
     def is_known(self, standing: Standing) -> bool:
-        """Whether this peer stands there or did so before. No peer that stands there is ahead of it."""
+        """Whether this peer stands at `standing`, or stood there before. No peer that stands there is ahead of this
+        one."""
         return standing.lineage in self._past and self._past[standing.lineage] in (None, standing)
 
     # -- where others stand --------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Branches:
             return False
         if num_theirs != num_ours:
             return num_theirs > num_ours
-        # A peer that had its state from others keeps it, unless more peers hold the other one.
+        # A peer that got its state from others keeps it, unless more peers hold the other state.
         return self._has_voice and self._order(theirs) > self._order(self._own) and not self._has_stragglers
 
     def _is_credible(self, theirs: Standing, num_holders: int) -> bool:
@@ -184,14 +185,14 @@ class Branches:
 
     @property
     def _run_round(self) -> int | None:
-        """Synchronous: a round that at least half of the other stages' peers have reached, as they say."""
+        """A round that at least half of the other stages' peers say they have reached; None with DiLoCo."""
         stages = set(range(self._context.config.stages.num_stages)) - {self._context.own.stage}
         rounds = sorted(record.round for stage in stages for record in self._context.peers(stage))
         return rounds[len(rounds) // 2] if rounds and self._context.config.rounds.synchronous else None
 
     @property
     def _has_stragglers(self) -> bool:
-        """Whether a peer is behind on this peer's own branch, and about to come."""
+        """Whether some holder is behind this peer on the same branch, and so about to catch up."""
         places = (voice.standing for voice in self._voices.values())
         return any(place.round > 0 and self.is_known(place) and place != self._own for place in places)
 
@@ -218,7 +219,7 @@ class Branches:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether a holder was found elsewhere only lately: it may be the first to have committed a round."""
+        """Whether a holder was found elsewhere only lately: that holder may be the first to have committed a round."""
         latest = self._clock.monotonic() - self._patience_seconds
         return any(doubt.since > latest for doubt in self._doubts.values())
 

@@ -55,7 +55,7 @@ class CatchUp:
         self._replay = replay
         self._clock = context.clock
         self._looking: asyncio.Event | None = None
-        """There while a `look` is under way; set when that ends."""
+        """The end of the `look` that is under way, for those that wait for it; None while there is none."""
         self._rests_until = -math.inf
         """Until this time, a peer that is known to be elsewhere is no reason to ask all again."""
         self._asked = set[PeerId]()
@@ -66,7 +66,7 @@ class CatchUp:
         self._slowness: Slowness | None = None
         """Why this peer stayed out when it last was where its group is."""
         self._has_failed = False
-        """Whether this peer did not get to where it should be, when it tried last."""
+        """Whether this peer's last try to get to where it should be failed."""
         self.num_downloads = 0
 
     async def look(self, because_of: PeerId) -> None:
@@ -117,17 +117,19 @@ class CatchUp:
         self._rests_until = self._clock.monotonic() + rest_seconds
 
     async def _choose(self) -> Standing | None:
-        """Ask all; peers that begin to serve from now on are others."""
+        """Ask all holders, and decide where this peer should go. Peers that begin to serve later count for
+        `_has_others`."""
         self._asked = set(self._roster.contacts.serving())
         return await self._survey.choose()
 
     def _has_others(self) -> bool:
-        """Whether peers have begun to serve since all were asked where they stand. Each counts once: one that serves,
-        and holds nothing that is of use, is no reason to ask again."""
+        """Whether peers have begun to serve since all were asked where they stand. Each of them counts once: a peer
+        that serves, but holds nothing of use, is no reason to ask again."""
         return not self._asked.issuperset(self._roster.contacts.serving())
 
     def _present(self, target: Standing) -> Standing:
-        """Where this peer stands, if it is there with others: then they tell no past that goes back to `target`."""
+        """The standing from which this peer goes on: its own, if others stand there too, since their past may not go
+        back to `target`; else `target`."""
         own = self._place.standing
         return own if self._place.branches.behind(own) else target
 
@@ -179,7 +181,7 @@ class CatchUp:
                     # The holders may have gone on so far that the past that they tell does not reach back to `target`.
                     is_there = self._place.standing.round >= target.round
         except Overloaded as error:
-            logger.info("looks again for who can give the state: %s", error)
+            logger.info("looks again for a peer that can give the state: %s", error)
             return error.retry_after_seconds
         except SwarmError as error:
             logger.warning("cannot catch up: %s", error)
@@ -193,7 +195,7 @@ class CatchUp:
     async def _stays_out(self, holders: Sequence[PeerRecord]) -> bool:
         """Whether this peer is where the group is, and yet must not become a member: its line is too slow.
 
-        It may once no other peer holds the stage. One look says little, because over a slow line answers are late.
+        It may become one once no other peer has held the stage for a while; over a slow line, answers may just be late.
         """
         now = self._clock.monotonic()
         if holders:

@@ -288,9 +288,9 @@ def _turn(turns: Turns | None, who: str) -> AbstractAsyncContextManager[None]:
 
 
 def snapshot_id(header: pb.SnapshotHeader) -> bytes:
-    """Names a snapshot: equal at all peers that hold the same bits at the same standing.
+    """The name of a snapshot, which is the same at all peers that hold the same bits at the same standing.
 
-    What a peer still knows of earlier rounds is no part of it.
+    What a peer still knows of earlier rounds does not change the name.
     """
     named = pb.SnapshotHeader()
     named.CopyFrom(header)

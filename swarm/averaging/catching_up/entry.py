@@ -19,8 +19,8 @@ from swarm.types import PeerState
 TOLERATED_SECONDS = 5.0
 """How much longer a peer's exchange may take than a whole round without the peer; beyond that it stays out."""
 LEAST_INTERVALS = 3
-"""How many times the group must be seen to go on before its rounds count as measured: one time may be a pause, or the
-rest of a round."""
+"""How many times the group must be seen to go on before its rounds count as measured: a single time may be a pause, or
+only the end of a round."""
 MOST_INTERVALS = 15
 """How many of these times count, the last ones."""
 LEAST_REST_SECONDS = 20.0
@@ -59,7 +59,7 @@ class Slowness:
 
     @property
     def in_words(self) -> str:
-        """For the log."""
+        """Why the peer stays out, for the log."""
         line = f"{self.bytes_per_second / 1e6:.3g} MB/s, so an exchange would take {self.exchange_seconds:.1f} s"
         if not self.is_certain:
             return (
@@ -84,15 +84,15 @@ class Entry:
         self._member = member
         self._codec = contribution_codec(context.config.averaging)
         self._bytes_per_second = 0.0
-        """The best that was measured: a donor's line may have been the slower one, or carried its training too. Zero
-        while nothing was."""
+        """The best that was measured: a donor's line may have been the slower one, or carried its training too. It is 0
+        before the first measurement."""
         self._look_at = math.inf
         self._group_round = -1
         """The newest round in which the group was seen."""
         self._since = 0.0
         """When it was seen there first."""
         self._intervals = deque[float](maxlen=MOST_INTERVALS)
-        """Seconds a round, each time that the group had gone on."""
+        """How many seconds each round took, measured each time that the group had gone on."""
 
     def begin(self) -> None:
         """Forget what was measured, because the peer has fallen behind or is new."""

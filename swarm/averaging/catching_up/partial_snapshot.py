@@ -56,11 +56,11 @@ class PartialSnapshot:
 
     @property
     def fastest_first(self) -> list[PeerRecord]:
-        """The sources, by what came from each."""
+        """The sources, beginning with the one that most segments came from."""
         return sorted(self.sources, key=lambda donor: -self._num_sent[donor.peer_id])
 
     def arrived(self, index: int, donor: PeerRecord) -> None:
-        """A segment is here."""
+        """Note that a segment has come from a donor."""
         self._num_sent[donor.peer_id] += 1
         self.segments.finish(index)
 

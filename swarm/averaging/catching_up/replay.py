@@ -63,13 +63,13 @@ class Replay:
         self._snapshot_bytes = 0
         """The size of that snapshot. A result is no larger: it has the shapes of the weights, which are in there."""
         self._pace: Pace | None = None
-        """Since this peer last waited for its turn; None before the first result."""
+        """This peer's pace since it last waited for its turn; None before the first result."""
         self._given_at = 0.0
         """When a source last gave anything."""
         self._said_at = 0.0
 
     def follows(self, fetched: Fetched) -> None:
-        """That snapshot was installed."""
+        """Note that this peer has installed a snapshot, and from which sources."""
         self._sources = list(fetched.sources)
         self._snapshot_bytes = sum(tensor.nbytes for tensor in fetched.snapshot.tensors.values())
 
@@ -80,11 +80,11 @@ class Replay:
             has_others: whether peers have come to hold the state that are no sources.
 
         Returns:
-            Whether it was given up, because rounds are committed faster and a new snapshot is less to fetch. What
-            became of the sources has to be asked again then.
+            Whether this peer gave up, because rounds are committed faster than it applies them and a new snapshot is
+            less to fetch. Then all holders have to be asked again where they stand.
 
         Raises:
-            Overloaded: the same, and there are others by now, with which this peer arrives sooner.
+            Overloaded: this peer gave up because, by now, others hold the state, with which it arrives sooner.
         """
         before, self._pace, self._given_at = self._place.standing, None, self._clock.monotonic()
         try:
@@ -100,7 +100,7 @@ class Replay:
         return is_losing
 
     async def _from_all(self, has_others: Callable[[], bool]) -> bool:
-        """From one source after the other, until none has more; those that serve others first come again."""
+        """Apply the results of one source after the other; a source that serves others first is asked again later."""
         left, held_up = deque(self._sources), dict[str, str]()
         with self._waits.on(lambda _: f"later rounds of {', '.join(held_up.values())}" if held_up else ""):
             while left and self._place.is_sound:
@@ -122,8 +122,8 @@ class Replay:
         return False
 
     async def _wait_for_turn(self, refusal: Overloaded, has_others: Callable[[], bool], *, is_everywhere: bool) -> None:
-        """A source serves others first. Raises Overloaded if others may be sooner than waiting for all sources."""
-        # Rounds that are committed while it waits say nothing of how fast this peer replays.
+        """Wait, if all sources serve others first. Raises Overloaded if new holders may be sooner than waiting."""
+        # Rounds that are committed while this peer waits say nothing of how fast it replays.
         self._pace = None
         if not is_everywhere:
             return
@@ -134,7 +134,7 @@ class Replay:
         await self._clock.sleep(min(refusal.retry_after_seconds, LONGEST_RETRY_SECONDS))
 
     async def _from_one(self, source: PeerRecord, has_others: Callable[[], bool], gives: Callable[[], None]) -> bool:
-        """What one source has; says whether to give up."""
+        """Apply what one source has. Returns whether to give up."""
         limit = self._snapshot_bytes
         async with aclosing(self._results.after(source, self._place.standing, max_bytes=limit)) as results:
             async for committed, group_round in results:
@@ -150,13 +150,13 @@ class Replay:
         return False
 
     def _gives_up(self, pace: Pace, num_bytes: int, has_others: bool) -> bool:
-        """Say now and then how far behind this peer is, and whether another snapshot is better than to go on.
+        """Whether another snapshot is better than to go on. Logs now and then how far behind this peer is.
 
         Args:
-            num_bytes: of a round's result.
+            num_bytes: the size of a round's result.
 
         Raises:
-            Overloaded: it is, with others as sources.
+            Overloaded: another snapshot is better, with other peers as sources.
         """
         is_less = pace.newest.num_behind * num_bytes > self._snapshot_bytes
         if has_others and (is_less or pace.stands_still):

@@ -10,7 +10,7 @@ from swarm.machine.clock import Clock
 PACE_FACTOR = 4.0
 """The largest pace that the run may have had while this peer was away, as a multiple of its fastest round's."""
 PACE_ROUNDS = 4
-"""How many rounds, each of the largest size seen, the run may be ahead besides."""
+"""How many rounds, each of the largest size seen, the run may be ahead beyond what the pace allows."""
 
 
 class RunPace:

@@ -31,7 +31,7 @@ MAX_SOURCES = 4
 GRACE_SECONDS = 1.0
 """Least time that other donors get to make an offer after the first has."""
 QUEUE_SECONDS = 3600.0
-"""How long a donor is waited for that serves others first."""
+"""How long this peer waits for a donor that serves others first."""
 LONGEST_RETRY_SECONDS = 5.0
 OFFER_BYTES_PER_SECOND = 2e8
 """A donor that copies and digests its state more slowly than this is not waited for."""

@@ -18,7 +18,7 @@ _ENCODINGS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorBytes:
-    """CPU tensors laid end to end. Written to only where they are contiguous."""
+    """CPU tensors laid end to end. Writing to them needs contiguous tensors: of others, copies would be written to."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._spans: list[tuple[int, memoryview]] = []
@@ -76,7 +76,7 @@ def allocate(headers: Iterable[TensorHeader], max_bytes: int) -> dict[str, torch
     if len({header.name for header in described}) != len(described):
         raise MalformedMessage("a tensor is announced twice")
     for header in described:
-        # An extent of 0 must not hide others that no machine can address.
+        # An extent of 0 must not hide another extent that is too large for any machine.
         extents = [max(1, extent) for extent in header.shape]
         if len(extents) > 64 or math.prod(extents) > max_bytes:
             raise MalformedMessage(f"tensor {header.name[:64]!r} is announced with the shape {list(header.shape)[:8]}")

@@ -41,9 +41,9 @@ class Attempt:
         self._side: asyncio.Future[Side] = asyncio.get_running_loop().create_future()
         """This member's side of the exchange. It comes with Average; other members may call before that."""
         self._scopes: set[asyncio.Timeout] = set()
-        """Timeouts around the exchange and around what others are sending; to expire one ends what runs in it."""
+        """Timeouts around the exchange and around what others are sending; expiring one ends what runs in it."""
         self._sending: set[str] = set()
-        """Members that are sending their part, or have it taken in now."""
+        """The members that are sending their part, or that sent one which is just being added."""
         self._end = ""
 
     def open(self, shares: Shares) -> None:
@@ -142,7 +142,7 @@ class Attempt:
                 scope.reschedule(asyncio.get_running_loop().time())
         if not self._side.done():
             self._side.set_exception(Refused(reason))
-            self._side.exception()  # Retrieved, or asyncio would complain where no caller waits.
+            self._side.exception()  # Unless it is read, asyncio complains if no caller waits.
 
     @asynccontextmanager
     async def _ends_with_attempt(self, timeout_seconds: float | None) -> AsyncIterator[None]:

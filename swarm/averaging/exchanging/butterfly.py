@@ -34,7 +34,7 @@ async def butterfly(vector_D: torch.Tensor, reduction: Reduction, terms: Terms, 
     Args:
         vector_D: this member's contribution; finite.
         reduction: this member's own part, which other members may be adding to already.
-        memory: for the result.
+        memory: where the result takes its memory from.
 
     Raises:
         MemberFailed: the exchange failed. Then, as on cancellation, the members that wait for this one's part are

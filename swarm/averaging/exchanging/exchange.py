@@ -136,7 +136,8 @@ class Exchanges:
         return feedback.carry(closed.vector_D, elsewhere, shares.of(self._own_id).weight), elsewhere
 
     def _settle(self, residual: Residual, shares: Shares, elsewhere: list[Owed]) -> Residual:
-        """Divide a residual into the contribution's own and debts to sums. Debts that were not carried stay as is."""
+        """Divide a residual into the contribution's own and debts to sums. Debts that the contribution did not carry
+        stay as they are."""
         if residual.contribution_D is not None and self._carries(shares):
             weight = shares.of(self._own_id).weight
             elsewhere = ErrorFeedback.still_owed(residual.contribution_D, elsewhere, weight)
@@ -154,7 +155,8 @@ class Exchanges:
             feedback.commit(residual)
 
     def forget(self, fragment: int) -> None:
-        """Drop a fragment's residual: an exchange was committed, but what it left this member owing is lost."""
+        """Drop a fragment's residual, because an exchange was committed and the new residual that it left here is
+        lost."""
         self._last = None
         self.feedback.pop(fragment, None)
 

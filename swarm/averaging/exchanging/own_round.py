@@ -28,7 +28,7 @@ class Result:
 
     Attributes:
         residual: what error feedback keeps once the result is applied.
-        fragment: which part of the member's parameters it is about.
+        fragment: which part of the member's parameters the result is about.
         began_at: when the contribution began to be frozen, by the member's clock.
     """
 
@@ -94,7 +94,8 @@ class OwnRound:
         self._member = member
         self.exchanges = Exchanges(context.config.averaging, context.own_id)
         self._closing: Closing | None = None
-        """There from the beginning of freezing until the round is reopened or over. Freezing needs no lock."""
+        """The contribution that is being frozen, or is frozen; None once the round is reopened or over. Freezing needs
+        no lock."""
         self.attempt: Attempt | None = None
         self.result: Result | None = None
 

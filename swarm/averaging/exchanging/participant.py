@@ -45,7 +45,7 @@ class Participant:
     # -- first phase -------------------------------------------------------------------------------------------------
 
     async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
-        """Promise the attempt and close the contribution, or say how far that is.
+        """Promise the attempt and close the contribution, or say how far the closing is.
 
         The closing goes on if this is cancelled. Raises MalformedMessage for another leader's attempt.
         """
@@ -94,7 +94,8 @@ class Participant:
             )
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
-        """Exchange with the other members and keep the result. An abort, doubt or a newer attempt ends it.
+        """Exchange with the other members and keep the result. An abort, doubt about the leader or a newer attempt ends
+        this.
 
         Raises MalformedMessage for another leader's attempt, or for shares that make no sense.
         """
@@ -105,7 +106,8 @@ class Participant:
                 attempt = self._join(request, ballot, shares)
             average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
             result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
-            # Offered before it is prepared: if the leader ends in between, no other peer may have the average.
+            # The average is offered before it is prepared: otherwise, if the leader ended in between, no peer might
+            # have it.
             await self._shared.offer(request.round, average.digest, result.round_result.tensors)
             async with self._lock:
                 self._group.prepare(request.round, ballot, average.digest)

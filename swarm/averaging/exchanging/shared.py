@@ -122,7 +122,7 @@ class SharedBlocks:
         return await self._decode(self._averages[key])
 
     async def _fetch(self, round_number: int, holder: pb.Partner, turn: int) -> Buffer:
-        """Ask one of the peers that may have a stage's average, another one each turn."""
+        """Ask one of the peers that may have a stage's average; each turn asks a different one."""
         context, num_bytes = self._context, self._codec.num_bytes(self._num_elements)
         others = sorted(context.peers(holder.stage), key=lambda record: record.peer_id)
         candidates = [record_of(holder.contact, holder.stage), *others]

@@ -1,7 +1,7 @@
 """The members of an exchange: the weight with which each takes part, and the part of the vector that it owns. Pure.
 
-The leader works it out with `divide`; every member, the leader included, gets it with the Average call and checks
-that it is sound.
+The leader works the shares out with `divide`; every member, the leader included, gets them with the Average call and
+checks that they are sound.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ class Shares:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over all of it, in hexadecimal."""
+        """SHA-256 over all shares, in hexadecimal."""
         lines = (
             f"{s.peer_id} {s.num_samples} {s.round_samples} {s.weight.hex()} {s.num_elements}" for s in self.members
         )
@@ -153,7 +153,7 @@ def _weights(offers: Sequence[Offer], clip_to_median: float) -> list[float]:
     """The weight of each member: its part of all targets, so that the weighted sum of means is the mean over all of
     them."""
     assert any(offer.num_samples for offer in offers), "a round without samples is never averaged"
-    # Without any target all gradients are 0; what steps changed all the same is averaged by samples.
+    # Without any target all gradients are 0; what steps changed all the same (by decay, say) is averaged by samples.
     has_targets = any(offer.num_targets for offer in offers)
     amounts = [offer.num_targets if has_targets else offer.num_samples for offer in offers]
     median = statistics.median(offer.norm for offer in offers if offer.num_samples)

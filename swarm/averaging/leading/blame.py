@@ -49,7 +49,7 @@ class Blame:
     def __init__(self, own_id: PeerId) -> None:
         self._own_id = own_id
         self._round_through_one: int | None = None
-        """The round in which a line between two members failed: they exchange through this peer alone."""
+        """The round in which a line between two members failed: its members exchange through this peer alone."""
         self.num_timeouts = 0
 
     # -- how much longer the next attempt waits ----------------------------------------------------------------------
@@ -67,7 +67,7 @@ class Blame:
         """Note that an exchange was done in time."""
         self.num_timeouts = 0
 
-    # -- which members are left out of it ----------------------------------------------------------------------------
+    # -- which members the next attempt leaves out -------------------------------------------------------------------
 
     def failure(self, reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:
         """The error which says that nothing is decided, and which members will be left out of the next attempt.
@@ -112,7 +112,7 @@ class Blame:
         is_first = self.is_first_timeout(took_long or not is_explained)
         failed = self.failure("the exchange failed", replies)
         if not (is_explained or is_first or took_long):
-            # Refusals twice in a row are no accident. Where it took long, they only say that the time was over.
+            # Refusals twice in a row are no accident. If the exchange took long, they only say that its time was over.
             failed.excluded |= _refusing(replies, ballot)
         if failed.unreachable or failed.excluded or is_first or not accusations:
             return failed

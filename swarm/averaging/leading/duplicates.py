@@ -27,8 +27,8 @@ def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
     doubles = Counter(peer for peers in holders.values() for peer in peers)
     emptied: list[PeerId] = []
     drops = _shared(holders, emptied)
-    # Others may have replayed nearly all that a member counts which was away: see whether it is better that such a
-    # member gives up everything.
+    # While a member was away, others may have replayed nearly all that it counts: see whether it had better give up
+    # everything.
     nearly = [peer for peer, number in doubles.items() if 2 * number > len(held[peer])]
     for peer in sorted(nearly, key=lambda peer: (len(held[peer]) - doubles[peer], peer)):
         others = _shared(holders, [*emptied, peer])
@@ -38,7 +38,8 @@ def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
 
 
 def _shared(holders: Mapping[int, Sequence[PeerId]], emptied: Sequence[PeerId]) -> dict[PeerId, set[int]]:
-    """What each member gives up: the emptied ones all that they can, the first before the next; the others share."""
+    """What each member gives up: each emptied one, in order, all that it can; the other members divide the rest
+    equally."""
     drops: dict[PeerId, set[int]] = {}
     num_taken_out = Counter[PeerId]()
     for index, peers in holders.items():

@@ -119,7 +119,8 @@ class Group:
         self.install(round_number + 1, last_digest=digest)
 
     def abort(self, round_number: int, ballot: Ballot, *, void: bool) -> None:
-        """Give up the leader's attempt and what it has prepared; if `void`, also what earlier attempts have."""
+        """Give up the leader's attempt and what it has prepared; if `void`, also what earlier attempts have
+        prepared."""
         self._require_round(round_number)
         if self.promised is not None and ballot < self.promised:
             raise Refused(f"attempt {self.promised.attempt} of {self.promised.leader_id} is promised")

@@ -95,7 +95,7 @@ class LeadLoop:
             await self._learn_from(failed)
             return False
         except SwarmError as error:
-            # One case: no holder of another stage's average of a shared block answers; that stage may decide anew.
+            # For example, no holder of another stage's average of a shared block answers; that stage may decide anew.
             logger.warning("round %d cannot be committed yet: %s", standing.round, error)
             await self._own_round.step_back("what it takes to commit cannot be had", only=ballot)
             return False

@@ -164,7 +164,7 @@ class Leader:
             )
             for peer, reply in sorted(begun.items())
         ]
-        # If they were clipped, the gradients would not add up to that of a single process.
+        # If they were clipped, the gradients would not add up to the gradient of a single process.
         clip_to_median = 0.0 if self._config.rounds.synchronous else self._config.averaging.clip_to_median
         return divide(
             offers, num_elements=size, tile=self._codec.tile, clip_to_median=clip_to_median, only_owner=only_owner

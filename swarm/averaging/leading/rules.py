@@ -36,8 +36,8 @@ def is_complete(
     """Whether a group holds everything that a round needs.
 
     Synchronous: all its microbatches. DiLoCo: its number of samples; but a stage that lost some with a peer ends its
-    round early when it is late, or it would stay behind the others for good. A stage that shares a block with it cannot
-    get ahead: that one waits for it, and lets no more samples through once it has a round's worth.
+    round early when it is late, or it would stay behind the others for good. Another stage that shares a block with
+    such a stage cannot get ahead: it waits, and lets no more samples through once it has a round's worth.
 
     With DiLoCo a round that has its samples is not committed while members that are left out hold more of it than the
     others, and a round that ends early leaves no living member out. Otherwise a newcomer with one inner step would

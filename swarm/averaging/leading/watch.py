@@ -77,7 +77,7 @@ class RoundWatch:
 
     @property
     def leader_id(self) -> PeerId:
-        """The group's leader as far as this peer knows; while this peer leads an attempt, it is this one."""
+        """The group's leader as far as this peer knows; while this peer leads an attempt, this peer itself."""
         return self._context.own_id if self._place.leads else self._roster.leader(self._place.standing)
 
     def leader_contact(self) -> pb.Contact:
@@ -142,7 +142,7 @@ class RoundWatch:
         if not view.is_leader or self._reporter.may_be_behind or place.group.active is not None:
             return False
         if place.branches.is_in_doubt:
-            # If this peer is the one that was left behind, it would commit another result of a round that is over.
+            # If this peer is the one that was left behind, it would commit a second result of a round that is over.
             return False
         members = self._roster.members(place.standing)
         is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())

@@ -38,14 +38,14 @@ class ReportAnswers:
         self._changes = context.changes
         self._told_round = -1
         self._told_at: dict[PeerId, float] = {}
-        """When each member last heard from this one, in `_told_round`, what all members have committed."""
+        """When this peer last told each member, in `_told_round`, what all members have committed."""
 
     async def answer(self, request: pb.ReportRequest) -> pb.ReportReply:
         """Take a report in and answer it. Raises NotReady while this peer catches up, and MalformedMessage."""
         if self._place.is_catching_up:
             # This peer neither leads nor takes part: a peer that takes it for the leader is to look for another one.
             raise NotReady("this peer is catching up")
-        # A sender that gets no answers from this peer would only hold up this peer's attempts as a member.
+        # A sender that gets no answers from this peer is not counted as a member: it would only hold up attempts.
         if not request.unanswered and self._roster.hear(request):
             self._changes.progressed()
         peer_id, standing = PeerId(request.sender.peer_id), self._place.standing
@@ -75,7 +75,7 @@ class ReportAnswers:
             return
         if view.round != self._told_round:
             self._told_round, self._told_at = view.round, {}
-        # Now and then: there may be thousands of microbatches in a round, and reports come with each of them.
+        # This is told only now and then: a round may have thousands of microbatches, and each of them brings reports.
         heartbeat_seconds = self._context.timing.heartbeat_seconds
         if now - self._told_at.get(peer_id, -math.inf) >= heartbeat_seconds:
             latest = now - heartbeat_seconds

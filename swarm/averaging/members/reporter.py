@@ -139,7 +139,7 @@ class Reporter:
         if peer is None or peer_id in self._under_way or progress.round != standing.round:
             return
         if self._place.is_catching_up:
-            # If it reported now, others would take this peer for a member, or wait for it.
+            # If this peer reported now, others would take it for a member, or wait for it.
             return
         is_leader = peer_id == self._target()
         timeout_seconds = self._context.timing.report_seconds if is_leader else self._context.timing.call_seconds

@@ -232,8 +232,8 @@ class Roster:
     def awaits_members(self, own: Standing) -> bool:
         """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.
 
-        A round that is complete at once would lose that peer's contribution. Or the peer may not know of this one yet,
-        which has only asked it where it stands: then both would lead.
+        A round that is complete at once would lose that peer's contribution. Or that peer may not know of this one yet,
+        because this one has only asked it where it stands: then both would lead.
         """
         oldest = self._clock.monotonic() - self._timing.fresh_seconds
         if self._moved_at <= oldest:
@@ -261,7 +261,7 @@ class Roster:
         return self._silent(own, 1.5 * self._timing.heartbeat_seconds)
 
     def _silent(self, own: Standing, seconds: float) -> list[PeerId]:
-        """Peers that should be members, or were, are not suspected, and have not reported for this many seconds."""
+        """The unsuspected peers that should be members, or were, and have not reported for this many seconds."""
         oldest = self._clock.monotonic() - seconds
         members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
         # A peer that leaves is not called while it may still report: a call would make it believe that all is well.

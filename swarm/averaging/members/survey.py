@@ -102,14 +102,14 @@ class Survey:
         Args:
             standing: where this peer was when it asked.
 
-            Returns:
-                Where the other peer stands, and the attempt that it leads.
+        Returns:
+            Where the other peer stands, and the attempt that it leads.
         """
         voice, leading = voice_of(reply), messages.unpack_ballot(reply.active)
         theirs = voice.standing
         self._place.branches.heard(peer_id, voice)
-        # In the middle of a commit a leader still stands where its members no longer do. If it is ahead, it can give
-        # the state.
+        # In the middle of a commit a leader still stands where its members no longer do. It can give the state if it is
+        # ahead.
         is_ahead = self._roster.is_ahead(theirs, self._place.standing)
         self._roster.answered(peer_id, None if leading and not is_ahead else theirs)
         decided, prepared = reply.outcome.prepared.digest, self._place.group.prepared
@@ -125,4 +125,4 @@ class Survey:
         """Note that a peer does not answer."""
         logger.debug("report to %s: %s", peer_id, error)
         self._roster.suspect(peer_id)
-        self._changes.signal()  # What waits for that peer need not wait any more.
+        self._changes.signal()  # Parts that wait for that peer need not wait any more.

@@ -1,4 +1,5 @@
-"""Opens connections to meeting points. Each use has one of its own, so that bytes of one do not hold up another.
+"""Opens connections to meeting points. Each use has a connection of its own, so that bytes of one use do not hold up
+another.
 
 Used by ways, punch and waiting. A meeting point's certificate is asked for once, and then pinned.
 """

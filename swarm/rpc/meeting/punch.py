@@ -134,7 +134,7 @@ class _Meeting:
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 return await self._agreed(await _connected(self._family, address, local_port))
-            # Refused: the other side has not dialled yet, and its router answers strangers.
+            # The connection was refused: the other side has not dialled yet, and its router answers strangers.
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _agreed(self, sock: socket.socket) -> TcpStream:

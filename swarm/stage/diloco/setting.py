@@ -34,7 +34,7 @@ class DilocoSetting(Setting):
         self._answers = records.answers
         self._batch_microbatches = rounds.inner_batch_samples // self._microbatch_size
         self._most_ahead = (1 + rounds.max_staleness) * self._batch_microbatches
-        """How many microbatches may be computed with, and not yet stepped with, at a time."""
+        """How many microbatches at a time may have begun their forward while no step has used their gradient."""
         self._turns = Turns(self._most_ahead, self._num_unstepped, context.clock)
 
     def _num_unstepped(self) -> int:
@@ -61,10 +61,10 @@ class DilocoSetting(Setting):
         # A DiLoCo round has no fixed number of microbatches, so no peer has a part of it.
         return False
 
-    # -- when they are computed --------------------------------------------------------------------------------------
+    # -- when microbatches are computed ------------------------------------------------------------------------------
 
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
-        pass  # It is computed with the newest weights.
+        pass  # There is no wait: it is computed with the newest weights.
 
     def turn(self, age: int) -> AbstractAsyncContextManager[None]:
         return self._turns.turn(age)
@@ -89,7 +89,7 @@ class DilocoSetting(Setting):
         return True
 
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
-        """A new gradient, which is accumulated if the one before is not: one acknowledgement settles both."""
+        """Have a new gradient computed, and accumulated if the one before was not: one acknowledgement settles both."""
         known = entry.computation
         if entry.state is EntryState.COMMITTED or known is None:
             return Start(microbatch=microbatch, accumulate=False)
@@ -97,7 +97,7 @@ class DilocoSetting(Setting):
             return Start(microbatch=microbatch, accumulate=False, adopts=known)
         return Start(microbatch=microbatch, accumulate=True, instead_of=known)
 
-    # -- what becomes of it ------------------------------------------------------------------------------------------
+    # -- how microbatches end ----------------------------------------------------------------------------------------
 
     def acknowledged(self, microbatch: Microbatch) -> None:
         self._ledger.commit(microbatch.index, self._round.number, keep_computation=False)
@@ -109,7 +109,7 @@ class DilocoSetting(Setting):
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def committed(self) -> frozenset[int]:
-        return frozenset()  # No peer asks for them, and a round may have any number of them.
+        return frozenset()  # No peer asks for these ids, and a round may have any number of them.
 
     def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
         return None

@@ -20,7 +20,7 @@ LATE = 3.0
 SHORTEST_LATE_SECONDS = 1.0
 """No turn is late before this time."""
 FIRST_LATE_SECONDS = 60.0
-"""When a turn is late as long as no turn has ended, so that the usual time is not known. It is less than
+"""When a turn is late while no turn has ended yet, so that the usual time is unknown. It is less than
 `HopLimits.stall_seconds`, after which callers of the microbatches that wait here take this peer for stalled."""
 LOOK_SECONDS = 0.25
 """How often a microbatch that waits looks whether another one's turn has become late."""

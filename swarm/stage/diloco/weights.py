@@ -41,14 +41,15 @@ class _Closing(NamedTuple):
 
 
 class DilocoWeights(StageWeights):
-    """Inner steps whenever a batch is full, and an outer step from the anchor."""
+    """The weights with DiLoCo: an inner step whenever a batch is full, and an outer step from the anchor."""
 
     def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> None:
         self._events = events or NoEvents()
         self._inner = gradient_optimizer(config, same_bits=False)
         self._fragments = Fragments(trained_parameters(module), config.averaging.num_fragments)
         self._closing: _Closing | None
-        """The newest of this round, kept even when the round is reopened: its result may be decided all the same."""
+        """The newest closing of this round, kept even when the round is reopened: its result may be decided all the
+        same."""
         self._failure: Exception | None = None
         """The failure of an inner step."""
         super().__init__(

@@ -47,8 +47,8 @@ class SynchronousSetting(Setting):
     def check(self, microbatch: Microbatch) -> None:
         """Raise if a microbatch is not admitted.
 
-        Those of the last round are, with that round's weights, though they count no more here: a stage that lost all
-        its peers and came back from a checkpoint has to do that round again.
+        Microbatches of the last round are admitted, with that round's weights, though they no longer count here: a
+        stage that lost all its peers and came back from a checkpoint has to do that round again.
         """
         round_of = microbatch.index // self._microbatches_per_round
         if round_of != microbatch.round:
@@ -81,14 +81,16 @@ class SynchronousSetting(Setting):
             raise Overloaded(f"round {number} is being averaged", retry_after_seconds=0.05)
 
     def _check_replay(self, microbatch: Microbatch) -> None:
-        """Refuse a replay of what counts here: the leader hears nothing of this peer, so it is for another peer."""
+        """Refuse a replay of what counts here. That the leader asks for it shows that it hears nothing of this peer, so
+        another peer has to do the replay."""
         entry = self._ledger.find(microbatch.index) if microbatch.accumulate_only_at == self._stage else None
         if entry is not None and entry.state is EntryState.COMMITTED:
             raise Overloaded("it counts here: another peer has to replay it", retry_after_seconds=REPLAY_GAP_SECONDS)
 
     def queue_of(self, round_number: int) -> int:
         """Give each round slots of its own, so that what waits for the next round takes none of this one's."""
-        # All later rounds share one number, so that there are not more, the more rounds callers name.
+        # All later rounds share one number: otherwise callers could make ever more sets of slots by naming ever more
+        # rounds.
         return min(round_number, self._round.number + 1)
 
     def room(self) -> int | None:
@@ -98,7 +100,7 @@ class SynchronousSetting(Setting):
         # A round takes as long as the peer that has most of it.
         return num_in_flight * self._weights.round.num_members >= self._microbatches_per_round
 
-    # -- when they are computed --------------------------------------------------------------------------------------
+    # -- when microbatches are computed ------------------------------------------------------------------------------
 
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
         await self._round.wait_for(microbatch.round, self._round_wait_seconds, still_waiting)
@@ -125,8 +127,8 @@ class SynchronousSetting(Setting):
 
     @property
     def takes_gradients(self) -> bool:
-        # A stage closes when its members have the whole round. What a member contributed that has died since may still
-        # be committed; if not, it is replayed later. A replay for another stage must not wait for this one to reopen,
+        # A stage closes when its members have the whole round. What a member contributed before it died may still be
+        # committed; if not, it is replayed later. A replay for another stage must not wait for this one to reopen,
         # because this one may itself be waiting for that stage.
         return not self._weights.round.closed
 
@@ -150,7 +152,7 @@ class SynchronousSetting(Setting):
             raise StaleMicrobatch(f"microbatch {microbatch.index} counts already")
         return dataclasses.replace(microbatch, accumulate_only_at=self._stage)
 
-    # -- what becomes of it ------------------------------------------------------------------------------------------
+    # -- how microbatches end ----------------------------------------------------------------------------------------
 
     def acknowledged(self, microbatch: Microbatch) -> None:
         # The computation is kept: it may have to be taken out of the round, and a replay may want its answer.

@@ -19,7 +19,7 @@ from swarm.training.samples import NOTHING, Amount
 
 
 class SynchronousWeights(StageWeights):
-    """One sum of gradients, and one step a round."""
+    """The weights in the synchronous setting: one sum of gradients, and one step a round."""
 
     def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str) -> None:
         self._earlier: Version | None
@@ -92,7 +92,7 @@ class SynchronousWeights(StageWeights):
         factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
         gradients = {name: self._staging.upload(value) for name, value in average.items()}
         if factor != 1.0:
-            # Into memory of its own, because others may still fetch the average.
+            # What is clipped gets memory of its own, because others may still fetch the average.
             clipped = self._memory.like(gradients)
             for name, value in gradients.items():
                 torch.mul(value, factor, out=clipped[name])

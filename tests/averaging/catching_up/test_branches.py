@@ -65,7 +65,7 @@ class Peer:
         self.branches.committed(after)
 
     def hear(self, announced: Mapping[str, Standing] | None = None, /, **voices: Voice) -> Standing | None:
-        """Let all holders answer; gives where this peer should go.
+        """Let all holders answer; returns where this peer should go.
 
         Args:
             announced: where those that do not answer said that they were.

@@ -42,7 +42,7 @@ class SizedStage(FakeStage):
 
 
 class SlowLine(Network):
-    """A stage of two, 2 and 3, whose rounds take half a second, and newcomer 1, whose line takes its time."""
+    """A stage of two peers, 2 and 3, whose rounds take half a second, and newcomer 1, which is behind a slow line."""
 
     def __init__(self, config: RunConfig, *, samples_per_second: float = 2.0 * ROUND_SAMPLES) -> None:
         super().__init__(config, SizedStage)
@@ -99,7 +99,7 @@ async def test_a_newcomer_behind_a_slow_line_slows_no_round_and_says_why(caplog:
         [line] = [line for line in caplog.messages if "Before it takes part" in line]
         assert "an exchange would take 15.1 s, and the others compute a round in 0.5 s" in line
         assert "cannot take part" not in caplog.text
-        # Its line is better, which it does not know yet; so it sees each round.
+        # The newcomer's line is better, which it does not know yet; so it sees each round.
         network.line_seconds = 0.1
         for _ in range(10):
             await network.commit(*network.members)
@@ -173,7 +173,7 @@ def test_where_nobody_has_measured_nobody_is_kept_out() -> None:
 
 
 def seen(judged: Entry, *rounds: tuple[float, int]) -> Entry:
-    """The group is seen in these rounds, each at some time."""
+    """Have the peer see the group in these rounds, each at some time."""
     for now, group_round in rounds:
         judged.saw(group_round, now=now)
     return judged
@@ -198,7 +198,7 @@ def test_a_pause_is_no_long_round() -> None:
 
 
 def test_of_few_rounds_nothing_is_concluded() -> None:
-    """It stays out for now: they may have been a pause, or the rest of a round."""
+    """The peer stays out for now: these times may have been a pause, or only the end of a round."""
     judged = seen(entry(rate=ROUND_SAMPLES), (0.0, 7), (100.0, 8), (100.5, 9), (100.5, 9))
     assert judged.slowness is not None
     assert not judged.slowness.is_certain

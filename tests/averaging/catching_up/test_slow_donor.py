@@ -24,20 +24,20 @@ from tests.support.virtual_time import in_virtual_time
 
 DONOR = 9
 RESULT_BYTES = 68
-"""Of a round's average; a snapshot is three times as large."""
+"""The size of a round's average; a snapshot is three times as large."""
 LINE_BYTES_PER_SECOND = 21.0
 QUANTUM_BYTES = 3
-"""So many at a time: flows over one line share it."""
+"""How many bytes a flow sends before the next one has its turn: flows over one line share it."""
 MICROBATCHES = 8
 MICROBATCH_BYTES = 18
-"""What training on one sends over the donor's line: of a round, twice as much as an average has."""
+"""How much training on one microbatch sends over the donor's line: in a round, twice as much as an average has."""
 COMPUTING_SECONDS = 0.8
 PAUSE_SECONDS = 2.0
-"""Between a commit and the next round's first microbatch."""
+"""The time between a commit and the next round's first microbatch."""
 
 
 class LargeStage(FakeStage):
-    """Has moments in its snapshots."""
+    """A stage with moments in its snapshots."""
 
     def activity(self) -> Activity:
         return Activity(quiet_seconds=0.0, longest_seconds=0.0, num_bytes=RESULT_BYTES)
@@ -63,7 +63,7 @@ class SlowDonor(Network):
         self.serving = {DONOR}
         self._line = asyncio.Lock()
         self._owed = Counter[int]()
-        """Bytes that the donor has given, and which are not over the line yet, by the peer that downloads."""
+        """How many bytes the donor has given to each peer that downloads and that have not passed the line yet."""
         self._round, self._began_at, self._left = -1, 0.0, list[int]()
 
     def directory(self, stage: int) -> list[PeerRecord]:
@@ -80,7 +80,7 @@ class SlowDonor(Network):
         ]
 
     async def _send(self, num_bytes: float) -> None:
-        """Over the donor's line."""
+        """Send bytes over the donor's line."""
         while num_bytes > 0:
             async with self._line:
                 await asyncio.sleep(min(num_bytes, QUANTUM_BYTES) / LINE_BYTES_PER_SECOND)
@@ -102,7 +102,7 @@ class SlowDonor(Network):
     # -- training ----------------------------------------------------------------------------------------------------
 
     async def train(self, number: int) -> None:
-        """One peer's share of it, until cancelled."""
+        """Train one peer's share of each round, until cancelled."""
         stage, donor = self.peers[peer_id(number)].stage, self.peers[peer_id(DONOR)].stage
         now = asyncio.get_running_loop().time
         while True:
@@ -117,7 +117,7 @@ class SlowDonor(Network):
             stage.learn(microbatch)
 
     async def join(self, number: int) -> None:
-        """As a peer's program does it."""
+        """Join as a peer's program does."""
         newcomer = self.add(number)
         await asyncio.sleep(0)
         await newcomer.averager.join()
@@ -141,8 +141,8 @@ async def slow_donor() -> AsyncIterator[SlowDonor]:
 
 @in_virtual_time
 async def test_four_that_join_at_once_all_serve_soon(caplog: pytest.LogCaptureFixture) -> None:
-    """The first has the donor's line. Another one has begun with a snapshot that the donor alone holds; it is not left
-    with it and the donor's line, of which it gets one round in the time in which the group commits one."""
+    """The first newcomer has the donor's line. Another one has begun a snapshot that only the donor holds. It must not
+    stay with that: over the donor's line it gets one round in the time in which the group commits one."""
     caplog.set_level(logging.INFO)
     async with slow_donor() as network, asyncio.TaskGroup() as tasks:
         training = [tasks.create_task(network.train(DONOR))]
@@ -189,7 +189,7 @@ async def asked(donor: Peer, request: pb.DownloadRequest) -> list[pb.DownloadRep
 
 
 async def hold(donor: Peer) -> pb.SnapshotHeader:
-    """As a peer does that downloads a snapshot and has not ended."""
+    """Ask for a snapshot as a peer does that has not finished its download."""
     (offer,) = await asked(donor, pb.DownloadRequest(offer=pb.OfferRequest()))
     segment = pb.SegmentRequest(snapshot=snapshot_id(offer.header), index=0)
     await asked(donor, pb.DownloadRequest(segment=segment))
@@ -198,7 +198,7 @@ async def hold(donor: Peer) -> pb.SnapshotHeader:
 
 @in_virtual_time
 async def test_an_older_snapshot_that_a_donor_keeps_for_others_is_taken_with_the_results_since() -> None:
-    """It keeps two, and makes no third one while both are fetched."""
+    """The donor keeps two snapshots, and makes no third one while both are being fetched."""
     async with alone() as (network, donor):
         headers = []
         for _ in range(2):

@@ -56,7 +56,7 @@ def now() -> float:
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 @in_virtual_time
 async def test_a_closing_of_minutes_is_waited_for(setting: str) -> None:
-    """So it is at a stage of several GB, or where a task of the compute thread takes ten seconds."""
+    """A stage of several GB, or a compute thread with tasks of ten seconds, closes as slowly."""
     async with slow_network(setting, 1, 2, 3, timing=Timing()) as network:
         stage(network, 3).seconds = 200.0
         for number in (1, 2, 3):
@@ -139,7 +139,7 @@ async def test_a_member_that_answers_and_sends_nothing_is_named_long_before_the_
     network.timing = dataclasses.replace(QUICK, average_seconds=1000.0, silence_seconds=2.0)
 
     async def hold(name: str, source: int, target: int) -> None:
-        # With topk everybody asks for what it has; else it sends its parts.
+        # With topk all others ask for what member 3 has; otherwise member 3 sends its parts.
         if name == "Exchange" and (target if codec == "topk" else source) == 3:
             await asyncio.Event().wait()
 

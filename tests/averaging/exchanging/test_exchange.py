@@ -207,7 +207,7 @@ async def test_what_is_owed_decays_once_a_round_whichever_way_it_is_paid() -> No
     members = Members("topk", decay=0.5)
     _, averages = await members.exchange({"0": _contribution(0, 2)})
     members.commit(averages)
-    owed = 2 * members.sum_debt("0")  # As it was dropped: what is asked for has decayed.
+    owed = 2 * members.sum_debt("0")  # This is the debt as it was dropped; the one that is asked for has decayed.
     nothing = {name: _contribution(1, 2, scale=0.0) for name in ("0", "1")}
     _, averages = await members.exchange(nothing)
     members.commit(averages)

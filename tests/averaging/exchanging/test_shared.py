@@ -108,7 +108,7 @@ async def test_holders_apply_the_sum_over_the_roles(setting: str, codec: str, to
                 expected -= sum(role(stage_number, index).double() for index in indices) / 4
         for stage in stages:
             assert torch.equal(stage.shared, stages[0].shared), "the same bits at both stages"
-        if codec != "topk":  # Which leaves most of so small a vector for later rounds.
+        if codec != "topk":  # topk leaves most of so small a vector for later rounds.
             np.testing.assert_allclose(stages[0].shared.numpy(), expected.numpy(), atol=tolerance)
 
 
@@ -233,7 +233,7 @@ def test_fragments_share_the_block_in_its_own_rounds() -> None:
 async def test_a_decided_round_is_committed_once_the_other_stages_average_is_to_be_had(
     since: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line stands still, say: no peer ends because of that, or waits until a member happens to come by."""
+    """If a line stands still, for example, no peer ends because of that, or waits until a member happens to come by."""
     async with sharing_network(tied()) as network:
         stages, num_refused, is_cut_off = stages_of(network, 1, 2, 3, 4), 0, False
 

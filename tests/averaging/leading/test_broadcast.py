@@ -82,7 +82,7 @@ async def test_who_was_frozen_itself_listens_again_before_it_calls_others_silent
 
     async def freeze() -> None:
         await asyncio.sleep(0.05)
-        virtual_loop().advance(0.25)  # As SIGSTOP does.
+        virtual_loop().advance(0.25)  # SIGSTOP does this.
 
     _, replies = await asyncio.gather(freeze(), network.all())
     assert isinstance(replies[1], pb.AbortReply), "0.1 s of listening were not over when it answered"

@@ -12,7 +12,7 @@ def _drops(**committed: set[int]) -> dict[str, set[int]]:
 
 
 def test_who_has_nothing_alone_drops_it_all_and_others_nothing() -> None:
-    """The member was away, say, and all that it had was replayed. To drop everything costs nothing."""
+    """The member was away, for example, and all that it had was replayed. Dropping everything costs nothing."""
     assert _drops(returned={1, 3}, one={0, 1, 2}, other={3, 4}) == {"returned": {1, 3}}
 
 
@@ -21,7 +21,7 @@ def test_of_two_that_have_the_same_one_keeps_it() -> None:
 
 
 def test_who_has_little_alone_drops_the_rest_rather_than_others_a_part_each() -> None:
-    """It makes its sum anew from the little that it alone has."""
+    """The member makes its sum anew from the little that it alone has."""
     held = {"returned": {0, 1, 2, 3, 4, 5}, "one": {6, 7, 0, 1, 2}, "other": {8, 9, 3, 4}}
     assert _drops(**held) == {"returned": {0, 1, 2, 3, 4}}
 

@@ -327,7 +327,7 @@ def test_made_up_peers_do_not_fill_the_memory() -> None:
     for number in range(10, 500):
         group.clock.advance(0.001)
         group.report(5, by=record(number))
-        # A call to one that was forgotten meanwhile may still fail, or be answered.
+        # A call to a peer that was forgotten meanwhile may still fail, or be answered.
         group.roster.suspect(PeerId(record(max(10, number - 100)).peer_id))
         group.roster.answered(PeerId(record(max(10, number - 200)).peer_id), HERE)
     newest = {PeerId(record(number).peer_id) for number in range(500 - MOST_UNLISTED, 500)}

@@ -21,7 +21,7 @@ def _watched(*committed: tuple[float, int]) -> Watched:
 
 
 def test_a_rate_is_from_commit_to_commit_not_from_poll_to_poll() -> None:
-    """One every second, seen in polls that begin just after one and end just before the next."""
+    """There is a commit every second, and the polls begin just after one and end just before the next."""
     steady = _watched((0.9, 0), (1.0, 1), (1.5, 1), (2.0, 2), (3.0, 3), (3.9, 3))
     assert rate_between_commits([steady]) == pytest.approx(1.0)
     assert steady.microbatches_per_second == pytest.approx(1.0)
@@ -64,7 +64,8 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SwarmProcesses:
 
 
 def _answers(monkeypatch: pytest.MonkeyPatch, *committed: int) -> None:
-    """Of the peer, one a poll; the last one for ever, and none if there is none."""
+    """Have the peer give one of these answers for each poll, and the last one for ever after; without any, it gives
+    none."""
     left = list(committed)
 
     async def describe(channel: object, request: pb.DescribeRequest, *, seconds: float) -> pb.DescribeReply:

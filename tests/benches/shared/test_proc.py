@@ -28,7 +28,7 @@ def test_children_that_live_and_that_have_ended_count() -> None:
         process.stdout.readline()
         # 0.6 s, less what the kernel's counters cut off: each is in whole ticks of 10 ms.
         assert 0.5 <= proc.cpu_seconds_of_all(process.pid) < 3.0
-        # Without them, what it takes to start.
+        # Without its children, the process has only taken what it needs to start.
         assert proc.cpu_seconds(process.pid) <= proc.cpu_seconds_of_all(process.pid) - 0.5
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -52,7 +52,7 @@ def test_children_have_names_until_they_are_waited_for() -> None:
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        # It has its name once it answers.
+        # The process has its name once it answers.
         process.stdin.write(b"hello\n")
         process.stdin.flush()
         assert process.stdout.readline() == b"hello\n"
@@ -77,7 +77,7 @@ def test_bytes_that_are_sent_are_counted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:
-            # No more than the connection's buffers take.
+            # This is no more than the connection's buffers take.
             os.write(sender.fileno(), bytes(10_000))
             assert len(receiver.recv(10_000, socket.MSG_WAITALL)) == 10_000
     assert proc.loopback_bytes() - before >= 10_000

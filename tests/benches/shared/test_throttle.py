@@ -121,7 +121,7 @@ async def connect(echo: tuple[str, list[bytes]]) -> AsyncIterator[Connect]:
 
 @pytest.fixture
 async def echo() -> AsyncIterator[tuple[str, list[bytes]]]:
-    """Where it is, and what has arrived there."""
+    """An echoing server: its endpoint, and what has arrived there."""
     arrived: list[bytes] = []
     served: list[asyncio.Task[None]] = []
 
@@ -178,7 +178,7 @@ async def test_what_two_faults_hold_back_waits_for_the_end_of_both(
 
 
 async def test_a_long_line_delays_and_holds_as_much_as_fits(throttle: Throttle, sink: str) -> None:
-    """A chunk at a time, it would take 13 round trips of 0.2 s if each had to arrive before the next."""
+    """It would take 13 round trips of 0.2 s if each chunk had to arrive before the next one is sent."""
     throttle.round_trip_seconds = 0.2
     link = throttle.link()
     assert await _send(link, sink, 1) > 0.2

@@ -29,13 +29,13 @@ def _worker(work: str, folder: Path, children: Supervisor) -> Worker:
 def test_a_turn_may_take_longer_than_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Supervisor(tmp_path) as children:
         worker = _worker("time.sleep(0.5)", tmp_path, children)
-        # What wait_for_json waits for unless told otherwise is what a start may take.
+        # A start may take as long as wait_for_json waits by default.
         defaults = common.wait_for_json.__kwdefaults__
         assert defaults is not None
         monkeypatch.setitem(defaults, "timeout_seconds", 0.1)
         worker.begin()
         assert 0.5 <= worker.seconds() < 60
-        # Stopped, it would not end by SIGTERM.
+        # A stopped process would not end by SIGTERM.
         for child in children.running:
             children.kill9(child)
 

@@ -22,7 +22,7 @@ LINK_SECONDS = 0.02
 
 
 def test_every_way_of_a_long_line_is_as_long() -> None:
-    """From the trainer to the first stage, and from each to the next."""
+    """The ways are from the trainer to the first stage, and from each stage to the next."""
     lengths = [
         machine.link_seconds for machine in machines(Setting(paces=((0.1,),) * 4, round_trip_seconds=0.1), LINK_SECONDS)
     ]
@@ -41,7 +41,7 @@ def test_half_of_the_settings_are_short_of_what_the_peers_can_compute() -> None:
 
 
 def test_one_microbatch_in_flight_takes_its_computing_and_its_way() -> None:
-    """Peers that know their caller take it unasked: there and back once for each stage."""
+    """Peers that know their caller take a microbatch unasked: it goes there and back once for each stage."""
     setting = Setting(paces=((0.05,), (0.05,)), max_in_flight=1, round_trip_seconds=0.1)
     rate, work = simulate(setting, 0, link_seconds=LINK_SECONDS, warm_up_seconds=10.0, seconds=50.0)
     assert 1 / rate == pytest.approx(2 * 4 * 0.05 + 2 * (0.1 + LINK_SECONDS), rel=0.03)

@@ -283,7 +283,7 @@ def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
         (["export", "--output", "out", "--checkpoint", "c", "--adapter", "--merged"], "--adapter excludes"),
         (["export", "--output", "out", "--model", "run", "--insecure"], "--insecure belong to a running swarm"),
         (["import", "model", "--output", "run", "--stages", "-1"], "--stages must be at least 0"),
-        (["melt"], "say one of import, export, show, push"),
+        (["melt"], "give one of import, export, show, push"),
     ],
 )
 def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:

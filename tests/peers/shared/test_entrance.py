@@ -83,7 +83,7 @@ async def test_an_invite_to_another_run_is_refused() -> None:
 
 
 async def test_a_locked_run_wants_a_token_before_anybody_is_called() -> None:
-    with pytest.raises(ValueError, match=r"^the run is locked: ask its owner for a token, and say INVITE#TOKEN"):
+    with pytest.raises(ValueError, match=r"^the run is locked: ask its owner for a token, and give INVITE#TOKEN"):
         _find(_options(_invite(is_locked=True)))
     for options in (
         _options(f"{_invite(is_locked=True)}#{locked.TRAINER_TOKEN}"),
@@ -97,7 +97,7 @@ async def test_a_locked_run_wants_a_token_before_anybody_is_called() -> None:
 def test_a_run_is_named_once() -> None:
     assert not joins(_options())
     assert joins(_options(None, NODE))
-    with pytest.raises(ValueError, match="INVITE and --initial-peers are two ways to the same"):
+    with pytest.raises(ValueError, match="INVITE and --initial-peers both say which run to enter"):
         joins(_options(_invite(), NODE))
 
 

@@ -85,7 +85,7 @@ def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: p
     assert lan.with_invite(DoctorOptions(invite="swarm://x")) == DoctorOptions(invite="swarm://x")
     runs[OTHER_RUN] = _invite(OTHER_RUN, "192.0.2.2")
     both = f"{OTHER_RUN}: {runs[OTHER_RUN]}, {RUN}: {runs[RUN]}"
-    with pytest.raises(ValueError, match=f"^several runs are in this network; say one of .*{re.escape(both)}$"):
+    with pytest.raises(ValueError, match=f"^several runs are in this network; give one of .*{re.escape(both)}$"):
         lan.found_invite()
     assert lan.found_invites() == [str(runs[OTHER_RUN]), str(runs[RUN])]
     runs.clear()

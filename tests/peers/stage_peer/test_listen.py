@@ -62,12 +62,12 @@ def test_without_a_port_it_counts_for_the_dht_as_well() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--announce 203.0.113.7:41001", "--announce HOST:PORT is of gRPC alone: say --announce-dht HOST:PORT"),
+        ("--announce 203.0.113.7:41001", "--announce HOST:PORT is for gRPC alone: give --announce-dht HOST:PORT"),
         ("--announce ::1 --host 0.0.0.0", "--announce ::1: with --host 0.0.0.0 this peer listens on IPv4 alone"),
         ("--announce 203.0.113.7 --host ::", "--announce 203.0.113.7: with --host :: this peer listens on IPv6 alone"),
         ("--announce-dht ::1 --host 0.0.0.0", "--announce-dht ::1: with --host 0.0.0.0"),
         ("--announce 127.0.0.1 --host 192.168.1.7", "--announce 127.0.0.1: this peer listens on 192.168.1.7 alone"),
-        ("--announce 0.0.0.0", "--announce 0.0.0.0: this is no machine's address; say the one at which others"),
+        ("--announce 0.0.0.0", "--announce 0.0.0.0: this is no machine's address; give the one at which others"),
         ("--announce [::]:5001 --announce-dht 224.0.0.1", "--announce ::: this is no machine's address"),
         ("--port 5001 --dht-port 5001", "--port and --dht-port cannot both be 5001"),
         ("--threads 1025", "--threads must be between 0 and 1024, not 1025"),

@@ -106,12 +106,12 @@ def test_a_peer_that_others_leave_alone_is_told_once_by_whom_and_why(caplog: pyt
         clock.advance(1.0)
     (line,) = caplog.messages
     assert line == (
-        "1 that hand on to this peer leave it alone for a while, as they say: gpu-0 (no answer). If that goes on, see "
+        "this peer is left alone for a while by 1 of its callers, as they say: gpu-0 (no answer). If that goes on, see "
         "that others can reach it at 192.0.2.1:5001"
     )
     clock.advance(ACCUSED_SECONDS)
     news.look(0, around(left_alone_by=five))
     news.look(0, around(left_alone_by=five))
     assert len(caplog.messages) == 2
-    assert "5 that hand on to this peer leave it alone for a while, as they say: gpu-0 (no answer), " in caplog.text
+    assert "this peer is left alone for a while by 5 of its callers, as they say: gpu-0 (no answer), " in caplog.text
     assert "and 2 more. If" in caplog.text

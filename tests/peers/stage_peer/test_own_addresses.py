@@ -108,7 +108,7 @@ def test_where_nothing_decides_the_candidates_are_listed(
     said = [record.getMessage() for record in caplog.records]
     assert said == [] if is_decided else [
         "this machine has no default route and several addresses: 192.168.1.7, 10.9.0.7; others are told 192.168.1.7 "
-        "first. If they reach it by another one, say --announce HOST"
+        "first. If they reach it by another one, give --announce HOST"
     ]  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def trained(config_file: Path, *arguments: str | Path | int) -> int:
         (1, ["--preset", "tiny", "--fsdp", "zero3"], "--fsdp cuts weights over the --dp workers"),
         (1, ["--fsdp", "--preset", "tiny"], "--fsdp cuts weights over the --dp workers"),
         (1, ["--preset", "tiny", "--fsdp"], "--fsdp cuts weights over the --dp workers"),
-        (1, ["--preset", "tiny", "--compress", "int8"], "--compress is of what --dp workers send"),
+        (1, ["--preset", "tiny", "--compress", "int8"], "--compress is for what --dp workers send"),
         (4, ["--preset", "tiny", "--tp", "2", "--compress", "int8"], "--compress is for --dp alone"),
         (
             3,
@@ -122,7 +122,7 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"bottleneck_dim": 8}, {"tp": 2}, "--tp 2 cuts layers as model.block_types = 'tp' does, and model.block_types is"),
     ({"custom_class": "some.module:Class"}, {"tp": 2}, "--pp and --tp are for the built-in model"),
     ({"dropout": 0.1}, {"compile": True}, "--compile is not for runs with dropout"),
-    ({"weights": 64 * "a"}, {}, "the run begins with a model (model.weights): say --model with its folder"),
+    ({"weights": 64 * "a"}, {}, "the run begins with a model (model.weights): give --model with its folder"),
 ]
 
 

@@ -67,7 +67,8 @@ def _draw_on_terminal(view: SwarmView, width: int) -> str:
 
 
 def _columns(drawn: str, first: str) -> list[tuple[str, str]]:
-    """Heading and first cell of each column, from left to right, of the table whose headings begin with a word."""
+    """The heading and the first cell of each column, from left to right, of the table whose first heading is
+    `first`."""
     lines = drawn.splitlines()
     (number,) = [number for number, line in enumerate(lines) if re.match(rf"[\u2503 ]+{first}[\u2503 ] ", line)]
     gap = r" *[\u2503\u2502] *| {2,}"

@@ -80,8 +80,8 @@ async def test_it_imports_neither_torch_nor_hivemind(entry: Entry) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({}, "which run\\? say swarm-status INVITE"),
-        ({"peer": ("x",), "initial_peers": ("y",)}, "INVITE, --lan, --peer and --initial-peers are ways to the same"),
+        ({}, "which run\\? type swarm-status INVITE"),
+        ({"peer": ("x",), "initial_peers": ("y",)}, "INVITE, --lan, --peer and --initial-peers all say"),
         ({"peer": ("x",), "audit": ("z",)}, "--audit reads files"),
         ({"peer": ("x",), "interval": 0.0}, "--interval must be positive"),
         ({"peer": ("x",), "interval": float("nan")}, "--interval must be positive, not nan"),

@@ -63,7 +63,7 @@ ARMS: Mapping[str, Arm] = {
     "dct-topk": Arm(changes={"averaging": DCT, "outer": NO_MOMENTUM}),
     "overlap": Arm(changes={"averaging": {"overlap_steps": 5}}),
     "four": Arm(num_workers=4),
-    # As many steps one after the other as two workers take.
+    # Each of four workers takes as many steps one after the other as each of two does with the whole batch.
     "four-half": Arm(num_workers=4, batch_samples=INNER_BATCH_SAMPLES // 2),
     "churn": Arm(num_workers=4, churn=True),
     "int8-h10": Arm(

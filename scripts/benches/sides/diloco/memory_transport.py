@@ -21,7 +21,7 @@ class MemoryNetwork:
     """The peers that can be reached: a directory of them, and each one's way to the others.
 
     Attributes:
-        line: exchanges wait until it is set, as on a slow line; it is, to begin with.
+        line: exchanges wait until it is set, as on a slow line; at first it is set.
     """
 
     def __init__(self) -> None:
