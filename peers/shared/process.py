@@ -250,13 +250,16 @@ async def before(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Resu
     return working.result()
 
 
-def die_with_parent() -> Callable[[], None]:
+def die_with_parent(parent: int | None = None) -> Callable[[], None]:
     """Make the `preexec_fn` for a child that the kernel is to kill when this process dies, however it dies.
 
     The kernel kills the child when the *thread* that started it ends: start such children from a thread that lives as
     long as the process. Does nothing where the system has no prctl.
+
+    Args:
+        parent: this process; or, where the process itself makes and calls it, the one that started it.
     """
-    parent = os.getpid()
+    parent = parent or os.getpid()
     # We look it up here, because little is safe between fork and exec.
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 

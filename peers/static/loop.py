@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from peers.static.batches import Batches
-from peers.static.checkpoints import Checkpoints, Progress
+from peers.static.checkpoints import Checkpoints
 from peers.static.computing import OneByOne, Pipeline
 from peers.static.precision import LossScale, computing_in
 from peers.static.report import Report
@@ -20,7 +20,6 @@ from peers.static.workers import Workers
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOutLoss, averaged
 from swarm.data.microbatches import HeldOut
-from swarm.errors import Fatal
 from swarm.training import optim, samples
 from swarm.training.optimizers import gradient_optimizer
 
@@ -60,7 +59,7 @@ def train(
     optimizer, scale = gradient_optimizer(config, same_bits=False, cut=run.model), LossScale(run.dtype)
     progress = run.checkpoints.restore(optimizer)
     if run.report is not None:
-        run.report.begin(progress.step)
+        run.report.begin(progress.step, last_step)
     # Get this worker's microbatches of the step, and the number of targets of all workers.
     loss, batch = None, run.batches.of_step(progress.step)
     all_targets, num_stopping = run.workers.total(batch.num_targets, stops())
@@ -80,11 +79,10 @@ def train(
         )
         squared_norm, loss = scaled_norm / scale.factor**2, scaled_loss / (weight * shape.tp)
 
-        # Clip, and step.
+        # Clip, and step, unless float16 has overflowed.
         rate = optim.learning_rate(config.optimizer, progress.run_samples)
         factor = optim.clip_factor(squared_norm, config.optimizer.clip_norm) / scale.factor
-        if scale.accepts(squared_norm):
-            _require_finite(squared_norm, progress.step)
+        if scale.accepts(squared_norm, progress.step):
             torch._foreach_mul_(list(gradients.values()), factor)
             optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
         run.model.clear_gradients()
@@ -100,19 +98,11 @@ def train(
 
     run.checkpoints.write(progress, optimizer)
     is_stopped = progress.step < last_step
-    _end(run, progress, loss, None if is_stopped else evaluate(run, held_out), is_stopped=is_stopped)
-    return is_stopped
-
-
-def _require_finite(squared_norm: float, step: int) -> None:
-    if not math.isfinite(squared_norm):
-        raise Fatal(f"the gradient of step {step} is not finite: take a smaller optimizer.learning_rate")
-
-
-def _end(run: Run, progress: Progress, loss: float | None, evaluation: HeldOutLoss | None, *, is_stopped: bool) -> None:
+    evaluation = None if is_stopped else evaluate(run, held_out)
     if run.report is not None:
         run.report.end(progress.step, loss, evaluation, stopped=is_stopped)
     run.checkpoints.require_written()
+    return is_stopped
 
 
 def evaluate(run: Run, held_out: Sequence[HeldOut]) -> HeldOutLoss:

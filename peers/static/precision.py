@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from swarm.errors import Fatal
+
 logger = logging.getLogger(__name__)
 
 FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000
@@ -22,6 +24,7 @@ class LossScale:
     """The factor by which losses are multiplied, so that their gradients neither vanish nor overflow in float16.
 
     A step whose gradients are not finite is left out, and the scale is halved (Micikevicius et al., arXiv 1710.03740).
+    With other types the factor stays 1.
     """
 
     def __init__(self, dtype: str | None) -> None:
@@ -29,15 +32,20 @@ class LossScale:
         self.factor = FIRST_SCALE if self._is_on else 1.0
         self._num_good = 0
 
-    def accepts(self, squared_norm: float) -> bool:
-        """Whether gradients with this squared norm can be used; adapts the scale. Without float16 always True."""
-        if not self._is_on:
+    def accepts(self, squared_norm: float, step: int) -> bool:
+        """Whether a step's scaled gradients, which have this squared norm, can be used; adapts the scale.
+
+        Raises:
+            Fatal: they cannot, and a smaller scale would not help.
+        """
+        if math.isfinite(squared_norm):
+            self._num_good += 1
+            if self._is_on and self._num_good % GROWS_AFTER == 0:
+                self.factor *= 2
             return True
-        if not math.isfinite(squared_norm):
-            self.factor, self._num_good = self.factor / 2, 0
-            logger.info("a step overflowed float16 and is left out: the loss scale is now %g", self.factor)
-            return False
-        self._num_good += 1
-        if self._num_good % GROWS_AFTER == 0:
-            self.factor *= 2
-        return True
+        if self.factor <= 1.0:
+            remedy = "a smaller optimizer.learning_rate" + (", or --dtype bf16" if self._is_on else "")
+            raise Fatal(f"the gradient of step {step} is not finite: take {remedy}")
+        self.factor, self._num_good = self.factor / 2, 0
+        logger.info("step %d overflows float16 and is left out: the loss scale is now %g", step, self.factor)
+        return False

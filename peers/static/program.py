@@ -8,6 +8,7 @@ to bottom: options -> the run -> join the other workers -> text -> spread the mo
 """
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -44,17 +45,16 @@ PROG = "swarm-static"
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     argv, environment = with_fsdp_named(argv), os.environ
-    if int(environment.get("LOCAL_RANK", "0")) == 0:
+    if workers.is_first_here(environment):
         return run(cli.parse(StaticOptions, prog=PROG, argv=argv), environment)
     # All workers of a machine find the same faults of the user's, and only the first one prints them.
+    with contextlib.redirect_stderr(io.StringIO()):
+        options = cli.parse(StaticOptions, prog=PROG, argv=argv)
     try:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stderr(nowhere):
-            options = cli.parse(StaticOptions, prog=PROG, argv=argv)
         return run(options, environment)
-    except ValueError:
-        return process.EXIT_USAGE
-    except (SwarmError, OSError):
-        return process.EXIT_FAILURE
+    except (ValueError, SwarmError, OSError) as error:
+        logger.debug("where it went wrong:", exc_info=error)
+        return process.EXIT_USAGE if isinstance(error, ValueError) else process.EXIT_FAILURE
 
 
 def with_fsdp_named(argv: Sequence[str]) -> list[str]:
@@ -69,8 +69,11 @@ def with_fsdp_named(argv: Sequence[str]) -> list[str]:
 
 def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
     """Train as one of the workers; gives the exit code."""
-    is_first_here = int(environment.get("LOCAL_RANK", "0")) == 0
-    level: process.LogLevel = options.log_level if is_first_here or options.log_level == "debug" else "error"
+    is_heard = workers.is_first_here(environment) or options.log_level == "debug"
+    if "TORCHELASTIC_RUN_ID" in environment:
+        # Otherwise workers of a torchrun that is killed would go on, beside those of the next one.
+        process.die_with_parent(os.getppid())()
+    level: process.LogLevel = options.log_level if is_heard else "error"
     process.setup_logging(f"worker {environment.get('RANK', '0')}", level)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -138,7 +141,7 @@ def stopping(environment: Mapping[str, str]) -> Iterator[process.Stop]:
     stop = process.Stop()
 
     def note(number: int, frame: object) -> None:
-        # The terminal sends Ctrl-C to all workers, and torchrun sends it to them again: each gets it twice.
+        # Under a launcher that signals all processes, as srun does, workers get Ctrl-C from it and from torchrun.
         if stop.is_set() and is_alone and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.by(number)

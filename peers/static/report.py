@@ -3,6 +3,7 @@
 The names of the figures are those of a swarm's trainer.
 """
 
+import dataclasses
 import logging
 import math
 import time
@@ -16,6 +17,7 @@ from peers.static.traffic import bytes_sent
 from peers.static.workers import Workers
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOutLoss
+from swarm.machine.words import counted
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -48,8 +50,12 @@ class Report:
         self._metrics = MetricsLog(options.metrics, reporters=self._reporting.reporters)
         self._said_at = self._stepped_at = time.monotonic()
 
-    def begin(self, step: int) -> None:
-        """Note that training begins at this step."""
+    def begin(self, step: int, last_step: int) -> None:
+        """Log that training begins at this step, and at which it is to end."""
+        shape, samples = self._workers.shape, counted(self._config.rounds.round_samples, "sample")
+        mesh = ", ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(shape).items() if size > 1)
+        workers = counted(math.prod(self._workers.mesh.shape), "worker") + (f" ({mesh})" if mesh else "")
+        logger.info("trains from step %d to %d, a step on every %s: %s", step, last_step, samples, workers)
         self._metrics.event(step, BEGINS)
         self._stepped_at = time.monotonic()
 

@@ -29,6 +29,7 @@ from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, layer_ranges, parameter_shapes, shared_parameters
+from swarm.training import optim
 
 ONE_BUCKET_MB = 1 << 20
 """The size of DDP's buckets, larger than any model: so the codec gets all gradients at once, as in a swarm."""
@@ -130,9 +131,7 @@ class Spread:
 
     def squared_norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
         """This worker's share of the whole gradient's squared norm: the workers' shares add up to it."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
-        # All norms are read at once, because on a GPU each reading waits for all that was queued before it.
-        squares = torch.stack(norms).square().tolist() if norms else []
+        squares = optim.squared_norms(gradients.values())
         return sum((square / self._num_holders(name) for name, square in zip(gradients, squares, strict=True)), 0.0)
 
     def _num_holders(self, name: str) -> int:

@@ -6,7 +6,6 @@ Used by program.py, which joins them, and by all parts that add numbers up over 
 import contextlib
 import gc
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +40,11 @@ class Shape:
     dp: int
     tp: int
     pp: int
+
+
+def is_first_here(environment: Mapping[str, str]) -> bool:
+    """Whether this worker is its machine's first one, which speaks for all workers there."""
+    return environment.get("LOCAL_RANK", "0") == "0"
 
 
 def shape_of(options: StaticOptions, environment: Mapping[str, str]) -> Shape:
@@ -79,11 +83,16 @@ def device_of(name: str, environment: Mapping[str, str]) -> torch.device:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workers:
-    """All workers, as one of them sees them."""
+    """All workers, as one of them sees them.
+
+    Attributes:
+        is_first_here: whether this worker is its machine's first one.
+    """
 
     shape: Shape
     device: torch.device
     mesh: DeviceMesh
+    is_first_here: bool
 
     @property
     def is_first(self) -> bool:
@@ -96,11 +105,10 @@ class Workers:
 
     def one_after_another(self, work: Callable[[], Result]) -> Result:
         """Call `work` in each machine's first worker, and then in the others, which find its files. All call this."""
-        waits = int(os.environ.get("LOCAL_RANK", "0")) > 0
-        if waits:
+        if not self.is_first_here:
             self.total()
         result = work()
-        if not waits:
+        if self.is_first_here:
             self.total()
         return result
 
@@ -127,7 +135,7 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
     )
     try:
         mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=("pp", "dp", "tp"))
-        yield Workers(shape=shape, device=device, mesh=mesh)
+        yield Workers(shape=shape, device=device, mesh=mesh, is_first_here=is_first_here(environment))
     except RuntimeError as error:
         # If an exchange fails, NCCL raises a DistError, and gloo a plain RuntimeError.
         may_be_loss = isinstance(error, dist.DistError) or type(error) is RuntimeError

@@ -197,13 +197,18 @@ def _cosine(angle: float) -> float:
 
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
-    """The sum of squares over all elements, in float64; within a tensor on MPS in float32, the widest type there."""
+    """The sum of squares over all elements, as `squared_norms` has it."""
+    return sum(squared_norms(tensors), 0.0)
+
+
+def squared_norms(tensors: Iterable[torch.Tensor]) -> list[float]:
+    """Each tensor's sum of squares, in float64; within a tensor on MPS in float32, the widest type there."""
     norms = [
         torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.device.type == "mps" else torch.float64)
         for tensor in tensors
     ]
     # All norms are read at once, because on a GPU each read waits for everything that was queued before it.
-    return sum((norm**2 for norm in torch.stack(norms).tolist()), 0.0) if norms else 0.0
+    return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
 
 
 def clip_factor(total_squared_norm: float, max_norm: float) -> float:

@@ -17,6 +17,7 @@ from peers.shared.own_figures import OwnFigures, exporting
 from peers.status.figure import figure, figures
 from peers.status.peer_row import PeerRow
 from peers.status.view import TrainerRow
+from tests.support.ports import free_ports
 
 PEER = PeerRow(
     name='a "name"\\', peer_id="ab" * 20, state="serving", device="cpu", samples_per_second=12.5, queue_length=2,
@@ -45,14 +46,9 @@ async def _scrape(record: Any, prefix: str = "swarm_peer", **labels: str) -> Any
     """What Prometheus reads from a process that has these figures."""
     own = OwnFigures()
     own.follow(lambda: record, **labels)
-    port = _free_port()
+    (port,) = free_ports(1)
     async with exporting(own, prefix, host="127.0.0.1", port=port):
         return await asyncio.to_thread(_read, f"http://127.0.0.1:{port}/metrics")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 async def test_every_number_of_status_is_a_metric_of_the_same_name() -> None:
@@ -94,7 +90,7 @@ async def test_records_in_a_list_are_told_apart_by_their_words() -> None:
 
 
 async def test_the_figures_are_those_of_the_moment_and_none_once_there_are_none() -> None:
-    own, port = OwnFigures(), _free_port()
+    own, (port,) = OwnFigures(), free_ports(1)
     row = PEER
     async with exporting(own, "swarm_peer", host="127.0.0.1", port=port):
         url = f"http://127.0.0.1:{port}/metrics"
