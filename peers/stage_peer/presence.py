@@ -125,7 +125,7 @@ class Presence:
         try:
             await self._membership.directory.announce_peer(self.record(), RECORD_SECONDS)
         except PeerUnavailable as error:
-            logger.warning("not announced: %s", error)
+            logger.warning("this peer is not announced: %s", error)
 
     async def keep_announced(self) -> None:
         """Announce the record at intervals; at once after a commit, with new endpoints, and when the DHT is back."""

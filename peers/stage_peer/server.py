@@ -148,7 +148,7 @@ class StageServer:
         self.presence.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
         if self._options.graph_bytes is None:
             limit_bytes = self.stage.context.backend.budget.limit_bytes
-            logger.info("up to %s of %s for autograd graphs", in_words(limit_bytes), self._options.device)
+            logger.info("autograd graphs may take up to %s of %s", in_words(limit_bytes), self._options.device)
         self._runtime.start()
         try:
             await self._own_state.begin()

@@ -101,7 +101,7 @@ class Options(BenchOptions):
         if unknown := [name for name in self.rows if name not in ROWS]:
             raise ValueError(f"--rows: {unknown[0]!r} is none of {', '.join(ROWS)}")
         if not self.rows:
-            raise ValueError("--rows names none")
+            raise ValueError("--rows needs at least one name")
         cli.require_at_least(self, {"seeds": 1, "num_layers": 1})
         require_multiple("iterations", self.iterations, 100)
         require_multiple("d-model", self.d_model, 32)

@@ -68,7 +68,7 @@ class Options(BenchOptions):
         if unknown := [name for name in self.arms if name not in ARMS]:
             raise ValueError(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
         if not self.arms:
-            raise ValueError("--arms names none")
+            raise ValueError("--arms needs at least one name")
         cli.require_at_least(self, {"seeds": 1, "jobs": 1, "rounds_at_200": 1})
 
 

@@ -56,7 +56,7 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"stages": 2, "peers_per_stage": 2, "steps": 4, "round_microbatches": 2})
         if not self.scenarios:
-            raise ValueError("--scenarios names none")
+            raise ValueError("--scenarios needs at least one name")
 
 
 FAULTS: dict[Scenario, Callable[[FaultySwarm], bool]] = {

@@ -76,7 +76,7 @@ class Options(BenchOptions):
         if unknown := [name for name in self.methods if name not in METHODS]:
             raise ValueError(f"--methods: {unknown[0]!r} is none of {', '.join(METHODS)}")
         if not self.methods:
-            raise ValueError("--methods names none")
+            raise ValueError("--methods needs at least one name")
         cli.require_at_least(self, {"steps": 2 * BATCHES_A_ROUND, "d_model": 32})
         if self.steps % BATCHES_A_ROUND or self.d_model % 32:
             raise ValueError("--steps must be a multiple of 16, and --d-model of 32")

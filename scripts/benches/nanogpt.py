@@ -54,7 +54,7 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"iterations": 1, "inner_steps": 1})
         if not self.settings:
-            raise ValueError("--settings names none")
+            raise ValueError("--settings needs at least one name")
         if "diloco" in self.settings:
             # In each inner step two peers do what one process does in an iteration.
             cli.require_at_least(self, {"iterations": self.inner_steps})

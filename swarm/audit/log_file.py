@@ -55,7 +55,9 @@ def read(path: Path) -> Iterator[Line]:
                 raise ValueError(f"{path}: no start before line {number}: this is not the whole log of a process")
             started = True
             if isinstance(line.event, Start) and line.event.format != FORMAT:
-                raise ValueError(f"{path}: written by swarm {line.event.software}, which this version cannot read")
+                raise ValueError(
+                    f"{path} was written by swarm {line.event.software} in another format: audit it with that version"
+                )
             yield line
         else:
             if not text.endswith(b"\n"):

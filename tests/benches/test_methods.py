@@ -15,7 +15,7 @@ def _rows(losses: list[float], seconds: float) -> list[dict[str, float]]:
     ("values", "fault"),
     [
         ({"methods": ("dp", "magic")}, "'magic' is none of single, dp"),
-        ({"methods": ()}, "--methods names none"),
+        ({"methods": ()}, "--methods needs at least one name"),
         ({"steps": 33}, "--steps must be a multiple of 16"),
         ({"d_model": 100}, "--d-model of 32"),
     ],

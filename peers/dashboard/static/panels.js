@@ -138,7 +138,7 @@ export function showState(elements, { run, heardAt, isConnected, why }) {
   const [kind, text] = !isConnected ? ["bad", why] : isLate ? ["bad", "The run cannot be seen"] : stateOf(run);
   say(elements.state, text);
   set(elements.state, { "data-kind": kind });
-  const fault = run?.fault ? `The run cannot be seen since ${moment(run.at)}: ${run.fault}` : "";
+  const fault = run?.fault ? `The run has not been seen since ${moment(run.at)}: ${run.fault}` : "";
   say(elements.fault, fault);
   set(elements.fault, { hidden: fault ? null : "" });
   say(elements.foot, run?.at ? `Seen at ${moment(run.at)}, by one look for all who watch. This page changes nothing.` : "");

@@ -94,7 +94,7 @@ class Options(BenchOptions):
         if unknown := [name for name in self.kinds if name not in KINDS]:
             raise ValueError(f"--kinds: {unknown[0]!r} is none of {', '.join(KINDS)}")
         if not self.kinds:
-            raise ValueError("--kinds names none")
+            raise ValueError("--kinds needs at least one name")
         cli.require_positive(
             self, ("minutes", "faults_per_hour", "calibration_seconds", "settling_seconds", "bound_seconds")
         )
