@@ -13,6 +13,8 @@ from tests.support.swarm import RealPeer, RealSwarm, wait_until, whole_lines
 class NatSwarm(RealSwarm):
     """Peers and trainers take their invite from the first peer's screen, and no option that says where they are."""
 
+    start_seconds = end_seconds = 300.0
+
     def __init__(self, folder: Path, children: Supervisor, *, num_stages: int, setting: str = "synchronous") -> None:
         super().__init__(folder, children, setting=setting)
         self.config.write_text(self.config.read_text().replace("num_stages = 2", f"num_stages = {num_stages}"))
@@ -55,3 +57,14 @@ class NatSwarm(RealSwarm):
         assert self.wait_for_end(child) == 0, log.read_text()
         view = json.loads(whole_lines(log)[-1])
         return {peer["name"]: peer for stage in view["stages"] for peer in stage["peers"]}
+
+    def answers_from(self, host: Host) -> dict[str, dict[str, object]]:
+        """The same, once all of the peers that were started answer."""
+
+        def answers() -> dict[str, dict[str, object]] | None:
+            rows = self.status_from(host)
+            answer = all(rows.get(peer.child.name, {}).get("state") == "serving" for peer in self.peers)
+            return rows if answer else None
+
+        rows: dict[str, dict[str, object]] = wait_until(answers, self.end_seconds, "all peers to answer")
+        return rows

@@ -108,6 +108,8 @@ class RealSwarm:
 
     start_seconds = 60.0
     """Longest wait for a peer to serve, and for swarm-status."""
+    end_seconds = 90.0
+    """Longest wait for a trainer's end."""
 
     def __init__(self, folder: Path, children: Supervisor, *, setting: str = "diloco") -> None:
         self.folder = folder
@@ -194,13 +196,14 @@ class RealSwarm:
         wait_until(lambda: len(self.steps(trainer)) >= count, timeout_seconds, f"step {count} of {trainer}: {log}")
         return self.steps(trainer)
 
-    def wait_for_end(self, trainer: Child, timeout_seconds: float = 90.0) -> int:
-        """Wait until a trainer has ended; gives its exit code."""
+    def wait_for_end(self, trainer: Child, timeout_seconds: float | None = None) -> int:
+        """Wait until a trainer has ended, for `end_seconds` unless another time is given; gives its exit code."""
 
         def ended() -> list[int]:
             return [exit_.returncode for exit_ in self.children.exits() if exit_.name == trainer.name]
 
-        codes: list[int] = wait_until(ended, timeout_seconds, f"{trainer.name} to end")
+        seconds = self.end_seconds if timeout_seconds is None else timeout_seconds
+        codes: list[int] = wait_until(ended, seconds, f"{trainer.name} to end")
         return codes[0]
 
     def audit(self) -> dict[str, Any]:
