@@ -71,7 +71,7 @@ def _python(version: str) -> str:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("version", PYTHONS)
 def test_the_newest_versions_that_resolve_train(wheel: Path, version: str, tmp_path: Path) -> None:
-    """In an environment of its own and a folder that has nothing to do with the project.
+    """They do so in an environment of its own, and in a folder that has nothing to do with the project.
 
     PyTorch is named with the version that is pinned, since which build of it a machine wants is its user's choice.
     """

@@ -221,7 +221,7 @@ def test_a_clock_that_jumps_is_right_again_later(cast: Cast) -> None:
 async def test_calls_have_their_time_though_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine whose clock is set, where gRPC's core and Python read the same one."""
+    """It is as on a machine whose clock is set: gRPC's core and Python read the same clock."""
     monkeypatch.setattr(time, "time", right := time.time)
     monkeypatch.setattr(_utils, "time", time)
     set_clock(tmp_path / "clock", -1000.0)

@@ -110,7 +110,7 @@ def test_held_out_has_no_more_than_there_is() -> None:
 
 
 def _mixture(*windows: int, weights: tuple[float, ...] = (), microbatch_size: int = 3) -> Microbatches:
-    """Of each dataset so many windows to train on, and half as many held out; tokens of the k-th begin at 10^6 k."""
+    """Each dataset has so many windows to train on, and half as many held out; tokens of the k-th begin at 10^6 k."""
     parts = []
     for number, count in enumerate(windows):
         tokens = np.arange(count * SEQUENCE + 1 + count // 2 * SEQUENCE + 1, dtype=np.uint32) + number * 10**6

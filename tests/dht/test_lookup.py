@@ -219,7 +219,7 @@ async def test_when_nobody_answers_the_first_ones_reason_is_told(swarm: Swarm) -
 
 
 async def test_a_silent_peer_does_not_hold_up_the_next_one(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an address to which there is no way: it takes connections, and says nothing."""
+    """Like an address to which there is no way, the silent peer takes connections and says nothing."""
     monkeypatch.setattr(lookup, "NEXT_SECONDS", 0.05)
     record = await swarm.serve(OURS)
     async with Proxy("127.0.0.1", 1) as nowhere, Proxy(*host_and_port(record.endpoint)) as silent:

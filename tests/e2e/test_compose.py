@@ -22,7 +22,7 @@ COMPOSE = ROOT / "compose.yaml"
 
 
 class _Services:
-    """Those that run."""
+    """The services of compose.yaml, of which some run."""
 
     def __init__(self, folder: Path, children: Supervisor, internet: Internet) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class _Services:
         return self._running[name]
 
     def start_all(self) -> None:
-        """Start all of them."""
+        """Start all services."""
         for name in self._services:
             self.start(name)
 

@@ -24,7 +24,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
 
 
 def _start_copy(swarm: RealSwarm, of: RealPeer, folder: Path) -> tuple[Child, Path]:
-    """A peer with a copy of another one's key files."""
+    """Start a peer with a copy of another peer's key files."""
     folder.mkdir(exist_ok=True)
     for ending in ("pem", "p2p"):
         shutil.copy(swarm.folder / f"{of.child.name}.{ending}", folder)
@@ -65,7 +65,7 @@ def test_so_is_one_that_enters_by_the_address_that_it_has_itself(swarm: RealSwar
 
 
 def test_after_a_kill_the_same_identity_serves_again_at_once(swarm: RealSwarm) -> None:
-    """Though the DHT still lists the process that is dead."""
+    """Meanwhile the DHT still lists the process that died."""
     original = swarm.peers[1]
     identity = str(swarm.folder / f"{original.child.name}.pem")
     swarm.kill(original)

@@ -26,7 +26,7 @@ with open(os.environ["IMPORTED"], "a") as file:
 
 @pytest.fixture
 def imported(tmp_path: Path) -> Path:
-    """Where the module writes a line whenever it is imported."""
+    """The file to which the module adds a line whenever it is imported."""
     return tmp_path / "imported"
 
 

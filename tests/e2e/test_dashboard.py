@@ -39,7 +39,7 @@ async def _running(program: str, *arguments: str, **options: Any) -> AsyncIterat
 
 
 async def _invite(folder: Path) -> str:
-    """The first one that a peer prints."""
+    """The first invite that a peer prints."""
     async with asyncio.timeout(120.0):
         while True:
             for log in sorted((folder / "logs").glob("peer-*.log")):

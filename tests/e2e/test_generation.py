@@ -98,7 +98,7 @@ def _theirs(folder: Path) -> list[int]:
 
 
 async def _counters(channels: ChannelPool, peer: RealPeer) -> pb.GenerationCounters:
-    """A peer's: sessions that it has now, and tokens that have passed by."""
+    """A peer's counters: the sessions that it has now, and the tokens that have passed by."""
     record = PeerRecord(
         peer_id=peer.ready["peer_id"], announced_at=0.0, stage=peer.stage, endpoint=peer.ready["endpoint"],
         certificate_pem=peer.ready["certificate_pem"], state=PeerState.SERVING,
@@ -107,7 +107,7 @@ async def _counters(channels: ChannelPool, peer: RealPeer) -> pb.GenerationCount
 
 
 async def _kill_in_mid_text(swarm: RealSwarm, engine: Engine) -> list[int]:
-    """A text whose middle peer is killed; gives its tokens."""
+    """Have a text written, and kill its middle peer meanwhile; gives its tokens."""
     middle, channels = [peer for peer in swarm.peers if peer.stage == 1], ChannelPool(identity=generate())
     before = [(await _counters(channels, peer)).tokens for peer in middle]
     found: list[int] = []
@@ -144,7 +144,7 @@ def _server(swarm: RealSwarm) -> Iterator[str]:
 
 
 async def _hang_up(swarm: RealSwarm, client: openai.AsyncOpenAI, model: str) -> None:
-    """In mid-text: within two seconds no peer keeps anything of it."""
+    """Hang up in mid-text, and check that within two seconds no peer keeps anything of the text."""
     channels = ChannelPool(identity=generate())
 
     async def num_sessions() -> int:

@@ -43,7 +43,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
 
 @contextlib.contextmanager
 def beside(lies: Coroutine[Any, Any, None]) -> Iterator[None]:
-    """Run them in a thread until the block ends."""
+    """Run `lies` in a thread until the block ends."""
     stop = Event()
 
     async def until_stopped() -> None:
@@ -111,7 +111,7 @@ def _run_id(swarm: RealSwarm) -> str:
 
 
 def test_a_second_token_that_names_every_microbatch_as_held_stalls_nothing(swarm: RealSwarm) -> None:
-    """Under 17 names for each stage, which together name more than a leader would keep."""
+    """It speaks under 17 names at each stage, and together they name more microbatches than a leader would keep."""
     trainer = _start_trainer(swarm, "beside-many-names", steps=4)
     swarm.wait_for_steps("beside-many-names", 1)
     with beside(_claim_all(swarm, _run_id(swarm), num_names=17, wanted=0)):

@@ -73,7 +73,7 @@ def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path) -> None:
-    """By Ctrl-C and by kill -9: two of them, beside each other."""
+    """Two launchers run side by side: one gets Ctrl-C, and the other one kill -9."""
     folders = {number: tmp_path / number.name for number in (signal.SIGINT, signal.SIGKILL)}
     launchers = {}
     for number, folder in folders.items():

@@ -32,7 +32,7 @@ def _states(swarm: RealSwarm, peer: RealPeer) -> dict[int, str]:
 
 
 def test_members_with_different_processors_have_equal_states(tmp_path: Path) -> None:
-    """In both settings, side by side; each swarm's processes are children of its thread."""
+    """Both settings run side by side; each swarm's processes are children of its thread."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(_live_through_a_kill_and_a_join, (tmp_path / "synchronous", tmp_path / "diloco")))
 
@@ -58,7 +58,7 @@ def _live_through_a_kill_and_a_join(folder: Path) -> None:
 
 
 def _wait_for_equal_rounds(swarm: RealSwarm, one: RealPeer, other: RealPeer) -> None:
-    """Until two peers were together in enough rounds, after each of which they had the same state."""
+    """Wait until two peers were together in enough rounds, after each of which they had the same state."""
 
     def are_there() -> bool:
         ones, others = _states(swarm, one), _states(swarm, other)

@@ -89,13 +89,14 @@ def _make_run(
 
 
 def _loss_in_transformers(folder: Path, data: DataConfig, cache: Path) -> float:
-    """Of an exported model."""
+    """The loss that transformers computes with an exported model."""
     return _loss_of(AutoModelForCausalLM.from_pretrained(folder), data, cache)
 
 
 @torch.no_grad()
 def _loss_of(model: torch.nn.Module, data: DataConfig, cache: Path) -> float:
-    """Over the targets of the samples that a trainer evaluates, of which each document is computed alone."""
+    """The mean loss over the targets of the samples that a trainer evaluates. Each of their documents is computed
+    alone."""
     model.eval()
     losses = []
     for batch in Microbatches(corpora.prepare(data, cache_dir=cache), data).held_out(EVALUATED):
@@ -141,13 +142,13 @@ def _train(
 
 
 def _wait_for_checkpoints(folder: Path, round_number: int, num_stages: int) -> None:
-    """They are written while training goes on."""
+    """Wait until all stages have written a round's checkpoints, which they do while training goes on."""
     pattern = f"stage-*.round-{round_number}.safetensors"
     wait_until(lambda: len([*folder.glob(pattern)]) == num_stages, 30.0, "the last round's checkpoints")
 
 
 def _export(swarm: RealSwarm, num_stages: int, steps: int) -> Path:
-    """From the checkpoints of the last round."""
+    """Export the model from the checkpoints of the last round; gives the folder."""
     output = swarm.folder / "out"
     checkpoints = swarm.folder / "checkpoints"
     _wait_for_checkpoints(checkpoints, steps, num_stages)
@@ -185,7 +186,7 @@ def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
 
 @pytest.mark.slow
 def test_likewise_with_conversations(swarm: RealSwarm) -> None:
-    """Of which what the assistant says is learnt, and evaluated."""
+    """Only what the assistant says is learnt, and evaluated."""
     _import_to_chat(swarm.folder, 2)
     _train(swarm, 2, 1, 6, kills=False)
     _export(swarm, 2, 6)

@@ -112,7 +112,8 @@ def test_peers_with_ipv4_alone_and_peers_with_ipv6_alone_train_together_through_
 def test_a_swarm_whose_peers_are_relayed_follows_one_process(
     internet: Internet, children: Supervisor, tmp_path: Path
 ) -> None:
-    """All but the meeting point are behind routers, and so is the trainer; nobody gets through but to its two ports."""
+    """All but the meeting point are behind routers, and so is the trainer. Only the meeting point's two ports are
+    reached."""
     public, trainers_host = internet.public_host(), internet.host("symmetric")
     swarm = NatSwarm(tmp_path, children, num_stages=2)
     first = swarm.start_peer_on(public, 0)
@@ -174,7 +175,7 @@ def test_lost_packets_between_two_stages_cost_no_sample_and_are_told_as_they_are
 def test_behind_a_path_that_drops_large_packets_each_program_says_so_and_others_train_on(
     internet: Internet, children: Supervisor, tmp_path: Path
 ) -> None:
-    """As in a VPN whose MTU nobody is told of: connections open, and nothing of more than a packet passes."""
+    """This is so in a VPN whose MTU no machine is told: connections open, and no message of several packets passes."""
     swarm = NatSwarm(tmp_path, children, num_stages=2)
     for stage in (0, 1):
         swarm.start_peer_on(internet.public_host(), stage)

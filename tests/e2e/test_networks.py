@@ -42,11 +42,11 @@ class Machine:
     name: str
 
     def sh(self, script: str) -> None:
-        """Run commands there."""
+        """Run commands in the namespace."""
         _sh(f"ip netns exec {_PREFIX}-{self.name} sh -euc '{script}'")
 
     def command(self, command: list[str]) -> list[str]:
-        """A command that runs there."""
+        """The command line that runs a command in the namespace."""
         return ["ip", "netns", "exec", f"{_PREFIX}-{self.name}", *command]
 
 
@@ -64,7 +64,7 @@ class Lab:
         self.net.sh("ip link add br0 type bridge && ip link set br0 up")
 
     def machine(self, name: str, *addresses: str) -> Machine:
-        """A machine; with addresses it has an interface `eth0` on the wire."""
+        """Make a machine; with addresses it has an interface `eth0` on the wire."""
         self._names.append(name)
         _sh(f"ip netns add {_PREFIX}-{name}")
         machine = Machine(name)
@@ -89,7 +89,7 @@ class Lab:
             _sh(f"ip netns del {_PREFIX}-{name}")
 
     def peer(self, machine: Machine, name: str, *words: str) -> tuple[dict[str, Any], str]:
-        """A peer that serves; gives what it tells launchers, and its invite."""
+        """Start a peer, and wait until it serves; gives what it tells launchers, and its invite."""
         ready = self._folder / f"{name}.json"
         own = [
             "--threads", "1", "--device", "cpu", "--name", name, "--identity", str(self._folder / f"{name}.pem"),
@@ -101,7 +101,7 @@ class Lab:
         return json.loads(ready.read_text()), printed[1]
 
     def first(self, machine: Machine, *words: str) -> tuple[dict[str, Any], str]:
-        """The peer that begins the run."""
+        """Start the peer that begins the run; gives the same as `peer`."""
         return self.peer(machine, "first", "--config", str(self._config), *words)
 
     def start(self, machine: Machine, name: str, program: str, *words: str) -> Child:
@@ -109,7 +109,7 @@ class Lab:
         return self._children.start(name, machine.command(command_line(program, words)))
 
     def require_training(self, machine: Machine, invite: str) -> None:
-        """Train a round from there."""
+        """Have a trainer on the machine train one round."""
         words = ["--steps", "1", "--evaluate-every", "0", "--output", str(self._folder / "trainer")]
         trainer = self.start(machine, "trainer", "trainer", invite, *words)
         wait_until(lambda: (self._folder / "trainer" / "summary.json").exists(), 150.0, f"a step; see {trainer.log}")
@@ -169,7 +169,7 @@ def test_of_several_interfaces_the_one_on_the_way_to_the_others_is_announced(lab
 
 
 def test_ipv6_alone(lab: Lab) -> None:
-    """Without any flag."""
+    """IPv6 needs no option."""
     first, second = lab.machine("one", "2001:db8:1::6/64"), lab.machine("two", "2001:db8:1::7/64")
     ready, invite = lab.first(first)
     assert ready["endpoint"].startswith("[2001:db8:1::6]:")

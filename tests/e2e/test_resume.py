@@ -64,21 +64,21 @@ class Swarm(RealSwarm):
         }
 
     def kill_all(self) -> None:
-        """At once, without a word."""
+        """Kill all processes at once, without a word."""
         for peer in list(self.peers):
             self.kill(peer)
 
 
 @pytest.fixture(scope="module")
 def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    """Ends whatever is left."""
+    """Starts processes, and ends whatever is left of them."""
     with Supervisor(tmp_path_factory.mktemp("logs"), grace_seconds=0.0) as children:
         yield children
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all swarms."""
+    """The folder of all swarms."""
     return tmp_path_factory.mktemp("swarms")
 
 

@@ -99,7 +99,7 @@ def _holds_something(events: Path) -> bool:
 
 
 def test_a_killed_peer_stalls_nobody(swarm: RealSwarm) -> None:
-    """One of each stage, one after the other."""
+    """One peer of each stage is killed, one after the other."""
     trainer = swarm.start_trainer("kill", steps=16)
     for stage, num_steps in ((1, 4), (0, 9)):
         swarm.wait_for_steps("kill", num_steps)
@@ -140,7 +140,8 @@ def test_faults_of_users_are_one_line_and_harm_nobody(swarm: RealSwarm, tmp_path
 def test_a_late_joiner_takes_over_the_state(swarm: RealSwarm) -> None:
     # A record that was read just before its peer committed shows the round before for a moment.
     rounds = wait_until(lambda: _rounds_of_stages(swarm), 20.0, "the peers that joined to have the others' round")
-    # Not the same one at all stages: what a killed peer had computed is lost at its stage alone, which is later then.
+    # Stages may be at different rounds: what a killed peer had computed is lost at its stage alone, which is then
+    # later.
     assert min(rounds) > 12
 
 
@@ -177,7 +178,7 @@ def test_through_all_of_this_no_microbatch_counted_twice(swarm: RealSwarm) -> No
     assert (report["duplicates"], report["digests_differing"]) == (0, 0)
     assert report["rounds_committed"] > 45
     assert report["digests_compared"] > report["rounds_committed"]
-    # Only what the dead ones had.
+    # Only what the killed peers had is lost.
     assert all(stage["lost"] < 0.15 * stage["microbatches"] for stage in report["stages"])
 
 

@@ -158,7 +158,7 @@ async def bombard(host: Host, channel: grpc.aio.Channel, num_messages: int, seed
 
 @pytest.fixture(params=["a member", "anybody in an open run"])
 def sides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Identity, Identity, Identity]:
-    """Who serves, who is honest and who is not; all that he sends is heard at once."""
+    """The identities of the peer that serves, of an honest caller, and of the intruder, whose calls need not wait."""
     monkeypatch.setattr(callers, "CALLS_PER_SECOND", 1e9)
     if request.param == "a member":
         return locked.PEER, locked.OTHER_PEER, locked.PEER_TOKEN.admit(generate())
@@ -187,7 +187,7 @@ async def test_a_few_hundred_messages(sides: tuple[Identity, Identity, Identity]
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_50_000_messages(sides: tuple[Identity, Identity, Identity]) -> None:
-    """Of each kind; and as many records as messages are tried in test_records."""
+    """So many messages of each kind are tried; test_records tries as many records."""
     await _survives(sides, 50_000)
 
 

@@ -252,7 +252,8 @@ async def test_what_is_kept_for_one_caller_is_bounded() -> None:
 async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
     max_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However large microbatches are: those that have a slot, and those that were answered and wait for the Ack."""
+    """However large they are, all microbatches that have a slot are kept, and those that were answered and wait for the
+    Ack."""
     monkeypatch.setattr(incoming, "MAX_KEPT_BYTES", 1)
     async with running(max_in_flight=max_in_flight) as host:
         callers = host.server.callers

@@ -4,7 +4,7 @@ import socket
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different TCP ports of loopback that have no listener."""
+    """As many different TCP ports of the loopback as are asked for, all without a listener."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

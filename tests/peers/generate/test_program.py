@@ -116,7 +116,8 @@ def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From its folder, the run folder, checkpoints and an export of these, though no tokenizer travels along."""
+    """It does so from its folder, a run folder, checkpoints and an export of these, though no tokenizer travels
+    along."""
     theirs = save("llama-2", tmp_path / "in")
     greedy = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
     tokens = theirs.generate(torch.tensor([[97]]), eos_token_id=None, **greedy)[0, 1:].tolist()

@@ -44,7 +44,7 @@ class Node:
     is_client: bool = False
 
     async def become_client(self) -> None:
-        """As DhtNode does."""
+        """Do as DhtNode does."""
         self.is_client = True
 
 
@@ -56,7 +56,7 @@ async def _reach(
     others: Sequence[str] = (),
     largest_bytes: int | None = None,
 ) -> AsyncIterator[tuple[Reach, Node, Host]]:
-    """Of a peer that finds one other peer in the run, at further endpoints too, or none.
+    """The reach of a peer that finds one other peer in the run (at further endpoints too), or no peer.
 
     Args:
         largest_bytes: what is written at once is lost on its way there if it is more than that.
@@ -89,7 +89,7 @@ async def _reach(
 
 @pytest.fixture
 def nobody_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As behind a router: the peers that dial back get no answer."""
+    """It is as behind a router: the peers that dial back get no answer."""
 
     async def dial(host: str, port: int) -> str:
         raise ConnectionRefusedError
@@ -183,7 +183,7 @@ async def test_a_peer_that_nobody_takes_in_does_not_serve_and_says_why(
 async def test_a_peer_that_others_have_no_time_for_asks_again_before_it_announces_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where two behind one router begin at the same moment."""
+    """This happens where two peers behind one router begin at the same moment."""
     num_asked, ask = 0, checks.check
 
     async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds: float) -> pb.CheckReply:

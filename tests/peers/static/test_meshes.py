@@ -64,7 +64,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For its files."""
+        """The name of the case's files."""
         model = self.config.model
         switches = model.norm, str(model.qk_norm), str(model.num_shards), str(self.config.lora.rank)
         return "-".join([*(o.strip("-") for o in self.options), self.config.optimizer.name, *switches])

@@ -29,7 +29,7 @@ class From:
         self._peer = peer
 
     def peer(self) -> str:
-        """The address as gRPC writes it."""
+        """The caller's address, as gRPC writes it."""
         return self._peer
 
     def auth_context(self) -> dict[str, Any]:
