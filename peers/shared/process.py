@@ -89,7 +89,7 @@ def setup_logging(name: str, level: LogLevel) -> None:
     threading.excepthook = _log_shortage(threading.excepthook)
     sys.unraisablehook = _log_shortage(sys.unraisablehook)
     # The user of this program has no use for what other packages log.
-    for package in ("asyncio", "matplotlib", "urllib3", "hivemind", "wandb"):
+    for package in ("asyncio", "datasets", "hivemind", "huggingface_hub", "matplotlib", "urllib3", "wandb"):
         logging.getLogger(package).setLevel("DEBUG" if level == "debug" else "ERROR")
 
 

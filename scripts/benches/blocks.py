@@ -26,7 +26,6 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "spd": ("spd",) * 4,
     "parallel": ("parallel",) * 4,
     "tp_ends": ("tp", "parallel", "parallel", "tp"),
-    "mixed": ("tp", "parallel", "parallel", "spd"),
 }
 JUDGED = {"blocks.*.validation_loss": LESS}
 LARGEST_DIFFERENCE = 0.02

@@ -3,6 +3,7 @@
 Used by data/sources. Each row knows its file and number, for error messages. Only a few rows are in memory at a time.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from swarm.config import DataConfig
 from swarm.errors import in_one_line
 from swarm.machine import json_file
 from swarm.machine.extras import missing
+
+logger = logging.getLogger(__name__)
 
 HUGGING_FACE = "hf:"
 """The prefix of a Hugging Face dataset's name."""
@@ -63,6 +66,8 @@ def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
     except ImportError:
         raise missing(dataset, "datasets", "hf") from None
     name, _, configuration = dataset.removeprefix(HUGGING_FACE).partition(":")
+    # Without a network the library tries for half a minute.
+    logger.info("asks Hugging Face for the dataset %s", name)
     try:
         rows = load_dataset(name, configuration or config.hf_config or None, split=config.hf_split, streaming=True)
         for number, values in enumerate(rows, start=1):

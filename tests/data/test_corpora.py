@@ -512,9 +512,13 @@ def test_hugging_face_without_the_extra(cache: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no\nnetwork"), ValueError("Bad split:\nnope")])
-def test_hugging_face_that_cannot_be_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_hugging_face_that_cannot_be_loaded(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
     _Rows([], error).install(monkeypatch)
-    _refused(_config("hf:bees"), cache, "cannot load data.dataset 'hf:bees': ")
+    with caplog.at_level("INFO"):
+        _refused(_config("hf:bees"), cache, "cannot load data.dataset 'hf:bees': ")
+    assert caplog.messages == ["asks Hugging Face for the dataset bees"]
 
 
 def test_hugging_face_that_breaks_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def run_cases(cases: Sequence[Sequence[Case]], folder: Path, *extra: str) -> Non
     with Supervisor(folder / "logs", grace_seconds=0.0) as children:
         workers = [
             children.start(f"worker-{number}", [*command, str(number), json.dumps(told)], environment=environment)
-            for number in range(4)
+            for number in range(max(sum(case.num_workers for case in groups) for groups in cases))
         ]
         while children.running:
             failed = [each.name for each in children.exits() if each.returncode]
@@ -139,8 +139,9 @@ def test_meshes_follow_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_all_other_meshes_do_too(tmp_path: Path) -> None:
-    check(MORE_CASES, tmp_path)
+@pytest.mark.parametrize("cases", MORE_CASES, ids=lambda cases: "+".join(case.name for case in cases))
+def test_all_other_meshes_do_too(cases: Sequence[Case], tmp_path: Path) -> None:
+    check([cases], tmp_path)
 
 
 def check(cases: Sequence[Sequence[Case]], tmp_path: Path) -> None:
