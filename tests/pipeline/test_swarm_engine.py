@@ -21,7 +21,8 @@ from swarm.model.transformer import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage import decoder
 from swarm.stage.places import SessionLimits
-from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, begin_next_round, eventually, held, running_chain
+from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, eventually, held, running_chain
+from tests.support.chain_rounds import begin_next_round
 
 LONGEST = 96
 GREEDY = Sampling(temperature=0.0)

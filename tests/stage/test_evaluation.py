@@ -1,21 +1,28 @@
-"""Evaluations hold a round's weights: their losses are those of one round, however many pass meanwhile."""
+"""Evaluations: the reference's loss, on the weights of one round, however many pass meanwhile."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, closing
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import pytest
+import torch
 
-from swarm.config import RunConfig
+from swarm.config import RoundsConfig, RunConfig
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Overloaded, RoundGone
 from swarm.hop import hop as hops
 from swarm.hop.holds import HeldAt
+from swarm.model.transformer import build_transformer
 from swarm.pipeline.evaluate import held_out_loss
+from swarm.stage.boundary import HIDDEN
 from swarm.stage.held_rounds import MAX_ROUNDS
+from swarm.stage.task_queue import Priority
 from swarm.training.samples import TOKENS
-from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, begin_next_round, eventually, running_chain, tokens
+from tests.support.chain import DILOCO, DROPOUT, SYNCHRONOUS, Chain, eventually, running_chain, tokens
+from tests.support.chain_rounds import apply_average, begin_next_round, commit_round
 
 BATCH = {TOKENS: tokens(SYNCHRONOUS, 99)}
 
@@ -124,3 +131,80 @@ async def test_a_holder_that_dies_is_replaced_by_a_peer_that_has_the_round() -> 
             await dying.server.stop(0)
             await begin_next_round([peer for peer in chain.peers if peer is not dying])
             assert await chain.trainer.evaluate(BATCH, hold.held) == expected
+
+
+async def test_evaluation_is_the_references_on_the_anchor() -> None:
+    """Inner steps since then do not count, and dropout is off."""
+    config = dataclasses.replace(
+        DILOCO, model=DROPOUT.model, rounds=RoundsConfig(round_samples=16, inner_batch_samples=2)
+    )
+    model = build_transformer(config, device="cpu")
+    batch = tokens(config, 99)
+    async with running_chain(config) as chain:
+        await chain.train_all(range(4))
+        assert min(peer.weights.round_samples for peer in chain.peers) > 0
+        with torch.no_grad():
+            expected = float(model.loss(batch.long()))
+        loss = await chain.evaluate({TOKENS: batch})
+        assert loss == pytest.approx(expected, abs=1e-5)
+        chain.assert_idle()
+
+
+async def test_the_anchor_of_the_round_before_can_still_be_evaluated() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        batch = {TOKENS: tokens(SYNCHRONOUS, 99)[:1, :6]}
+        before = await chain.evaluate(batch)
+        await chain.train_all(range(8))
+        await commit_round(chain)
+        assert await chain.evaluate(batch) == before
+        assert await chain.evaluate(batch, round_number=1) != before
+        await chain.train_all(range(8, 16), round_number=1)
+        await commit_round(chain)
+        with pytest.raises(RoundGone, match=r"no peer of stage 0 has .*: round 0 is not kept, this peer is at 2"):
+            await chain.evaluate(batch)
+
+
+async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after older work and before later work: otherwise it would never end at a bottleneck."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        last, order = chain.peers[2], list[str]()
+        inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}
+        evaluate = last.backend.evaluate
+
+        def note(*args: Any, **named: Any) -> torch.Tensor:
+            order.append("evaluate")
+            return evaluate(*args, **named)
+
+        monkeypatch.setattr(last.backend, "evaluate", note)
+
+        def forward(name: str) -> asyncio.Task[tuple[None, float]]:
+            work = last.runtime.run(partial(order.append, name), priority=Priority.FORWARD, age=last.runtime.next_age())
+            return asyncio.create_task(work)
+
+        async with last.held():
+            forwards = [forward("before")]
+            await eventually(lambda: last.runtime.queue_length == 2)
+            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, [HeldAt(last.peer_id, 0)]))
+            await eventually(lambda: last.runtime.queue_length == 3)
+            forwards += [forward("after") for _ in range(3)]
+            await eventually(lambda: last.runtime.queue_length == 6)
+        await asyncio.gather(evaluating, *forwards)
+        assert order == ["before", "evaluate", "after", "after", "after"]
+
+
+async def test_an_evaluation_that_waits_keeps_no_rounds_weights() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        last = chain.peers[2]
+        inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}
+        async with last.held():
+            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, [HeldAt(last.peer_id, 0)]))
+            await eventually(lambda: last.runtime.queue_length == 2)
+            # Control work comes first: two rounds pass.
+            passing = [
+                asyncio.create_task(last.runtime.control(lambda: apply_average(last, last.weights.close().tensors)))
+                for _ in range(2)
+            ]
+            await eventually(lambda: last.runtime.queue_length == 4)
+        await asyncio.gather(*passing)
+        with pytest.raises(RoundGone, match="round 0 is not kept"):
+            await evaluating

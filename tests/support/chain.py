@@ -81,6 +81,7 @@ DILOCO = dataclasses.replace(
     outer=OuterConfig(learning_rate=0.7, momentum=0.9),
 )
 LORA = dataclasses.replace(SYNCHRONOUS, lora=LoraConfig(rank=4, dropout=0.2))
+DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, dropout=0.2))
 INT8 = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype="int8"))
 
 
@@ -124,6 +125,14 @@ async def eventually(condition: Callable[[], bool], *, meanwhile: Callable[[], N
         while not condition():
             meanwhile()
             await asyncio.sleep(0.005)
+
+
+def failures_of(*routers: Router) -> list[PeerId]:
+    """The peers that these routers are told have failed, from now on."""
+    failures: list[PeerId] = []
+    for router in routers:
+        router.failed = lambda peer_id, **_: failures.append(peer_id)  # type: ignore[method-assign]
+    return failures
 
 
 @asynccontextmanager
@@ -381,16 +390,3 @@ async def cancelled_tasks() -> AsyncIterator[asyncio.TaskGroup]:
     finally:
         over.set()
         await hosting
-
-
-async def begin_next_round(peers: Sequence[Peer]) -> None:
-    """Have every peer begin the next round, with other weights."""
-    for peer in peers:
-        average = {name: torch.full_like(master, 0.01) for name, master in peer.weights.masters.items()}
-
-        def commit(peer: Peer = peer, average: dict[str, torch.Tensor] = average) -> None:
-            peer.weights.close()
-            peer.weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
-
-        await peer.runtime.control(commit)
-        peer.stage.round_began()

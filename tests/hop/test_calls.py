@@ -1,0 +1,81 @@
+"""A call measures the link to its peer: how long the tensors took, and nothing else."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from swarm.machine.clock import ManualClock
+from swarm.routing.throughput import Observation
+from swarm.stage.incoming import Incoming
+from swarm.types import PeerId
+from tests.support.chain import DILOCO, SYNCHRONOUS, running_chain
+from tests.support.proxy import Direction, Proxy
+
+
+async def test_the_time_that_tensors_take_is_the_links() -> None:
+    """Buffers take tensors at once, and a small message passes: only the peer knows when all are there."""
+    data = dataclasses.replace(SYNCHRONOUS.data, sequence_length=512)
+    config = dataclasses.replace(DILOCO, data=data)
+    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
+        near, far = chain.at(1)
+        host, port = far.record.endpoint.split(":")
+        async with Proxy(host, int(port)) as proxy:
+            proxy.links[Direction.TO_SERVER].bytes_per_second = 200_000
+            chain.update([
+                peer.record if peer is not far else peer.record.model_copy(update={"endpoint": proxy.address})
+                for peer in chain.peers
+            ])  # fmt: skip
+            for index in range(12):
+                await chain.train_all([index])
+            to_near, to_far = (chain.peers[0].router.expected_seconds(peer.peer_id, 1) for peer in (near, far))
+            assert to_near is not None
+            assert to_far is not None
+            hidden_bytes = 2 * 512 * 32 * 4
+            assert to_far > 0.5 * hidden_bytes / 200_000 / 2
+            assert to_far > 2 * to_near
+
+
+@pytest.mark.parametrize("eager", [False, True])
+async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question that is asked first without a credit is no part of the measurement."""
+    links, clock = list[float | None](), ManualClock()
+    async with running_chain(DILOCO, hop_clock=clock) as chain:
+        if eager:
+            await chain.train_all([0])  # Its answer brings the credit.
+        router = chain.peers[0].router
+        succeeded, read = router.succeeded, Incoming.read
+
+        def note(peer_id: PeerId, reply: Observation) -> None:
+            links.append(reply.link_seconds)
+            succeeded(peer_id, reply)
+
+        async def slowly(incoming: Incoming, *args: float) -> Any:
+            message = await read(incoming, *args)
+            if incoming._callers is chain.peers[1].callers and not message.HasField("ack"):
+                clock.advance(0.5)
+            return message
+
+        monkeypatch.setattr(router, "succeeded", note)
+        monkeypatch.setattr(Incoming, "read", slowly)
+        await chain.train_all([1])
+    # There is one message each way: with a credit the question goes along with the tensors.
+    assert links == [0.5]
+
+
+async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a peer that has the tensors already would look nearer than it is."""
+    links: list[float | None] = []
+    async with running_chain(SYNCHRONOUS) as chain:
+        succeeded = chain.router.succeeded
+
+        def note(peer_id: PeerId, reply: Observation) -> None:
+            links.append(reply.link_seconds)
+            succeeded(peer_id, reply)
+
+        monkeypatch.setattr(chain.router, "succeeded", note)
+        first = await chain.train(0)
+        again = await chain.train(0, hints={0: chain.peers[0].peer_id})
+        first.close()
+        await chain.ack(again)
+    assert [link is None for link in links] == [False, True]

@@ -1,0 +1,188 @@
+"""Busy peers: what they refuse goes elsewhere or comes again, and no peer is banned for it."""
+
+import asyncio
+import dataclasses
+from functools import partial
+
+import pytest
+
+from swarm.config import RoundsConfig
+from swarm.errors import Overloaded
+from swarm.machine.clock import ManualClock
+from swarm.routing.throughput import Observation
+from swarm.stage import servicer
+from swarm.stage.runtime import Runtime
+from swarm.stage.slots import FEW
+from swarm.training.microbatch import Microbatch
+from tests.support.chain import DILOCO, SYNCHRONOUS, Peer, eventually, failures_of, running_chain
+
+
+@pytest.mark.parametrize(("round_samples", "part"), [(4, 1), (8, 2), (10, 3)])
+async def test_a_peer_with_its_part_of_a_round_in_flight_leaves_others_the_rest(round_samples: int, part: int) -> None:
+    """Its part of the microbatches, of two samples each, is that of one of two members."""
+    rounds = RoundsConfig(setting="synchronous", round_samples=round_samples)
+    async with running_chain(dataclasses.replace(SYNCHRONOUS, rounds=rounds)) as chain:
+        peer = chain.peers[0]
+        average = await peer.runtime.control(peer.weights.close)
+        commit = partial(peer.weights.commit, total_squared_norm=1.0, num_samples=4, num_members=2, lineage="")
+        await peer.runtime.control(partial(commit, average.tensors))
+        microbatch = Microbatch(index=round_samples // 2, round=1, num_samples=2)
+        admission = peer.stage.admission
+        slots = [admission.admit(microbatch, has_others=True) for _ in range(part)]
+        with pytest.raises(Overloaded, match="its part"):
+            admission.admit(microbatch, has_others=True)
+        admission.leave(slots.pop())
+        slots.append(admission.admit(microbatch, has_others=True))
+        for slot in (*slots, admission.admit(microbatch)):
+            admission.leave(slot)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
+    """At the first stage the trainer waits; at a later one the stage before it does."""
+    max_in_flight = [2 if stage == full else 16 for stage in range(3)]
+    async with running_chain(SYNCHRONOUS, max_in_flight=max_in_flight) as chain:
+        failures = failures_of(chain.router, chain.peers[0].router)
+        async with chain.peers[2].held():
+            training = asyncio.create_task(chain.train_all(range(6)))
+            await eventually(lambda: chain.counts("busy_replies")[full] > 3)
+        await training
+        chain.assert_accumulated(range(6))
+        chain.assert_idle()
+        assert failures == []
+
+
+async def test_a_peer_whose_microbatches_are_all_elsewhere_takes_on_more() -> None:
+    """It takes no more than its largest number, and only while the next stage does not refuse what it has."""
+    async with running_chain(SYNCHRONOUS, max_in_flight=(2, 16, 16), largest_in_flight=4) as chain:
+        first = chain.peers[0].stage.admission
+        async with chain.peers[2].held():
+            training = asyncio.create_task(chain.train_all(range(6)))
+            await eventually(lambda: first.num_admitted == 4)
+            await eventually(lambda: chain.counts("busy_replies")[0] > 3)
+            assert first.num_admitted == 4
+        await training
+        chain.assert_accumulated(range(6))
+        chain.assert_idle()
+
+
+async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
+    async with running_chain(SYNCHRONOUS, max_in_flight=(16, 16, 1)) as chain:
+        hop = chain.peers[1].hop
+        assert not hop.is_held_up
+        async with chain.peers[2].held():
+            training = asyncio.create_task(chain.train_all(range(2)))
+            await eventually(lambda: hop.is_held_up and chain.counts("busy_replies")[2] > 0)
+            await eventually(lambda: not chain.peers[0].hop.is_held_up)  # All of its own are taken.
+        await training
+        await eventually(lambda: not hop.is_held_up)
+
+
+def _let_work_wait(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
+    """Have these peers say that some tasks are at their compute threads."""
+
+    class BusyRuntime(Runtime):
+        @property
+        def queue_length(self) -> int:
+            return FEW
+
+    for peer in peers:
+        monkeypatch.setattr(peer.runtime, "__class__", BusyRuntime)
+
+
+async def test_a_microbatch_goes_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(4, 1, 1)) as chain:
+        busy, *others = chain.at(0)
+        _let_work_wait(monkeypatch, busy)
+        failures = failures_of(chain.router)
+        for index in range(6):
+            reply = await chain.train(index)
+            assert reply.num_busy == 0, "the window is not to shrink for it"
+            await chain.ack(reply)
+        assert busy.stage.counters["committed"] == 0
+        assert busy.stage.counters["busy_replies"] > 0
+        assert sum(peer.stage.counters["committed"] for peer in others) == 6
+        assert not chain.trainer.is_held_up
+        assert failures == []
+        chain.assert_accumulated(range(6))
+
+
+@pytest.mark.parametrize(("num_peers", "num_sent_on"), [(1, 0), (3, 0), (4, 1), (9, 2)])
+async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
+    num_peers: int, num_sent_on: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among a few peers every sender knows enough of them: the first one takes it."""
+    async with running_chain(SYNCHRONOUS, num_peers=(num_peers, 1, 1)) as chain:
+        _let_work_wait(monkeypatch, *chain.at(0))
+        await chain.ack(await chain.train(0))
+        assert sum(peer.stage.counters["busy_replies"] for peer in chain.at(0)) == num_sent_on
+        chain.assert_accumulated([0])
+
+
+async def test_busy_against_a_credit_bans_nobody() -> None:
+    """A credit is advice: by the time it is used, somebody else may have taken the room."""
+    async with running_chain(SYNCHRONOUS, max_in_flight=(1, 1, 1)) as chain:
+        await chain.train_all([0])
+        failures = failures_of(chain.router)
+        async with chain.another_trainer() as other:
+            async with chain.peers[2].held():
+                theirs = asyncio.create_task(chain.train(1, hop=other))
+                await eventually(lambda: chain.peers[0].stage.admission.num_admitted == 1)
+                ours = asyncio.create_task(chain.train_all([2]))
+                await eventually(lambda: chain.counts("busy_replies")[0] > 0)
+            await chain.ack(await theirs)
+            await ours
+        chain.assert_accumulated([0, 1, 2])
+        assert failures == []
+
+
+@pytest.fixture
+def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send signs of life all the time."""
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("talkative")
+async def test_a_slow_peer_with_a_full_queue_is_not_taken_for_stalled() -> None:
+    clock = ManualClock()
+    async with running_chain(DILOCO, hop_clock=clock) as chain:
+        first = chain.peers[0]
+        chain.router.succeeded(
+            first.peer_id, Observation(num_samples=2, busy_seconds=10.0, link_seconds=None, queue_length=17)
+        )
+        async with first.held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(first.stage.ledger) == 1)
+            clock.advance(18 * 10.0)
+            await asyncio.sleep(0.2)
+        reply = await training
+        assert reply.num_reroutes == 0
+        await chain.ack(reply)
+
+
+@pytest.mark.usefixtures("talkative")
+async def test_who_stalls_alone_is_asked_again_and_given_longer() -> None:
+    """The peer has answered no call yet, and may be no faster than that."""
+    clock = ManualClock()
+    async with running_chain(DILOCO, hop_clock=clock) as chain:
+        first = chain.peers[0]
+        async with first.held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(first.stage.ledger) == 1)
+            clock.advance(121.0)
+            await eventually(lambda: first.stage.admission.num_admitted == 0)
+            await eventually(lambda: first.stage.admission.num_admitted == 1, meanwhile=lambda: clock.advance(0.01))
+            clock.advance(200.0)
+            await asyncio.sleep(0.2)
+        reply = await training
+        assert reply.num_reroutes == 1
+        await chain.ack(reply)
+
+
+async def test_a_leaving_peer_is_left_alone_and_not_banned() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
+        leaving, staying = chain.at(1)
+        leaving.stage.admission.close()
+        await chain.train_all(range(4))
+        assert (leaving.stage.counters["forwards"], staying.stage.counters["forwards"]) == (0, 4)
+        assert chain.peers[0].router.banned(1) == set()

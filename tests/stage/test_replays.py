@@ -1,0 +1,151 @@
+"""Replays: a microbatch that one stage lacks is computed at that stage alone, and added to its sum once."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from swarm.errors import Overloaded
+from swarm.stage.incoming import Incoming
+from swarm.training.microbatch import Microbatch
+from tests.support.chain import INT8, SYNCHRONOUS, eventually, running_chain
+
+
+async def test_an_int8_replay_is_accumulated_with_the_same_numbers() -> None:
+    async with running_chain(INT8) as whole, running_chain(INT8) as parts:
+        await whole.train_all([0])
+        for stage in (2, 0, 1):
+            await parts.train_all([0], accumulate_only_at=stage)
+        expected = whole.sums()
+        assert all(torch.equal(value, expected[name]) for name, value in parts.sums().items())
+
+
+async def test_a_replay_accumulates_only_where_it_is_missing() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0, 1], accumulate_only_at=1)
+        assert chain.num_samples() == [0, 4, 0]
+        assert chain.counts("backwards") == [0, 2, 2], "the stage before the one that lacks it gets no gradient"
+        assert [sorted(peer.stage.ledger.committed(0)) for peer in chain.peers] == [[], [0, 1], []]
+        await chain.train_all([0, 1], accumulate_only_at=2)
+        assert chain.counts("backwards") == [0, 2, 4]
+        await chain.train_all([0, 1], accumulate_only_at=0)
+        assert chain.counts("backwards") == [2, 2, 4], "those behind know what they answer"
+        chain.assert_accumulated([0, 1])
+        chain.assert_idle()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that knows the microbatch is sent nothing, repeats what it sent and answered, and knows the next one."""
+    microbatches, receive, received = range(6), Incoming.tensors, []
+
+    async def note(incoming: Incoming) -> Mapping[str, torch.Tensor]:
+        received.append(incoming)
+        return await receive(incoming)
+
+    async with running_chain(SYNCHRONOUS, num_peers=(2, 2, 2)) as chain:
+        routes = {}
+        for microbatch in microbatches:
+            reply = await chain.train(microbatch)
+            await chain.ack(reply)
+            routes[microbatch] = dict(reply.route)
+        dead = chain.at(stage)[0]
+        lost = [m for m in microbatches if routes[m].pop(stage) == dead.peer_id]
+        assert lost, "the peers of a stage share its work"
+        await dead.stop()
+        alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
+        alive.update([peer.record for peer in alive.peers])
+        forwards, backwards = alive.counts("forwards"), alive.counts("backwards")
+        monkeypatch.setattr(Incoming, "tensors", note)
+        for microbatch in lost:
+            # The peer of stage 0 need not be told what it knows of the rest.
+            hints = {peer: name for peer, name in routes[microbatch].items() if stage == 0 or peer == 0}
+            reply = await chain.train(microbatch, accumulate_only_at=stage, hints=hints)
+            await chain.ack(reply)
+        alive.assert_accumulated(microbatches)
+        assert len(received) == len(lost)
+        more = [len(lost) * (peer.backend.stage == stage) for peer in alive.peers]
+        assert [after - before for before, after in zip(forwards, alive.counts("forwards"), strict=True)] == more
+        assert [after - before for before, after in zip(backwards, alive.counts("backwards"), strict=True)] == more
+        alive.assert_idle()
+
+
+async def test_a_replay_goes_to_whoever_did_the_replay_before_it() -> None:
+    """It does not go to the peers of the first time, which a peer on its way knows: they may have lost it."""
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 2)) as chain:
+        for microbatch in range(4):
+            reply = first = await chain.train(microbatch)
+            await chain.ack(reply)
+            for stage in (2, 1):
+                reply = await chain.train(microbatch, accumulate_only_at=stage, hints=reply.route)
+                await chain.ack(reply)
+            assert reply.route[1] != first.route[1]
+            assert reply.route[2] != first.route[2]
+        assert sum(peer.stage.counters["forwards"] for peer in chain.at(2)) == 2 * 4, "the last replay needs none there"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_replay_is_done_by_another_peer_than_the_one_that_has_it(stage: int) -> None:
+    """The leader may hear nothing of the peer that has it, though others still reach that peer."""
+    num_peers = [1, 1, 1]
+    num_peers[stage] = 2
+    async with running_chain(SYNCHRONOUS, num_peers=num_peers) as chain:
+        await chain.train_all(range(4))
+        await chain.train_all(range(4), accumulate_only_at=stage)
+        assert chain.num_samples() == [16 if each == stage else 8 for each in range(3)]
+        assert [sorted(peer.stage.ledger.committed(0)) for peer in chain.at(stage)] == [[0, 1, 2, 3]] * 2
+        chain.assert_idle()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_a_replay_joins_what_answers_a_gradient_which_it_is_not_sent(stage: int) -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        first = await chain.train(0)
+        await chain.ack(await chain.train(0, accumulate_only_at=stage))
+        first.close()
+        await eventually(lambda: chain.num_samples()[stage] == 2)
+        assert chain.counts("forwards")[stage] == 1, "nothing is computed twice"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_a_microbatch_does_not_join_its_replay_which_the_stages_behind_have_not_added(stage: int) -> None:
+    """The replay's gradient is taken out of the sum, so that there is one in the end."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train(0, accumulate_only_at=stage)
+        await chain.train_all([0])
+        await eventually(lambda: chain.num_samples() == [2, 2, 2])
+        chain.assert_accumulated([0])
+        assert chain.counts("rolled_back")[stage] == 1
+
+
+async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round() -> None:
+    """Stage 0 waits for the other stages to commit. What they lost with a peer has to come through stage 0."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0, 1])
+        first = chain.peers[0]
+        await first.stage.context.runtime.control(first.weights.close)
+        await chain.train_all([2], accumulate_only_at=1)
+        await chain.train_all([2], accumulate_only_at=2)
+        assert chain.num_samples() == [4, 6, 6]
+        microbatch = Microbatch(index=3, round=0, num_samples=2)
+        for only_at in (None, 0):
+            with pytest.raises(Overloaded, match="is being averaged"):
+                first.stage.admission.admit(dataclasses.replace(microbatch, accumulate_only_at=only_at))
+
+
+async def test_what_another_stage_lost_before_anybody_knew_passes_a_stage_that_has_closed_its_round() -> None:
+    """Stage 0's leader does not know, so it has the microbatch run as a new one; stage 1 waits for stage 0."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0, 1])
+        middle = chain.peers[1]
+        await middle.stage.context.runtime.control(middle.weights.close)
+        await chain.train_all([2])
+        assert chain.num_samples() == [6, 4, 6]
+        assert [2 in peer.stage.ledger.committed(0) for peer in chain.peers] == [True, False, True]
+        await middle.stage.context.runtime.control(middle.weights.reopen)
+        await chain.train_all([2], accumulate_only_at=1)
+        chain.assert_accumulated([0, 1, 2])
+        chain.assert_idle()

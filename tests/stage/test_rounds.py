@@ -1,0 +1,175 @@
+"""Rounds of a chain: their steps are those of one process, and microbatches of the next round wait for the commit."""
+
+import asyncio
+import dataclasses
+import itertools
+from functools import partial
+
+import pytest
+import torch
+
+from swarm.config import RoundsConfig, RunConfig
+from swarm.hop.answers import HopListener
+from swarm.hop.retries import HopLimits
+from swarm.model.adapters import trained_parameters
+from swarm.model.masks import DropoutKey
+from swarm.model.transformer import build_transformer
+from swarm.rpc.v1.stage_pb2 import DescribeRequest
+from swarm.stage import servicer
+from swarm.stage.boundary import HIDDEN, TOKENS
+from swarm.training.microbatch import Microbatch
+from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, assert_close, eventually, failures_of, running_chain, tokens
+from tests.support.chain_rounds import apply_average, commit_round
+
+
+async def test_whoever_waits_for_the_next_round_is_answered_when_it_begins() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        servicer = chain.peers[0].servicer
+        request = DescribeRequest(after_round=0, wait_seconds=60.0)
+        waiting = asyncio.create_task(servicer.Describe(request, None))
+        await servicer.Describe(DescribeRequest(after_round=0, wait_seconds=0.1), None)
+        assert not waiting.done()
+        await chain.train_all([0])
+        await commit_round(chain)
+        async with asyncio.timeout(10.0):
+            await waiting
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, LORA], ids=["all", "adapters"])
+async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig) -> None:
+    """Two peers at one stage, and clipping by the norm over all stages."""
+    model = build_transformer(config, device="cpu")
+    parameters = trained_parameters(model)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.95),
+    )
+    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
+        for number in range(3):
+            microbatches = range(8 * number, 8 * number + 8)
+            losses = await chain.train_all(microbatches, round_number=number)
+            await commit_round(chain)
+            expected = []
+            for microbatch in microbatches:
+                key = DropoutKey(seed=config.data.seed, microbatch=microbatch)
+                loss = model.loss(tokens(config, microbatch).long(), key)
+                (loss / 8).backward()  # type: ignore[no-untyped-call]  # torch's
+                expected.append(float(loss.detach()))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adamw.step()
+            adamw.zero_grad()
+            assert losses == pytest.approx(expected, abs=1e-4)
+        for peer in chain.peers:
+            # Where a gradient is next to nothing, Adam magnifies the rounding: to a tenth of one step at most.
+            assert_close(peer.weights.masters, {name: parameters[name] for name in peer.weights.masters}, 1e-3)
+        left, right = chain.at(1)
+        assert left.weights.state_digest() == right.weights.state_digest()
+
+
+async def test_diloco_rounds_follow_nesterov_on_the_anchors() -> None:
+    """DiLoCo: v <- mu v + g; theta <- theta - lr (g + mu v), g weighted by each member's samples."""
+    config = dataclasses.replace(DILOCO, rounds=RoundsConfig(round_samples=16, inner_batch_samples=4))
+    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
+        members = chain.at(1)
+        anchor = {name: value.detach().clone() for name, value in members[0].weights.masters.items()}
+        velocity = {name: torch.zeros_like(value) for name, value in anchor.items()}
+        microbatches = itertools.count()
+        for number in range(2):
+            while min(counts := [member.weights.round_samples for member in members]) == 0:
+                # Most microbatches may go to one peer, while the other is slow to answer its first.
+                await chain.train_all([next(microbatches) for _ in range(10)], round_number=number)
+            inner = [{n: p.detach().clone() for n, p in member.weights.masters.items()} for member in members]
+            await commit_round(chain)
+            for name, start in anchor.items():
+                steps = [count * (start - values[name]) for count, values in zip(counts, inner, strict=True)]
+                gradient = torch.stack(steps).sum(dim=0) / sum(counts)
+                velocity[name] = 0.9 * velocity[name] + gradient
+                anchor[name] = start - 0.7 * (gradient + 0.9 * velocity[name])
+            for member in members:
+                assert_close(member.weights.masters, anchor, 1e-6)
+
+
+async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        first, *others = chain.peers
+        await first.runtime.control(lambda: apply_average(first, first.weights.close().tensors))
+        training = asyncio.create_task(chain.train(8, round_number=1))
+        await eventually(lambda: chain.peers[1].stage.admission.num_admitted == 1)
+        await asyncio.sleep(0.1)
+        assert chain.counts("forwards") == [1, 0, 0]
+        for peer in others:
+            await peer.runtime.control(partial(apply_average, peer, peer.weights.close().tensors))
+            peer.stage.round_began()
+        await chain.ack(await training)
+        assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
+
+
+async def test_stage_0_holds_the_next_rounds_microbatches_while_it_is_averaged() -> None:
+    """Where it is not, nobody can have been granted them."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        first = chain.peers[0]
+        training = asyncio.create_task(chain.train(8, round_number=1))
+        await eventually(lambda: first.stage.counters["busy_replies"] > 1)
+        assert first.stage.admission.num_admitted == 0
+        average = await first.runtime.control(first.weights.close)
+        await eventually(lambda: first.stage.admission.num_admitted == 1)
+        await asyncio.sleep(0.1)
+        assert chain.counts("forwards") == [0, 0, 0]
+        await first.runtime.control(lambda: apply_average(first, average.tensors))
+        first.stage.round_began()
+        for peer in chain.peers[1:]:
+            await peer.runtime.control(partial(apply_average, peer, peer.weights.close().tensors))
+            peer.stage.round_began()
+        await chain.ack(await training)
+        assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
+
+
+async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait is longer than callers bear silence. A peer that would take longer says so, and is not banned."""
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    limits = HopLimits(silence_seconds=1.0, retry_seconds=0.02)
+    async with running_chain(SYNCHRONOUS, hop_limits=limits, round_wait_seconds=3.0) as chain:
+        first = chain.peers[0]
+        failures = failures_of(first.router)
+        await first.runtime.control(lambda: apply_average(first, first.weights.close().tensors))
+        second = chain.peers[1].stage.admission
+        training = asyncio.create_task(chain.train(8, round_number=1))
+        await eventually(lambda: second.num_admitted == 1)
+        await asyncio.sleep(2.0)
+        assert second.num_admitted == 1
+        await eventually(lambda: second.num_admitted == 0)  # Not ready, for now.
+        await eventually(lambda: second.num_admitted == 1)
+        await asyncio.sleep(2.0)
+        assert failures == []
+        for peer in chain.peers[1:]:
+            await peer.runtime.control(partial(apply_average, peer, peer.weights.close().tensors))
+            peer.stage.round_began()
+        await chain.ack(await training)
+        # The line to that peer is not taken for slow either, though two samples waited for two seconds.
+        seconds = first.router.expected_seconds(chain.peers[1].peer_id, 1)
+        assert seconds is not None
+        assert seconds < 0.5
+        assert chain.counts("forwards") == [1, 1, 1]
+        chain.assert_idle()
+
+
+async def test_who_gives_up_while_it_waits_for_a_peers_commit_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    async with running_chain(SYNCHRONOUS) as chain:
+        second = chain.peers[1]
+        num_tasks = len(asyncio.all_tasks())
+        microbatch = Microbatch(index=8, round=1, num_samples=2)
+        tensors = {TOKENS: tokens(SYNCHRONOUS, 8), HIDDEN: torch.zeros(2, 16, 32)}
+        waiting = asyncio.create_task(chain.peers[0].hop.train(microbatch, tensors, HopListener(), {}))
+        await eventually(lambda: second.stage.admission.num_admitted == 1)
+        await asyncio.sleep(0.5)
+        waiting.cancel()
+        await eventually(lambda: second.stage.admission.num_admitted == 0)
+        await eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)
+        assert second.callers.num_bytes == 0
+        assert second.stage.ledger.find(8) is None
+        chain.assert_idle()

@@ -1,0 +1,46 @@
+"""Rounds of a chain that pass without averaging."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from swarm.stage.buckets import GradientBucket
+from swarm.training import optim
+from tests.support.chain import Chain, Peer
+
+
+async def commit_round(chain: Chain) -> None:
+    """Do by hand what averaging does at the end of a round."""
+    averages = []
+    for stage in range(3):
+        bucket = GradientBucket(
+            sums={name: torch.zeros_like(p) for name, p in chain.at(stage)[0].weights.masters.items()}
+        )
+        for peer in chain.at(stage):
+            contribution = await peer.runtime.control(peer.weights.close)
+            amount = contribution.amount
+            bucket.add([mean * amount.targets for mean in contribution.tensors.values()], amount)
+        averages.append(bucket.mean())
+    squared_norm = sum(optim.squared_norm(average.values()) for average in averages)
+    for peer in chain.peers:
+        await peer.runtime.control(partial(apply_average, peer, averages[peer.backend.stage], squared_norm))
+        peer.stage.round_began()
+
+
+def apply_average(peer: Peer, average: dict[str, torch.Tensor], squared_norm: float = 0.0) -> None:
+    """Have a peer commit its round with this average, on its compute thread."""
+    peer.weights.commit(average, total_squared_norm=squared_norm, num_samples=16, num_members=1, lineage="")
+
+
+async def begin_next_round(peers: Sequence[Peer]) -> None:
+    """Every peer begins the next round, with other weights."""
+    for peer in peers:
+        average = {name: torch.full_like(master, 0.01) for name, master in peer.weights.masters.items()}
+
+        def commit(peer: Peer = peer, average: dict[str, torch.Tensor] = average) -> None:
+            peer.weights.close()
+            peer.weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
+
+        await peer.runtime.control(commit)
+        peer.stage.round_began()
