@@ -24,6 +24,7 @@ from peers.shared.reader import reading
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import kept_weights
+from swarm.averaging.catching_up.downloads import Downloads
 from swarm.averaging.catching_up.partial_snapshot import PartialSnapshot
 from swarm.averaging.catching_up.state_transfer import MAX_SOURCES, StateTransfer, Wanted
 from swarm.averaging.timing import Timing
@@ -71,13 +72,13 @@ class StageReader:
         shapes = trained_shapes(config, stage)
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._max_bytes = SIZE_FACTOR * sum(4 * shape.numel() for shape in shapes.values())
-        self._transfer = StateTransfer(
+        downloads = Downloads(
             transport,
             address=Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
             own_id=member.peer_id,
             silence_seconds=Timing().silence_seconds,
-            waits=member.waits,
         )
+        self._transfer = StateTransfer(downloads, member.waits)
         self._pinned: PartialSnapshot | None = None
 
     async def rounds(self) -> list[int]:

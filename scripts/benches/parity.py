@@ -31,6 +31,7 @@ from scripts.benches.shared.common import (
 )
 from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.reference import Reference
+from swarm.averaging.catching_up.downloads import Downloads
 from swarm.averaging.catching_up.state_transfer import StateTransfer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
@@ -236,10 +237,10 @@ async def download_weights(
 ) -> dict[str, torch.Tensor]:
     deadline = time.monotonic() + COMMIT_SECONDS
     address = pb.Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=record.stage)
-    transfer = StateTransfer(
-        GrpcTransport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS,
-        waits=Waits(),
-    )  # fmt: skip
+    downloads = Downloads(
+        GrpcTransport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS
+    )
+    transfer = StateTransfer(downloads, Waits())
     while True:
         try:
             fetched = await transfer.snapshot(

@@ -12,9 +12,9 @@ from swarm.averaging.calls import Calls
 from swarm.averaging.catching_up.advance import Advance
 from swarm.averaging.catching_up.catch_up import CatchUp
 from swarm.averaging.catching_up.donor import Donor
+from swarm.averaging.catching_up.downloads import Downloads
 from swarm.averaging.catching_up.entry import Entry
 from swarm.averaging.catching_up.replay import Replay
-from swarm.averaging.catching_up.result_transfer import ResultTransfer
 from swarm.averaging.catching_up.state_transfer import StateTransfer
 from swarm.averaging.context import Context, wait
 from swarm.averaging.exchanging.own_round import OwnRound
@@ -60,19 +60,15 @@ class Averager:
         participant = Participant(context, place, own_round, advance, shared)
         call = Calls(context, roster, participant)
         survey = Survey(context, place, member, roster, advance, call)
-        silence_seconds = context.timing.silence_seconds
-        results = ResultTransfer(
-            context.transport, address=context.address, own_id=context.own_id, silence_seconds=silence_seconds
-        )
-        transfer = StateTransfer(
+        downloads = Downloads(
             context.transport,
             address=context.address,
             own_id=context.own_id,
-            silence_seconds=silence_seconds,
-            waits=context.waits,
+            silence_seconds=context.timing.silence_seconds,
         )
+        transfer = StateTransfer(downloads, context.waits)
         entry = Entry(context, member)
-        replay = Replay(context, place, advance, transfer=transfer, results=results, entry=entry)
+        replay = Replay(context, place, advance, transfer=transfer, downloads=downloads, entry=entry)
         self.catch_up = CatchUp(
             context,
             place,

@@ -1,6 +1,6 @@
 """How averaging reaches other peers: the interface, and the one over gRPC.
 
-Used by averaging/calls, participant, shared and state_transfer. Requests and replies are messages of the wire contract,
+Used by averaging/calls, participant, shared and downloads. Requests and replies are messages of the wire contract,
 at both ends; a test's transport passes them on as they are. Never retries.
 """
 

@@ -10,6 +10,7 @@ import torch
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.donor import Donor, snapshot_id
+from swarm.averaging.catching_up.downloads import Downloads
 from swarm.averaging.catching_up.results import Committed
 from swarm.averaging.leading.group import Ballot
 from swarm.averaging.messages import Standing, lineage_after
@@ -19,11 +20,14 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.machine.clock import Clock, ManualClock
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult, Snapshot, known
 from swarm.types import PeerRecord
-from tests.averaging.doubles import make_context, record
+from tests.averaging.doubles import make_context, peer_id, record
+from tests.support.virtual_time import LoopClock
 
 SIZE = 40
+NUM_BYTES = 4 * SIZE
 MANY_FRAGMENTS = from_dict(
     {
         "model": {"num_layers": 100}, "stages": {"num_stages": 1}, "rounds": {"setting": "diloco"},
@@ -147,3 +151,37 @@ class Line:
                 raise PeerUnavailable("the line is broken")
             self.num_bytes[donor] += len(reply.data)
             yield reply
+
+
+def line_to(num_holders: int, *, rounds: int = 1) -> Line:
+    """Donors 1, 2, ... that hold the same state after some rounds."""
+    line = Line({peer_id(number): Holder() for number in range(1, num_holders + 1)})
+    for holder in line.holders.values():
+        for _ in range(rounds):
+            holder.commit()
+    return line
+
+
+def holder(line: Line, number: int) -> Holder:
+    """One of a line's donors."""
+    return line.holders[peer_id(number)]
+
+
+def queueing_line(num_holders: int) -> tuple[Line, Turns]:
+    """Donors that hold the same state, of which the first serves one after the other."""
+    clock = LoopClock()
+    turns = Turns(clock, is_training=lambda: False)
+    line = Line({peer_id(n): Holder(clock, turns if n == 1 else None) for n in range(1, num_holders + 1)})
+    for each in line.holders.values():
+        each.commit()
+    return line, turns
+
+
+def downloads_over(line: Line, own_number: int = 99, *, silence_seconds: float = 0.05, stage: int = 0) -> Downloads:
+    """A peer's downloads over that line."""
+    return Downloads(
+        line,  # type: ignore[arg-type]  # It knows downloads only.
+        address=Address(stage=stage),
+        own_id=peer_id(own_number),
+        silence_seconds=silence_seconds,
+    )

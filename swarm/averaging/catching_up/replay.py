@@ -11,16 +11,10 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 from swarm.averaging.catching_up.advance import Advance
+from swarm.averaging.catching_up.downloads import Downloads, name_of
 from swarm.averaging.catching_up.entry import Entry
 from swarm.averaging.catching_up.pace import Pace, Position
-from swarm.averaging.catching_up.result_transfer import ResultTransfer
-from swarm.averaging.catching_up.state_transfer import (
-    LONGEST_RETRY_SECONDS,
-    QUEUE_SECONDS,
-    Fetched,
-    StateTransfer,
-    name_of,
-)
+from swarm.averaging.catching_up.state_transfer import LONGEST_RETRY_SECONDS, QUEUE_SECONDS, Fetched, StateTransfer
 from swarm.averaging.context import Context
 from swarm.averaging.place import Place
 from swarm.errors import IntegrityError, Overloaded, SwarmError
@@ -43,7 +37,7 @@ class Replay:
         advance: Advance,
         *,
         transfer: StateTransfer,
-        results: ResultTransfer,
+        downloads: Downloads,
         entry: Entry,
     ) -> None:
         """
@@ -56,7 +50,7 @@ class Replay:
         self._place = place
         self._advance = advance
         self._transfer = transfer
-        self._results = results
+        self._downloads = downloads
         self._entry = entry
         self._sources: list[PeerRecord] = []
         """The peers that sent the last snapshot and have not failed since: they keep the results."""
@@ -136,7 +130,7 @@ class Replay:
     async def _from_one(self, source: PeerRecord, has_others: Callable[[], bool], gives: Callable[[], None]) -> bool:
         """Apply what one source has. Returns whether to give up."""
         limit = self._snapshot_bytes
-        async with aclosing(self._results.after(source, self._place.standing, max_bytes=limit)) as results:
+        async with aclosing(self._downloads.results(source, self._place.standing, max_bytes=limit)) as results:
             async for committed, group_round in results:
                 gives()
                 await self._advance.replay(committed)

@@ -1,6 +1,6 @@
 """A committed round as members keep it and pass it on to a member that was not there.
 
-Made by catching_up/advance at a commit, kept by catching_up/donor, rebuilt by catching_up/result_transfer, and
+Made by catching_up/advance at a commit, kept by catching_up/donor, rebuilt by catching_up/downloads, and
 applied by another peer's catching_up/advance. Knows nothing of how it travels.
 """
 

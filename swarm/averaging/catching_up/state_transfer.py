@@ -11,16 +11,15 @@ from dataclasses import dataclass
 
 from swarm.averaging.catching_up.branches import most_held, voice_of
 from swarm.averaging.catching_up.donor import snapshot_id
+from swarm.averaging.catching_up.downloads import Downloads, name_of
 from swarm.averaging.catching_up.partial_snapshot import PartialSnapshot
 from swarm.averaging.messages import Standing
-from swarm.averaging.transport import Transport
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
 from swarm.machine.arriving import Arriving
 from swarm.machine.waits import Waits
 from swarm.machine.words import counted
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
 from swarm.types import PeerRecord
 
@@ -82,18 +81,12 @@ class Wanted:
 class StateTransfer:
     """One peer's downloads: what is here already, and which peers sent wrong bytes."""
 
-    def __init__(
-        self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float, waits: Waits
-    ) -> None:
+    def __init__(self, downloads: Downloads, waits: Waits) -> None:
         """
         Args:
-            silence_seconds: the longest wait for a donor's next piece.
             waits: are told how far a download is.
         """
-        self._transport = transport
-        self._address = address
-        self._own_id = own_id
-        self._silence_seconds = silence_seconds
+        self._downloads = downloads
         self._waits = waits
         self._partial: PartialSnapshot | None = None
         self._distrusted: set[str] = set()
@@ -131,7 +124,7 @@ class StateTransfer:
 
     async def fetch(self, partial: PartialSnapshot, has_others: Callable[[], bool] = lambda: False) -> Fetched:
         """Fetch what `begin` has chosen; see `snapshot`."""
-        arriving = Arriving(f"the state of stage {self._address.stage}", partial.num_missing_bytes)
+        arriving = Arriving(f"the state of stage {self._downloads.stage}", partial.num_missing_bytes)
         with self._waits.on(arriving.in_words):
             async with asyncio.TaskGroup() as workers:
                 for donor in partial.sources:
@@ -170,7 +163,7 @@ class StateTransfer:
             for start in range(0, len(group), MAX_SOURCES):
                 asked = group[start : start + MAX_SOURCES]
                 names = ", ".join(map(name_of, asked))
-                with self._waits.on(f"an offer of the state of stage {self._address.stage} by {names}"):
+                with self._waits.on(f"an offer of the state of stage {self._downloads.stage} by {names}"):
                     offers = await self._offers(asked, wanted)
                 if (partial := self._choose(offers, wanted)) is not None:
                     return partial
@@ -199,11 +192,10 @@ class StateTransfer:
         return offers
 
     async def _ask(self, donor: PeerRecord, wanted: Wanted) -> _Offer:
-        silence_seconds = self._silence_seconds + wanted.max_bytes / OFFER_BYTES_PER_SECOND
         begun = self._partial.snapshot_id if self._partial else b""
         offer = pb.OfferRequest(begun=begun, round=wanted.round_number)
-        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, offer=offer)
-        async for reply in self._transport.download(donor, request, silence_seconds=silence_seconds):
+        copy_seconds = wanted.max_bytes / OFFER_BYTES_PER_SECOND
+        async for reply in self._downloads.replies(donor, pb.DownloadRequest(offer=offer), more_seconds=copy_seconds):
             if reply.WhichOneof("message") != "header":
                 raise MalformedMessage("an offer is a header")
             require_bounds(reply.header, finite=True)
@@ -273,8 +265,7 @@ class StateTransfer:
         start, stop = partial.span(index)
         at, timed_from, began_at = start, start, time()
         wanted = pb.SegmentRequest(snapshot=partial.snapshot_id, index=index)
-        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, segment=wanted)
-        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
+        async for reply in self._downloads.replies(donor, pb.DownloadRequest(segment=wanted)):
             if not 0 < len(reply.data) <= stop - at:
                 raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
             partial.content.write(at, reply.data)
@@ -289,8 +280,3 @@ class StateTransfer:
         if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
             raise IntegrityError(f"segment {index} does not match its digest")
         partial.arrived(index, donor)
-
-
-def name_of(donor: PeerRecord) -> str:
-    """As logs name a donor."""
-    return donor.name or donor.peer_id[:8]

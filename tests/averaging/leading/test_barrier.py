@@ -1,4 +1,8 @@
+"""Stages commit together, and their leaders find each other whatever fails between them."""
+
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +14,18 @@ from swarm.averaging.transport import contact_of
 from swarm.errors import DeadlineExceeded
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
-from tests.averaging.doubles import FakeStage, make_context, peer_id, record
+from tests.averaging.doubles import (
+    FakeStage,
+    Network,
+    make_config,
+    make_context,
+    network_of,
+    peer_id,
+    record,
+    stages,
+    until,
+)
+from tests.averaging.outcomes import assert_equal_and_once
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 TIMING = Timing()
@@ -83,3 +98,90 @@ async def test_a_norm_that_is_none_is_not_believed_and_another_peer_of_that_stag
     stage.lie = lie
     await stage.wait()
     assert [number for number, _ in stage.calls] == [1, 2]
+
+
+@asynccontextmanager
+async def two_stages() -> AsyncIterator[Network]:
+    """Peers 1 and 2 at stage 0, 3 and 4 at stage 1."""
+    async with network_of(make_config(stages=2)) as network:
+        for number in (1, 2, 3, 4):
+            network.add(number, (number - 1) // 2)
+        yield network
+
+
+@in_virtual_time
+async def test_no_stage_commits_before_all_are_prepared() -> None:
+    async with two_stages() as network:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        first[0].learn(0, 1, 2)
+        first[1].learn(3, 4, 5)
+        second[0].learn(0, 1, 2, 3)
+        await asyncio.sleep(0.8)
+        assert all(stage.closed for stage in first)
+        assert all(stage.round == 0 for stage in [*first, *second])
+        second[1].learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in [*first, *second]))
+        norms = [stage.results[0].squared_norm for stage in (first[0], second[0])]
+        totals = {stage.results[0].total_squared_norm for stage in [*first, *second]}
+        assert totals == {norms[0] + norms[1]}
+        assert_equal_and_once(first)
+        assert_equal_and_once(second)
+
+
+@in_virtual_time
+async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
+    """A stage that waits at the barrier has all that it needs, even from a member that has left since."""
+    async with two_stages() as network:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        first[0].learn(0, 1, 2)
+        first[1].learn(3, 4, 5)
+        second[0].learn(0, 1, 2, 3)
+        view = network.peers[peer_id(1)].averager.view
+        await until(lambda: view().complete and all(stage.closed for stage in first))
+        await asyncio.sleep(0.3)
+        network.kill(2)
+        await until(lambda: len(view().progress) == 1)
+        assert view().committed == view().shown == frozenset(range(6))
+        assert view().complete
+        second[1].learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in [first[0], *second]))
+
+
+@in_virtual_time
+async def test_leaders_that_do_not_get_through_to_each_other_hear_through_others() -> None:
+    """Some line between two machines may not work, though each of them reaches others."""
+    async with two_stages() as network:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        network.cut.add(frozenset({1, 3}))
+        for index in range(6):
+            first[index % 2].learn(index)
+            second[index % 2].learn(index)
+        await until(lambda: all(stage.round == 1 for stage in [*first, *second]))
+        assert_equal_and_once(first)
+        assert_equal_and_once(second)
+
+
+@in_virtual_time
+async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -> None:
+    """Stage 1 commits on the strength of stage 0's answer; stage 0's survivor must then commit that very result."""
+    async with two_stages() as network:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+
+        async def before(name: str, source: int, target: int) -> None:
+            if name == "Commit" and source == 1:
+                network.kill(1)
+            if name == "Barrier" and source == 1:
+                # Stage 1 gets its answer first.
+                await asyncio.sleep(0.3)
+
+        network.before = before
+        for index in range(6):
+            first[index % 2].learn(index)
+            second[index % 2].learn(index)
+        await until(lambda: all(stage.round == 1 for stage in second))
+        network.kill(1)
+        assert first[1].round == 0
+        await until(lambda: first[1].round == 1)
+        result = first[1].results[0]
+        assert len(result.members) == 2
+        assert result.total_squared_norm == second[0].results[0].total_squared_norm

@@ -1,11 +1,12 @@
-"""Fetches from a donor the results of rounds that were committed while a peer was behind.
+"""What a peer that is behind asks donors of its stage for, and the results of the rounds that it missed.
 
-Used by catching_up/replay, which applies them to the snapshot from before. Every byte is checked before another part
-sees it. Never waits for a turn: that is left to its caller, which may know other donors.
+Used by catching_up/state_transfer, which fetches snapshots, and by catching_up/replay, which applies the results since.
+Every byte of a result is checked before another part sees it. Never waits for a turn: that is left to its callers,
+which may know other donors.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.results import Committed, IncomingResult
@@ -18,8 +19,8 @@ from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerRecord
 
 
-class ResultTransfer:
-    """Fetches results for one peer."""
+class Downloads:
+    """One peer's requests to the donors of its stage."""
 
     def __init__(self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float) -> None:
         """
@@ -27,11 +28,22 @@ class ResultTransfer:
             silence_seconds: the longest wait for a donor's next piece.
         """
         self._transport = transport
-        self._address = address
-        self._own_id = own_id
+        self._sender = pb.DownloadRequest(address=address, peer_id=own_id)
         self._silence_seconds = silence_seconds
+        self.stage = address.stage
 
-    async def after(
+    def replies(
+        self, donor: PeerRecord, request: pb.DownloadRequest, *, more_seconds: float = 0.0
+    ) -> AsyncIterator[pb.DownloadReply]:
+        """Send a request, to which the address and this peer's id are added, and give what the donor answers.
+
+        Args:
+            more_seconds: how much longer than usual the donor may be silent.
+        """
+        request.MergeFrom(self._sender)
+        return self._transport.download(donor, request, silence_seconds=self._silence_seconds + more_seconds)
+
+    async def results(
         self, donor: PeerRecord, standing: Standing, *, max_bytes: int
     ) -> AsyncGenerator[tuple[Committed, int], None]:
         """Fetch the rounds committed after `standing`, up to where the donor stands, in order.
@@ -48,9 +60,8 @@ class ResultTransfer:
             MalformedMessage, IntegrityError: what the donor sent cannot be right.
         """
         wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
-        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, results=wanted)
         incoming: IncomingResult | None = None
-        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
+        async for reply in self.replies(donor, pb.DownloadRequest(results=wanted)):
             match reply.WhichOneof("message"):
                 case "result" if incoming is None:
                     require_bounds(reply.result, finite=True)
@@ -66,3 +77,8 @@ class ResultTransfer:
                 standing, incoming = incoming.committed.after, None
         if incoming is not None:
             raise PeerUnavailable(f"the result of round {standing.round} ended early")
+
+
+def name_of(donor: PeerRecord) -> str:
+    """As logs name a donor."""
+    return donor.name or donor.peer_id[:8]
