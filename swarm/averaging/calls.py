@@ -4,13 +4,11 @@ Used by members/survey, leading/barrier and, through leading/broadcast, by leadi
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.participant import Participant
 from swarm.averaging.members.roster import Roster
-from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, Method, Reply, Request
+from swarm.averaging.transport import Method, Reply, Request
 from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
 from swarm.types import PeerId, PeerRecord
 
@@ -21,13 +19,7 @@ class Calls:
     def __init__(self, context: Context, roster: Roster, participant: Participant) -> None:
         self._context = context
         self._roster = roster
-        self._changes = context.changes
-        self._own: dict[str, Callable[[Any], Any]] = {
-            BEGIN.name: participant.begin,
-            AVERAGE.name: participant.average,
-            COMMIT.name: participant.commit,
-            ABORT.name: participant.abort,
-        }
+        self._own = participant.answers
         """Answers the calls that this peer, as the leader, makes to itself."""
 
     async def __call__(
@@ -45,7 +37,7 @@ class Calls:
             if peer.stage == self._context.own.stage:
                 is_gone = isinstance(error, PeerUnavailable) and error.is_gone
                 self._roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
-                self._changes.signal()  # Parts that wait for that peer need not wait any more.
+                self._context.changes.signal()  # Parts that wait for that peer need not wait any more.
             raise
 
     async def _ask_itself(self, method: Method[Request, Reply], request: Request, timeout_seconds: float) -> Reply:
@@ -54,5 +46,5 @@ class Calls:
                 reply: Reply = await self._own[method.name](request)
         except TimeoutError:
             raise DeadlineExceeded(f"{method.name} took longer than {timeout_seconds:.1f} s here") from None
-        self._changes.signal()
+        self._context.changes.signal()
         return reply

@@ -14,7 +14,7 @@ from swarm.averaging.exchanging.reduction import Payload
 from swarm.averaging.exchanging.shared import SharedBlocks
 from swarm.averaging.leading.barrier import Barrier
 from swarm.averaging.members.report_answers import ReportAnswers
-from swarm.averaging.transport import ABORT, AVERAGE, BARRIER, BEGIN, COMMIT, REPORT, Method, Reply, Request
+from swarm.averaging.transport import BARRIER, REPORT, Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.address import check_address
@@ -42,14 +42,10 @@ class Handlers:
         self._participant = participant
         self._donor = donor
         self._shared = shared
-        self._changes = context.changes
         self._answers: dict[str, Callable[[Any], Any]] = {
             REPORT.name: reports.answer,
-            BEGIN.name: participant.begin,
-            AVERAGE.name: participant.average,
-            COMMIT.name: participant.commit,
-            ABORT.name: participant.abort,
             BARRIER.name: barrier.answer,
+            **participant.answers,
         }
 
     async def handle(self, method: Method[Request, Reply], request: Request) -> Reply:
@@ -58,7 +54,7 @@ class Handlers:
         self._check(message.address)
         with self._ends_without_memory():
             reply: Reply = await self._answers[method.name](request)
-        self._changes.signal()
+        self._context.changes.signal()
         return reply
 
     async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:

@@ -1,3 +1,5 @@
+"""Members of a stage commit round after round, with the same bits, and each microbatch once."""
+
 import asyncio
 from functools import partial
 from typing import Any

@@ -34,7 +34,7 @@ def apply_average(peer: Peer, average: dict[str, torch.Tensor], squared_norm: fl
 
 
 async def begin_next_round(peers: Sequence[Peer]) -> None:
-    """Every peer begins the next round, with other weights."""
+    """Have every peer begin the next round, with other weights."""
     for peer in peers:
         average = {name: torch.full_like(master, 0.01) for name, master in peer.weights.masters.items()}
 

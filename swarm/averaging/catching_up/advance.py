@@ -7,8 +7,9 @@ ways changes the stage once and then tells the other parts where the member stan
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up import results
@@ -46,9 +47,7 @@ class Advance:
             donor: is told of every commit.
             roster: is told of every move.
         """
-        self._own_id = context.own_id
-        self._clock = context.clock
-        self._spawn = context.tasks.spawn
+        self._context = context
         self._place = place
         self._lock = place.lock
         self._group = place.group
@@ -58,7 +57,6 @@ class Advance:
         self._shared = shared
         self._donor = donor
         self._roster = roster
-        self._changes = context.changes
         self._state_digest: asyncio.Future[str] | None = None
         """The digest of the state at the beginning of the round; it is computed while training goes on."""
 
@@ -75,9 +73,7 @@ class Advance:
 
     async def apply(self, outcome: pb.Outcome) -> None:
         """Apply the prepared result, once. Raises Refused if `outcome` is about another result."""
-        refused: Refused | None = await asyncio.shield(self._spawn(self._apply(outcome)))
-        if refused is not None:
-            raise refused
+        await self._to_its_end(self._apply(outcome))
 
     async def _apply(self, outcome: pb.Outcome) -> Refused | None:
         round_number, digest = outcome.round, outcome.prepared.digest
@@ -114,7 +110,7 @@ class Advance:
                 partners=messages.digests_of(outcome.partners),
                 cost=dataclasses.replace(
                     kept.round_result.cost,
-                    seconds=self._clock.monotonic() - kept.began_at,
+                    seconds=self._context.clock.monotonic() - kept.began_at,
                     residual_bytes=self._exchanges.residual_bytes,
                 ),
             )
@@ -144,9 +140,7 @@ class Advance:
         Raises:
             IntegrityError: the snapshot does not fit this stage.
         """
-        unfit: IntegrityError | None = await asyncio.shield(self._spawn(self._install(snapshot, outcomes, past)))
-        if unfit is not None:
-            raise unfit
+        await self._to_its_end(self._install(snapshot, outcomes, past))
 
     async def _install(
         self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]
@@ -172,7 +166,7 @@ class Advance:
         lineage, known = self._place.standing.lineage, {outcome.round: outcome for outcome in outcomes}
         for number in range(self._place.standing.round, snapshot.round):
             outcome = known.get(number)
-            if outcome is None or self._own_id in outcome.prepared.member_ids:
+            if outcome is None or self._context.own_id in outcome.prepared.member_ids:
                 return False
             lineage = messages.lineage_after(lineage, outcome)
         return self._place.is_sound and lineage == snapshot.lineage
@@ -187,9 +181,7 @@ class Advance:
             IntegrityError: the result does not fit this stage, or gave another state here than at its members. In the
                 second case this member's state is no longer sound.
         """
-        wrong: IntegrityError | None = await asyncio.shield(self._spawn(self._replay(committed)))
-        if wrong is not None:
-            raise wrong
+        await self._to_its_end(self._replay(committed))
 
     async def _replay(self, committed: Committed) -> IntegrityError | None:
         async with self._lock:
@@ -205,7 +197,7 @@ class Advance:
                 self._group.step_back()
                 await self._own_round.reopen("a result came that cannot be this round's")
                 return wrong
-            contributed = self._own_id in committed.result.members
+            contributed = self._context.own_id in committed.result.members
             kept = self._own_round.result
             if kept is not None and kept.prepared.digest == committed.result.digest:
                 # This member took part in the exchange, and lost touch with the others before the commit.
@@ -235,8 +227,14 @@ class Advance:
         async with self._lock:
             return await self._member.snapshot()
 
+    async def _to_its_end(self, work: Coroutine[Any, Any, Exception | None]) -> None:
+        """Wait for work, which goes on even if the caller is cancelled. Raises the error that it returns."""
+        error: Exception | None = await asyncio.shield(self._context.tasks.spawn(work))
+        if error is not None:
+            raise error
+
     def _moved(self) -> None:
         self._own_round.end()
         self._roster.moved(self._place.standing, self._place.last_members)
-        self._changes.progressed()
-        self._changes.notify()
+        self._context.changes.progressed()
+        self._context.changes.notify()

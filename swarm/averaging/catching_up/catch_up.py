@@ -53,7 +53,6 @@ class CatchUp:
         self._survey = survey
         self._entry = entry
         self._replay = replay
-        self._clock = context.clock
         self._looking: asyncio.Event | None = None
         """The end of the `look` that is under way, for those that wait for it; None while there is none."""
         self._rests_until = -math.inf
@@ -77,7 +76,7 @@ class CatchUp:
         if self._looking is not None:
             await self.ended()
             return
-        if self._place.branches.is_elsewhere(because_of) and self._clock.monotonic() < self._rests_until:
+        if self._place.branches.is_elsewhere(because_of) and self._context.clock.monotonic() < self._rests_until:
             return
         looking = self._looking = asyncio.Event()
         try:
@@ -95,9 +94,9 @@ class CatchUp:
         """Wait until this peer is where it should be. After a failure it waits for the next `look`, but not for long:
         no peer can keep another one from serving by offers that come to nothing."""
         await self.ended()
-        timing, began_at = self._context.timing, self._clock.monotonic()
-        while self._has_failed and self._clock.monotonic() - began_at < timing.missed_seconds:
-            await self._clock.sleep(timing.heartbeat_seconds)
+        timing, began_at = self._context.timing, self._context.clock.monotonic()
+        while self._has_failed and self._context.clock.monotonic() - began_at < timing.missed_seconds:
+            await self._context.clock.sleep(timing.heartbeat_seconds)
             await self.ended()
 
     async def _look(self) -> None:
@@ -114,7 +113,7 @@ class CatchUp:
         for refusal in branches.stay():
             logger.warning("%s", refusal)
         rest_seconds = timing.heartbeat_seconds if branches.is_in_doubt else timing.max_retry_seconds
-        self._rests_until = self._clock.monotonic() + rest_seconds
+        self._rests_until = self._context.clock.monotonic() + rest_seconds
 
     async def _choose(self) -> Standing | None:
         """Ask all holders, and decide where this peer should go. Peers that begin to serve later count for
@@ -147,11 +146,11 @@ class CatchUp:
 
     async def _arrive(self, target: Standing) -> None:
         while True:
-            self._entry.saw(target.round, now=self._clock.monotonic())
+            self._entry.saw(target.round, now=self._context.clock.monotonic())
             if (rest_seconds := await self._try(target)) is None:
                 return
             # Without a new target this peer keeps to the old one, because it cannot go back to where it was.
-            await self._clock.sleep(rest_seconds)
+            await self._context.clock.sleep(rest_seconds)
             target = await self._choose() or self._present(target)
 
     async def _try(self, target: Standing) -> float | None:
@@ -197,7 +196,7 @@ class CatchUp:
 
         It may become one once no other peer has held the stage for a while; over a slow line, answers may just be late.
         """
-        now = self._clock.monotonic()
+        now = self._context.clock.monotonic()
         if holders:
             self._held_at = now
         elif now - self._held_at >= self._context.timing.missed_seconds:
@@ -221,7 +220,7 @@ class CatchUp:
             wanted=lambda theirs: theirs.round >= least_round,
             has_others=self._has_others,
         )
-        self._entry.downloaded(fetched.bytes_per_second, seconds=fetched.seconds, now=self._clock.monotonic())
+        self._entry.downloaded(fetched.bytes_per_second, seconds=fetched.seconds, now=self._context.clock.monotonic())
         standing = messages.standing_of(fetched.snapshot)
         try:
             await self._advance.install(fetched.snapshot, fetched.outcomes, fetched.past)

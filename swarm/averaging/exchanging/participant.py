@@ -5,7 +5,8 @@ member has under way (exchanging/own_round) and with the exchange. Never decides
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.advance import Advance
@@ -19,7 +20,7 @@ from swarm.averaging.exchanging.shared import SharedBlocks
 from swarm.averaging.exchanging.shares import Shares
 from swarm.averaging.leading.group import Ballot, Refused
 from swarm.averaging.place import Place
-from swarm.averaging.transport import record_of
+from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, record_of
 from swarm.events.kinds import Begin, Prepare
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundResult
@@ -32,8 +33,6 @@ class Participant:
         self, context: Context, place: Place, own_round: OwnRound, advance: Advance, shared: SharedBlocks
     ) -> None:
         self._context = context
-        self._own_id = context.own_id
-        self._events = context.events
         self._place = place
         self._lock = place.lock
         self._group = place.group
@@ -41,6 +40,16 @@ class Participant:
         self._exchanges = own_round.exchanges
         self._advance = advance
         self._shared = shared
+
+    @property
+    def answers(self) -> dict[str, Callable[[Any], Any]]:
+        """What answers each call of a leader, by the call's name."""
+        return {
+            BEGIN.name: self.begin,
+            AVERAGE.name: self.average,
+            COMMIT.name: self.commit,
+            ABORT.name: self.abort,
+        }
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
@@ -78,7 +87,7 @@ class Participant:
             if not self._own_round.begin(ballot, closing):
                 return pb.BeginReply(refusal=self._refusal(Refused(f"attempt {ballot.attempt} was given up")))
             standing, contribution, result = self._place.standing, closed.contribution, self._own_round.result
-            self._events.write(
+            self._context.events.write(
                 Begin(round=standing.round, lineage=standing.lineage, attempt=ballot.attempt, leader=ballot.leader_id)
             )
             return pb.BeginReply(
@@ -112,7 +121,7 @@ class Participant:
             async with self._lock:
                 self._group.prepare(request.round, ballot, average.digest)
                 self._own_round.keep(result)
-                self._events.write(
+                self._context.events.write(
                     Prepare(
                         round=request.round,
                         lineage=self._place.standing.lineage,
@@ -133,7 +142,7 @@ class Participant:
         attempt = self._own_round.attempt
         if attempt is None or attempt.ballot != ballot:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
-        own, contribution = shares.of(self._own_id), attempt.closed.contribution
+        own, contribution = shares.of(self._context.own_id), attempt.closed.contribution
         if (own.num_samples, shares.num_elements) != (contribution.num_samples, attempt.closed.vector_D.numel()):
             raise Refused("the shares do not name this member's contribution")
         self._group.join(request.round, ballot, shares.digest)
@@ -143,7 +152,7 @@ class Participant:
     def _others(self, request: pb.AverageRequest, attempt: Attempt) -> OtherMembers:
         opening = pb.ExchangeOpen(
             address=self._context.address,
-            peer_id=self._own_id,
+            peer_id=self._context.own_id,
             round=request.round,
             ballot=request.ballot,
             shares_digest=self._group.shares_digest,

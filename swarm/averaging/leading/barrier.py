@@ -36,7 +36,6 @@ class Barrier:
         self._shared = shared
         self._watch = watch
         self._call = call
-        self._changes = context.changes
         self._timing = context.timing
 
     # -- for this stage ----------------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ class Barrier:
                 return await self._ask_leader(leader, request.round, remaining)
             if remaining <= 0 or not leads:
                 return pb.BarrierReply(leader=leader)
-            await wait(self._changes.next, remaining)
+            await wait(self._context.changes.next, remaining)
 
     async def _ask_leader(self, leader: pb.Contact, round_number: int, seconds: float) -> pb.BarrierReply:
         request = pb.BarrierRequest(

@@ -45,7 +45,6 @@ class LeadLoop:
         self._reporter = reporter
         self._watch = watch
         self._leader = leader
-        self._changes = context.changes
         self._attempts: Counter[int] = Counter()
         """The number of the last attempt, by round."""
         self.num_attempts = 0
@@ -56,9 +55,9 @@ class LeadLoop:
         """Lead whenever it is this peer's turn, until cancelled. Cancellation leaves the members in doubt."""
         clock, timing = self._context.clock, self._context.timing
         num_failures = 0
-        await wait(self._changes.next, timing.heartbeat_seconds)
+        await wait(self._context.changes.next, timing.heartbeat_seconds)
         while True:
-            changed, looked_at = self._changes.next, clock.monotonic()
+            changed, looked_at = self._context.changes.next, clock.monotonic()
             if not self._watch.may_begin():
                 # A large group's reports come faster than all of them can be looked at.
                 rest_seconds = _REST_PER_LOOK * (clock.monotonic() - looked_at)
@@ -100,7 +99,7 @@ class LeadLoop:
             await self._own_round.step_back("what it takes to commit cannot be had", only=ballot)
             return False
         finally:
-            self._changes.notify()
+            self._context.changes.notify()
         return self._place.standing != standing
 
     async def _learn_from(self, failed: AttemptFailed) -> None:
@@ -110,7 +109,7 @@ class LeadLoop:
             self._roster.suspicions.exclude(peer_id)
         for peer_id in failed.refused:
             self._roster.forget_report(peer_id)
-        self._changes.signal()
+        self._context.changes.signal()
         if failed.refused:
             # Those that refused may be at a later round: without asking, this peer would go on alone.
             await self._reporter.ask_all()

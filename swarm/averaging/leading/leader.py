@@ -65,7 +65,6 @@ class Leader:
         self._barrier = barrier
         self._shared = shared
         self._blame = blame
-        self._changes = context.changes
         self._config = context.config
         self._clock = context.clock
         self._timing = context.timing
@@ -204,7 +203,7 @@ class Leader:
                 return
             norm += await self._shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
         self._place.decide(Decision(round=round_number, prepared=prepared, squared_norm=norm))
-        self._changes.signal()
+        self._context.changes.signal()
         others = set(range(self._config.stages.num_stages)) - {stage} if self._config.rounds.synchronous else partners
         if not await wait_for(others - ready.keys()):
             return

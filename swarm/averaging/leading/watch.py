@@ -31,7 +31,6 @@ class RoundWatch:
         self._member = member
         self._roster = roster
         self._reporter = reporter
-        self._changes = context.changes
         self._config = context.config
         self._waits_for_quorum = False
 
@@ -65,7 +64,7 @@ class RoundWatch:
             lost=self._roster.reports.lost - committed,
             complete=self.is_complete(standing.round, committed, num_samples, progress.keys()),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
-            quiet_seconds=self._changes.quiet_seconds,
+            quiet_seconds=self._context.changes.quiet_seconds,
         )
 
     def _overdue(self) -> Set[PeerId]:

@@ -35,7 +35,6 @@ class ReportAnswers:
         self._roster = roster
         self._reporter = reporter
         self._watch = watch
-        self._changes = context.changes
         self._told_round = -1
         self._told_at: dict[PeerId, float] = {}
         """When this peer last told each member, in `_told_round`, what all members have committed."""
@@ -47,7 +46,7 @@ class ReportAnswers:
             raise NotReady("this peer is catching up")
         # A sender that gets no answers from this peer is not counted as a member: it would only hold up attempts.
         if not request.unanswered and self._roster.hear(request):
-            self._changes.progressed()
+            self._context.changes.progressed()
         peer_id, standing = PeerId(request.sender.peer_id), self._place.standing
         theirs = messages.unpack_standing(request.standing)
         if not self._place.branches.is_known(theirs) and self._place.leads is None:

@@ -67,14 +67,7 @@ class Roster:
         """Take a report in. Returns whether it tells anything new. Raises MalformedMessage if it makes no sense."""
         standing, prepared = messages.unpack_standing(request.standing), messages.unpack_ballot(request.prepared)
         peer_id = PeerId(self.learn(request.sender).peer_id)
-        progress = Progress(
-            round=standing.round,
-            lineage=standing.lineage,
-            run_samples=standing.run_samples,
-            num_samples=request.num_samples,
-            committed=self.reports.named(standing.round, request.committed_gaps),
-            highest_microbatch=request.highest_microbatch,
-        )
+        progress = self._progress(standing, request, request.highest_microbatch)
         previous = self.reports.current.get(peer_id)
         report = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
         self.reports.current[peer_id] = report
@@ -92,16 +85,22 @@ class Roster:
 
     def heard_of_round(self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply) -> None:
         """Note what a peer told of the round. A leader tells what all members have, since any may lead next."""
-        progress = Progress(
+        progress = self._progress(standing, reply, -1)
+        self.reports.count(self.reports.named(standing.round, reply.counted_gaps))
+        self.reports.hear(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
+
+    def _progress(
+        self, standing: Standing, told: pb.ReportRequest | pb.ReportReply, highest_microbatch: int
+    ) -> Progress:
+        """What a peer that stands there tells that it has of the round."""
+        return Progress(
             round=standing.round,
             lineage=standing.lineage,
             run_samples=standing.run_samples,
-            num_samples=reply.num_samples,
-            committed=self.reports.named(standing.round, reply.committed_gaps),
-            highest_microbatch=-1,
+            num_samples=told.num_samples,
+            committed=self.reports.named(standing.round, told.committed_gaps),
+            highest_microbatch=highest_microbatch,
         )
-        self.reports.count(self.reports.named(standing.round, reply.counted_gaps))
-        self.reports.hear(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
 
     def suspect(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
         """Note that a call to a peer failed: the peer neither leads nor takes part until it gives a sign of life.
@@ -271,10 +270,6 @@ class Roster:
         if unheard:
             known |= unheard & self.contacts.all().keys()
         return [p for p in known if p not in members and p not in self.suspicions.suspected]
-
-    def is_suspected(self, peer_id: PeerId) -> bool:
-        """Whether a call to a peer failed, and the peer has given no sign of life since."""
-        return peer_id in self.suspicions.suspected
 
     def due_suspects(self) -> list[PeerId]:
         """Suspected peers that should be called again, as far as `contacts` still knows them."""

@@ -42,7 +42,6 @@ class Survey:
         self._roster = roster
         self._advance = advance
         self._call = call
-        self._changes = context.changes
 
     async def choose(self) -> Standing | None:
         """Ask all holders where they stand. Returns where this peer should go; None if it should stay."""
@@ -76,7 +75,7 @@ class Survey:
             committed_gaps=messages.pack_indices(progress.committed),
             highest_microbatch=progress.highest_microbatch,
             prepared=messages.pack_ballot(prepared.ballot if prepared else None),
-            unanswered=self._roster.is_suspected(peer_id),
+            unanswered=peer_id in self._roster.suspicions.suspected,
         )
 
     async def tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
@@ -125,4 +124,4 @@ class Survey:
         """Note that a peer does not answer."""
         logger.debug("report to %s: %s", peer_id, error)
         self._roster.suspect(peer_id)
-        self._changes.signal()  # Parts that wait for that peer need not wait any more.
+        self._context.changes.signal()  # Parts that wait for that peer need not wait any more.

@@ -55,7 +55,7 @@ async def test_what_was_held_up_by_a_member_begins_as_soon_as_that_is_known_to_b
         roster = network.peers[peer_id(1)].averager.roster
         survivor = stages(network, 1)[0]
         survivor.learn(0, 1, 2, 3, 4, 5)
-        await until(lambda: roster.is_suspected(PeerId(peer_id(2))))
+        await until(lambda: PeerId(peer_id(2)) in roster.suspicions.suspected)
         gone_at = time()
         await until(lambda: survivor.round == 1)
         assert time() - gone_at < 0.5 * QUICK.heartbeat_seconds
