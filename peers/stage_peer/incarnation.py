@@ -63,11 +63,9 @@ class Rivals:
             own: this process's start.
             endpoint: gives the endpoint at which this process serves.
         """
-        self._config = membership.config
+        self._membership = membership
         self._identity = membership.identity
         self._known = membership.known
-        self._channels = membership.channels
-        self._clock = membership.clock
         self._own = own
         self._endpoint = endpoint
         self._asked: dict[str, tuple[float, str, pb.Incarnation | None]] = {}
@@ -101,7 +99,7 @@ class Rivals:
         has_warned = False
         own = (self._own.started_at, self._own.nonce)
         while True:
-            await self._clock.sleep(LOOK_SECONDS)
+            await self._membership.clock.sleep(LOOK_SECONDS)
             records = self._announced_by_others(self._identity.peer_id, self._own.nonce)
             if any((record.started_at, record.nonce) < own for record in records):
                 await self.require_alone()
@@ -121,7 +119,7 @@ class Rivals:
             return self._signed(caller.nonce) if is_elder and caller.nonce != self._own.nonce else None
         if not (records := self._announced_by_others(caller.peer_id, caller.nonce)):
             return None
-        now = self._clock.monotonic()
+        now = self._membership.clock.monotonic()
         self._asked = {peer: asked for peer, asked in self._asked.items() if now - asked[0] < REMEMBERED_SECONDS}
         if caller.peer_id not in self._asked:
             # An entry is made before the rival is asked, so that a peer cannot have many questions asked at once.
@@ -138,7 +136,7 @@ class Rivals:
     async def _ask(self, records: Sequence[PeerRecord], caller: pb.Incarnation) -> pb.Incarnation | None:
         """What one of these peers says of the caller's rival. Only the caller checks the signature: it has the key."""
         with suppress(PeerUnavailable):
-            for reply in await answers(self._config, records, self._channels, caller=caller):
+            for reply in await answers(self._membership.config, records, self._membership.channels, caller=caller):
                 is_own = caller.peer_id == self._identity.peer_id
                 if reply.HasField("rival") and (not is_own or self._is_signed(reply.rival)):
                     rival: pb.Incarnation = reply.rival

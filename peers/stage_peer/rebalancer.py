@@ -42,17 +42,15 @@ class Rebalancer:
             every_seconds: mean time between two checks whether to move; 0 never moves.
             checkpoints: folder from which a stage that no peer holds can be restored; None if there is none.
         """
-        self._config = membership.config
+        self._membership = membership
         self._own_id = PeerId(membership.peer_id)
         self._claim = claim
-        self._directory = membership.directory
         self._known = membership.known
-        self._channels = membership.channels
         self._clock = membership.clock
         self._rng = rng
         self._every_seconds = every_seconds
         self._checkpoints = checkpoints
-        self._costs = stage_costs(self._config)
+        self._costs = stage_costs(membership.config)
         self._judgement = Judgement(own_id=self._own_id, costs=self._costs)
 
     # -- joining -----------------------------------------------------------------------------------------------------
@@ -135,7 +133,7 @@ class Rebalancer:
         """
         holders = await self._holders(stage, round_number, lineage)
         return bool(holders) and has_quorum(
-            self._config.averaging.quorum, holders, last_members=last_members,
+            self._membership.config.averaging.quorum, holders, last_members=last_members,
             announced=lambda: {self._own_id, *(record.peer_id for record in self._known.others(stage))},
         )  # fmt: skip
 
@@ -144,7 +142,7 @@ class Rebalancer:
 
         Raises PeerUnavailable if the DHT does not answer.
         """
-        claims = await self._directory.claims()
+        claims = await self._membership.directory.claims()
         coming = (claim.peer_id for claim in claims if claim.stage == stage and claim.state is ClaimState.CONFIRMED)
         if not any(peer_id != self._own_id for peer_id in coming):
             return False
@@ -158,7 +156,7 @@ class Rebalancer:
             claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
         }
         staying = [record for record in self._known.others(stage) if record.peer_id not in leaving]
-        one_will_do = self._config.averaging.quorum == "available"
+        one_will_do = self._membership.config.averaging.quorum == "available"
         return {
             reply.peer_id
             for reply in await self._ask(staying, num_asked=ASKED if one_will_do else len(staying))
@@ -175,7 +173,7 @@ class Rebalancer:
     async def _ask(self, records: Sequence[PeerRecord], *, num_asked: int = ASKED) -> list[pb.DescribeReply]:
         """Ask some of these peers; gives the replies of those that serve and are not about to leave."""
         asked = self._rng.sample(records, min(num_asked, len(records)))
-        replies = await answers(self._config, asked, self._channels)
+        replies = await answers(self._membership.config, asked, self._membership.channels)
         return [reply for reply in replies if reply.state == PeerState.SERVING]
 
     # -- claims ------------------------------------------------------------------------------------------------------
@@ -198,8 +196,8 @@ class Rebalancer:
 
     async def _look(self) -> tuple[dict[int, Sequence[PeerRecord]], list[ClaimRecord]]:
         # Claims are read first: a peer that arrives meanwhile then has a record as well, and is counted once, there.
-        claims = await self._directory.claims()
-        await self._known.look(self._directory, range(len(self._costs)))
+        claims = await self._membership.directory.claims()
+        await self._known.look(self._membership.directory, range(len(self._costs)))
         records = dict(self._known.records)
         present = {PeerId(record.peer_id) for row in records.values() for record in row}
         under_way = {PeerId(claim.peer_id) for claim in claims}

@@ -97,9 +97,7 @@ class DhtNode:
         """
         self._validator.belong_to(run_keys, authority)
 
-    async def store(
-        self, key: str, subkey: str, value: bytes, expiration: float, *, timeout_seconds: float = CALL_SECONDS
-    ) -> bool:
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         """Store a sealed record until `expiration` (seconds since the epoch).
 
         Returns:
@@ -109,7 +107,7 @@ class DhtNode:
         Raises:
             PeerUnavailable: the DHT cannot be reached, or did not answer in time.
         """
-        return await self._call(lambda dht: dht.store(key, subkey, value, expiration), timeout_seconds)
+        return await self._call(lambda dht: dht.store(key, subkey, value, expiration), CALL_SECONDS)
 
     async def get(self, key: str, *, partly: bool = False, timeout_seconds: float = CALL_SECONDS) -> Found:
         """All unexpired records under a key.

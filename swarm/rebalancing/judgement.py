@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence, Set
 
 from swarm.rebalancing.claims import layout_of, newcomers_before, without_choosing
-from swarm.rebalancing.decision import DEFAULT, Policy, choose_stage, decide
+from swarm.rebalancing.decision import DEFAULT, choose_stage, decide
 from swarm.rebalancing.layout import Layout
 from swarm.rebalancing.stays import Stays
 from swarm.types import ClaimRecord, PeerId, PeerRecord
@@ -29,10 +29,10 @@ class Judgement:
     Every `now` is seconds of a clock that never goes back. The peer also avoids stages that it failed to enter.
     """
 
-    def __init__(self, *, own_id: PeerId, costs: Sequence[float], policy: Policy = DEFAULT) -> None:
+    def __init__(self, *, own_id: PeerId, costs: Sequence[float]) -> None:
         self._own_id = own_id
         self._costs = costs
-        self._policy = policy
+        self._policy = DEFAULT
         self._stays = Stays()
         self._rates: dict[int, float] = {}
         self._avoided: dict[int, tuple[float, float]] = {}

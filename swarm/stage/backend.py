@@ -70,21 +70,17 @@ class StageBackend:
     staging: Staging
     budget: GraphBudget
     events: Events = field(default_factory=NoEvents)
-    _is_first: bool = field(init=False)
-    _is_last: bool = field(init=False)
     _boundary: Boundary = field(init=False)
     _inputs: StageInputs = field(init=False)
 
     def __post_init__(self) -> None:
         self._boundary = boundary_of(self.config)
         self._inputs = StageInputs(config=self.config, stage=self.stage, boundary=self._boundary, staging=self.staging)
-        self._is_first = self.stage == 0
-        self._is_last = self.stage == self.config.stages.num_stages - 1
 
     @property
     def is_last(self) -> bool:
         """Whether this stage computes the loss."""
-        return self._is_last
+        return self.stage == self.config.stages.num_stages - 1
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -252,7 +248,7 @@ class StageBackend:
         inputs = self._inputs.hidden_or_tokens(wire_inputs)
         with torch.no_grad():
             outputs = self._call(parameters, inputs, wire_inputs, None)
-            if not self._is_last:
+            if not self.is_last:
                 return self._boundary.encode(outputs, self.staging).wait()
             return outputs.cpu() / max(1, samples.amount(wire_inputs).targets)
 
@@ -260,7 +256,7 @@ class StageBackend:
 
     def _graph(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = self._inputs.hidden_or_tokens(forward.wire_inputs)
-        if not self._is_first:
+        if self.stage:
             inputs.requires_grad_()
         with torch.enable_grad():
             outputs = self.budget.build(lambda: self._apply(forward, inputs), forward.version)
@@ -280,7 +276,7 @@ class StageBackend:
     ) -> torch.Tensor:
         """The hidden state for the next stage; at the last one the loss in nats, summed over the targets."""
         options = {"dropout_key": key, **self._inputs.context(wire_inputs)}
-        if self._is_last:
+        if self.is_last:
             return stage_loss(self.module, parameters, inputs, self._inputs.targets(wire_inputs), **options)
         outputs: torch.Tensor = torch.func.functional_call(self.module, dict(parameters), (inputs,), options)
         return outputs
@@ -295,7 +291,7 @@ class StageBackend:
         only_at: int | None,
     ) -> tuple[Download | None, Accumulated | None]:
         parameters = list(forward.version.parameters.values()) if accumulate else []
-        inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
+        inputs = [] if not self.stage or forward._inputs is None else [forward._inputs]
         if not inputs and not parameters:
             return None, None
         gradients = torch.autograd.grad(root, [*inputs, *parameters], allow_unused=True, materialize_grads=True)

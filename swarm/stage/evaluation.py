@@ -45,7 +45,6 @@ class Evaluation:
         self._device = next(iter(stage.context.backend.weights.masters.values())).device
         self._runtime = stage.context.runtime
         self._hop = stage.context.hop
-        self._rounds = stage.held_rounds
         self._evaluating = asyncio.Lock()
         """Held by the one evaluation that is at the compute thread, so that evaluations take little of the thread's
         time from training."""
@@ -71,7 +70,7 @@ class Evaluation:
             number = min(number, self._stage.round)
         await self._stage.present_round.wait_for(number, ROUND_SECONDS, None)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._rounds.held(number, linger_seconds=0.0))
+            stack.enter_context(self._stage.held_rounds.held(number, linger_seconds=0.0))
             held = pb.Held(round=number)
             if self._hop is not None:
                 awaited = _Awaited(self._hop.stage)
@@ -98,7 +97,7 @@ class Evaluation:
         self._check(opening)
         specs = request_specs(self._config, self._backend.stage, opening.num_samples, opening.sequence_length)
         incoming.expect(specs, training=False)
-        self._rounds.find(opening.round)
+        self._stage.held_rounds.find(opening.round)
         tensors = await incoming.tensors()
         computed = asyncio.ensure_future(self._compute(incoming.caller, opening, tensors))
         output = await _with_progress(context, computed, _Awaited(self._backend.stage), pb.EvaluateReply)
@@ -137,7 +136,7 @@ class Evaluation:
         async with self._turns.setdefault(caller, asyncio.Lock()), self._evaluating:
             output, _ = await self._runtime.run(
                 # The weights are looked up only now, because an evaluation that waits must not keep a round's weights.
-                lambda: self._backend.evaluate(tensors, self._rounds.find(opening.round).on(self._device)),
+                lambda: self._backend.evaluate(tensors, self._stage.held_rounds.find(opening.round).on(self._device)),
                 # It queues among the other forwards: behind all of them it would never have a turn at a bottleneck.
                 priority=Priority.FORWARD,
                 age=self._runtime.next_age(),

@@ -39,13 +39,12 @@ class GenerationServicer(GenerationServiceServicer):
         self._boundary = boundary_of(self._config)
         self._limits = limits
         self._places = Places(limits)
-        self._rounds = stage.held_rounds
         self._num_tokens = 0
 
     def counters(self) -> stage_pb2.GenerationCounters:
         """How many sessions and held rounds there are now, and how many tokens passed by since the peer started."""
         return stage_pb2.GenerationCounters(
-            sessions=len(self._places), tokens=self._num_tokens, rounds=len(self._rounds)
+            sessions=len(self._places), tokens=self._num_tokens, rounds=len(self._stage.held_rounds)
         )
 
     # The generated type knows only iterators, but grpc also takes a coroutine that uses the context to read and write.
@@ -71,7 +70,7 @@ class GenerationServicer(GenerationServiceServicer):
             raise NotReady("this peer is joining or leaving")
         with ExitStack() as stack:
             stack.enter_context(self._places.taken(name, session_bytes(self._config, stage, order.num_positions)))
-            held = stack.enter_context(self._rounds.held(await self._round(opening)))
+            held = stack.enter_context(self._stage.held_rounds.held(await self._round(opening)))
             later = None
             if self._hop is not None:
                 later = self._hop.continuation(order, rounds=tuple(opening.rounds[1:]), newest_round=held.number)
@@ -99,11 +98,11 @@ class GenerationServicer(GenerationServiceServicer):
         if opening.rounds:
             number = opening.rounds[0]
         elif not opening.HasField("newest_round"):
-            number = self._rounds.choose(present)
+            number = self._stage.held_rounds.choose(present)
         elif self._config.rounds.synchronous:
             number = opening.newest_round
         else:
-            number = self._rounds.choose(self._rounds.nearest(opening.newest_round))
+            number = self._stage.held_rounds.choose(self._stage.held_rounds.nearest(opening.newest_round))
         await self._stage.present_round.wait_for(number, ROUND_SECONDS, None)
         return number
 

@@ -50,8 +50,6 @@ class StageMember:
         self._runtime = stage.context.runtime
         self._weights = stage.context.backend.weights
         self._staging = stage.context.backend.staging
-        self._setting = stage.setting
-        self._ledger = stage.ledger
         self._closed: tuple[frozenset[int], Contribution] | None = None
         self.reports: deque[pb.RoundReport] = deque(maxlen=_KEPT_REPORTS)
         """The newest committed rounds, oldest first."""
@@ -76,8 +74,8 @@ class StageMember:
             lineage=self._weights.round.lineage,
             run_samples=self.run_samples,
             num_samples=self._weights.round_samples,
-            committed=self._setting.committed(),
-            highest_microbatch=self._ledger.highest_microbatch,
+            committed=self._stage.setting.committed(),
+            highest_microbatch=self._stage.ledger.highest_microbatch,
         )
 
     def activity(self) -> Activity:
@@ -99,7 +97,7 @@ class StageMember:
         if self._closed is not None and dropped == self._closed[0]:
             return self._closed[1]
         await self._stage.seal(dropped)
-        committed = self._setting.committed()
+        committed = self._stage.setting.committed()
         closing = await self._runtime.control(lambda: self._close(committed))
         contribution = Contribution(
             tensors=closing.tensors,
@@ -218,7 +216,7 @@ class StageMember:
             run_samples=self.run_samples,
             num_members=len(result.members),
             num_alive=self._num_alive(),
-            gradient_norm=self._setting.squared_norm(result) ** 0.5,
+            gradient_norm=self._stage.setting.squared_norm(result) ** 0.5,
             learning_rate=learning_rate,
             aggregate_seconds=cost.seconds + seconds,
             bytes_sent=cost.bytes_sent,
@@ -298,7 +296,7 @@ class StageMember:
         Args:
             highest_microbatch: new microbatches are to have higher ids.
         """
-        self._ledger.saw(highest_microbatch)
+        self._stage.ledger.saw(highest_microbatch)
         now, digest = self._weights.round, await self.state_digest()
         self._events.write(Install(round=now.number, lineage=now.lineage, state=digest, source="initial"))
 
@@ -316,4 +314,4 @@ class StageMember:
             IntegrityError: the snapshot is of another model, or its digest does not fit.
         """
         await self._install(snapshot, source=source, parent=parent)
-        self._ledger.saw(highest_microbatch)
+        self._stage.ledger.saw(highest_microbatch)

@@ -75,12 +75,6 @@ class StageServicer(StageServiceServicer):
         """
         self._config = stage.context.config
         self._stage = stage
-        self._runtime = stage.context.runtime
-        self._present_round = stage.present_round
-        self._admission = stage.admission
-        self._endings = stage.endings
-        self._answers = stage.answers
-        self._counters = stage.counters
         self._evaluation = Evaluation(stage)
         self._describe = describe
         self._rival_of = rival_of
@@ -92,7 +86,7 @@ class StageServicer(StageServiceServicer):
             # A stranger may send a negative number or NaN: then there is no wait.
             seconds = min(MAX_WAIT_SECONDS, request.wait_seconds) if request.wait_seconds > 0 else 0.0
             with contextlib.suppress(TimeoutError):
-                await self._present_round.reach(request.after_round + 1, seconds)
+                await self._stage.present_round.reach(request.after_round + 1, seconds)
         reply = self._describe()
         if request.HasField("caller") and self._rival_of is not None:
             reply.MergeFrom(pb.DescribeReply(rival=await self._rival_of(request.caller)))
@@ -106,7 +100,7 @@ class StageServicer(StageServiceServicer):
         try:
             await self._train(context, incoming)
         except Overloaded as busy:
-            self._counters.add("busy_replies")
+            self._stage.counters.add("busy_replies")
             reason = pb.Busy(retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round)
             await send(context, pb.TrainReply(busy=reason))
             await incoming.drain()
@@ -126,13 +120,13 @@ class StageServicer(StageServiceServicer):
         microbatch = self._microbatch(opening)
         computation = await self._compute(context, incoming, opening, microbatch)
         try:
-            with self._answers.unacknowledged():
+            with self._stage.answers.unacknowledged():
                 if await self._read_ack(incoming, opening):
                     self._check_owner(context, computation)
-                    self._endings.acknowledge(computation)
+                    self._stage.endings.acknowledge(computation)
         finally:
             # Does nothing after an ack, or when another call has taken over.
-            self._endings.abandon(computation, context)
+            self._stage.endings.abandon(computation, context)
 
     async def _read_ack(self, incoming: Incoming, opening: pb.Open) -> bool:
         """Whether the answer was acknowledged; if not, the caller has gone. Raises DeadlineExceeded."""
@@ -153,7 +147,7 @@ class StageServicer(StageServiceServicer):
         self, context: Context, incoming: Incoming, opening: pb.Open, microbatch: Microbatch
     ) -> Computation:
         """Compute from the admission to Done; the slot is free again when the answer is sent."""
-        slot = self._admission.admit(microbatch, incoming.caller, has_others=opening.has_others)
+        slot = self._stage.admission.admit(microbatch, incoming.caller, has_others=opening.has_others)
         try:
             # Tensors that come with the opening have to be read in any case.
             tensors = await incoming.tensors() if opening.eager else self._stage.known_inputs(microbatch)
@@ -168,19 +162,19 @@ class StageServicer(StageServiceServicer):
             computation = await self._stage.begin(microbatch, tensors, hints, context, still_waiting)
             try:
                 await self._stream_news(context, computation)
-                self._counters.add("rerouted_backwards", opening.rerouted_backward)
+                self._stage.counters.add("rerouted_backwards", opening.rerouted_backward)
                 await self._answer(context, computation, microbatch, opening.has_others)
             except BaseException:
-                self._endings.abandon(computation, context)
+                self._stage.endings.abandon(computation, context)
                 raise
             return computation
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._admission.ran_out_of_memory(error, slot)
+            self._stage.admission.ran_out_of_memory(error, slot)
             raise NotReady(f"no memory for the microbatch: no room for {what_was_asked(error)}") from None
         finally:
-            self._admission.leave(slot)
+            self._stage.admission.leave(slot)
 
     def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
         """Give a function that sends a sign of life when one is due. It is to be called while this stage makes its
@@ -224,15 +218,15 @@ class StageServicer(StageServiceServicer):
         tensors = {}
         if result.gradient is not None and microbatch.answers_gradient(self._stage.number):
             tensors = {GRADIENT: result.gradient}
-        with self._answers.written(len(tensors)):
+        with self._stage.answers.written(len(tensors)):
             reply = await _send_tensors(context, tensors, pb.TrainReply())
             done = pb.Done(
                 loss=result.loss,
                 num_targets=samples.amount(computation.order.wire_inputs).targets,
                 route=pack_route(result.route),
                 busy_seconds=result.busy_seconds,
-                queue_length=self._runtime.queue_length,
-                credits=self._admission.grants(has_others=has_others),
+                queue_length=self._stage.context.runtime.queue_length,
+                credits=self._stage.admission.grants(has_others=has_others),
                 num_reroutes=result.num_reroutes,
             )
             reply.done.CopyFrom(done)

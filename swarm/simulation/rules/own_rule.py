@@ -19,6 +19,10 @@ LISTED_SECONDS = (15.0, 20.0)
 """How long dead peers are listed: announcements last for 20 seconds and are renewed every 5."""
 FIGURES_SECONDS = 600.0
 """How often new errors are drawn for the announced figures."""
+FIGURES_OFF = 0.03
+"""Standard deviation of a peer's announced throughput, as a share of its real one."""
+LOOK_SECONDS = 60.0
+"""Mean time between two looks of a peer whether to move."""
 SAMPLES_PER_SECOND = 10.0
 """The throughput of every peer; only ratios count."""
 
@@ -26,27 +30,16 @@ SAMPLES_PER_SECOND = 10.0
 class OwnRule:
     """Our rule, with the peers of one swarm."""
 
-    def __init__(
-        self,
-        swarm: FluidSwarm,
-        rng: random.Random,
-        *,
-        period_seconds: float = 60.0,
-        round_seconds: float = 60.0,
-        figures_off: float = 0.03,
-    ) -> None:
+    def __init__(self, swarm: FluidSwarm, rng: random.Random, *, round_seconds: float = 60.0) -> None:
         """
         Args:
             round_seconds: the length of a round. A peer that moves serves on until the end of the round, which is the
                 same for all.
-            figures_off: standard deviation of a peer's announced throughput, as a share of its real one.
         """
         self._swarm = swarm
         self._timeline = swarm.timeline
         self._rng = rng
-        self._period_seconds = period_seconds
         self._round_seconds = round_seconds
-        self._figures_off = figures_off
         self._costs = (1.0,) * swarm.num_stages
         self._judgements: dict[int, Judgement] = {}
         self._records: dict[int, PeerRecord] = {}
@@ -111,7 +104,7 @@ class OwnRule:
         self._changed()
 
     def _figure(self) -> float:
-        return SAMPLES_PER_SECOND * max(0.1, self._rng.gauss(1.0, self._figures_off))
+        return SAMPLES_PER_SECOND * max(0.1, self._rng.gauss(1.0, FIGURES_OFF))
 
     # -- coming and going --------------------------------------------------------------------------------------------
 
@@ -159,7 +152,7 @@ class OwnRule:
     # -- moving ------------------------------------------------------------------------------------------------------
 
     def _will_look(self, peer: int) -> None:
-        self._timeline.after(next_check_seconds(self._rng, self._period_seconds), lambda: self._look(peer))
+        self._timeline.after(next_check_seconds(self._rng, LOOK_SECONDS), lambda: self._look(peer))
 
     def _look(self, peer: int) -> None:
         if (judgement := self._judgements.get(peer)) is None:
