@@ -6,7 +6,7 @@ The trainer writes steps and swarm-local writes events; both may append to one f
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,85 +24,66 @@ OF_SOURCE = "val/loss/"
 Value = float | int | str | None
 
 
+def _figure(name: str, **options: Any) -> Any:
+    """A field of StepMetrics, with the name of the figure."""
+    return field(metadata={"name": name}, **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One step, which is a round of the whole swarm, as a trainer saw it. None means unknown."""
 
-    step: int
-    loss: float
+    step: int = _figure("step")
+    loss: float = _figure("train/loss")
     """Mean over the step's tokens, in nats."""
-    gradient_norm: float | None
+    gradient_norm: float | None = _figure("train/gradient_norm")
     """Norm of the averaged gradient (synchronous) or pseudo-gradients (DiLoCo), over all stages."""
-    learning_rate: float | None
-    tokens_per_sec: float
+    learning_rate: float | None = _figure("train/learning_rate")
+    tokens_per_sec: float = _figure("train/tokens_per_sec")
     """The tokens per second of the whole swarm, over the step."""
-    total_tokens: int
+    total_tokens: int = _figure("train/total_tokens")
     """The tokens of the whole swarm, since the run began."""
-    step_time: float
+    step_time: float = _figure("train/step_time")
     """Seconds since this trainer's last step, an evaluation in between included."""
-    dispatch_time: float
+    dispatch_time: float = _figure("train/dispatch_time")
     """Seconds of the step in which microbatches were under way."""
-    aggregate_time: float | None
+    aggregate_time: float | None = _figure("train/aggregate_time")
     """Seconds of the step that the slowest stage spent on averaging."""
-    successful_workers: int | None
+    successful_workers: int | None = _figure("train/successful_workers")
     """Stage peers that took part in the round's averages."""
-    compression_ratio: float | None
+    compression_ratio: float | None = _figure("train/compression_ratio")
     """The float32 size of what was averaged, over its size on the wire."""
-    alive_peers: int | None = None
+    alive_peers: int | None = _figure("averaging/alive_peers", default=None)
     """Live stage peers, whether they took part in the averages or not."""
-    averaged_fraction: float | None = None
+    averaged_fraction: float | None = _figure("averaging/fraction", default=None)
     """The share of a stage's parameters that the round averaged, as the mean over the stages."""
-    averaged_bytes: int | None = None
+    averaged_bytes: int | None = _figure("averaging/bytes", default=None)
     """Bytes sent and received for the round's averages, summed over one peer of each stage."""
-    exchange_time: float | None = None
+    exchange_time: float | None = _figure("averaging/exchange_time", default=None)
     """Seconds of the slowest stage's exchange."""
-    wait_time: float | None = None
+    wait_time: float | None = _figure("averaging/wait_time", default=None)
     """The longest time in seconds that a stage's round was closed before and after its exchange."""
-    contribution_norm: float | None = None
+    contribution_norm: float | None = _figure("averaging/contribution_norm", default=None)
     """The norm of the contributions of one peer of each stage, before averaging."""
-    attempts: int | None = None
+    attempts: int | None = _figure("averaging/attempts", default=None)
     """The most attempts at the round that a stage needed."""
-    aborted_attempts: int | None = None
+    aborted_attempts: int | None = _figure("averaging/aborted", default=None)
     """Aborted attempts of one peer of each stage, since it started."""
-    residual_bytes: int | None = None
+    residual_bytes: int | None = _figure("averaging/residual_bytes", default=None)
     """Bytes that error feedback keeps, summed over one peer of each stage."""
-    validation_loss: float | None = None
+    validation_loss: float | None = _figure("val/loss", default=None)
     """The loss in nats per token on held-out text, in steps that evaluate."""
     validation_losses: Mapping[str, float] = field(default_factory=dict)
     """If there are several datasets, the same loss for each, by the dataset's name."""
-    device_memory_bytes: int | None = None
+    device_memory_bytes: int | None = _figure("device/memory_bytes", default=None)
     """The most device memory that any stage peer has used."""
     inner_steps: Sequence[InnerSteps] = ()
     """DiLoCo only: the inner steps of one peer of each stage, by stage."""
 
     def named(self) -> dict[str, Value]:
         """The figures under their names in the JSONL file, in Weights & Biases and in TensorBoard."""
-        return {
-            "step": self.step,
-            "train/loss": self.loss,
-            "train/gradient_norm": self.gradient_norm,
-            "train/learning_rate": self.learning_rate,
-            "train/tokens_per_sec": self.tokens_per_sec,
-            "train/total_tokens": self.total_tokens,
-            "train/step_time": self.step_time,
-            "train/dispatch_time": self.dispatch_time,
-            "train/aggregate_time": self.aggregate_time,
-            "train/successful_workers": self.successful_workers,
-            "train/compression_ratio": self.compression_ratio,
-            "averaging/alive_peers": self.alive_peers,
-            "averaging/fraction": self.averaged_fraction,
-            "averaging/bytes": self.averaged_bytes,
-            "averaging/exchange_time": self.exchange_time,
-            "averaging/wait_time": self.wait_time,
-            "averaging/contribution_norm": self.contribution_norm,
-            "averaging/attempts": self.attempts,
-            "averaging/aborted": self.aborted_attempts,
-            "averaging/residual_bytes": self.residual_bytes,
-            "val/loss": self.validation_loss,
-            **_by_source(self.validation_losses),
-            "device/memory_bytes": self.device_memory_bytes,
-            **self._inner(),
-        }
+        figures = {known.metadata["name"]: getattr(self, known.name) for known in fields(self) if known.metadata}
+        return {**figures, **_by_source(self.validation_losses), **self._inner()}
 
     def _inner(self) -> dict[str, Value]:
         named: dict[str, Value] = {}
