@@ -55,12 +55,8 @@ class Lookout:
         self._directory = directory
         self._channels = channels
         self._on_peers = on_peers
-        self._records: dict[int, Sequence[PeerRecord]] = {}
-
-    @property
-    def records(self) -> Mapping[int, Sequence[PeerRecord]]:
+        self.records: Mapping[int, Sequence[PeerRecord]] = {}
         """The records that were announced at each stage, when the last view was taken."""
-        return self._records
 
     async def view(self) -> SwarmView:
         """Take a view of the run now: read the directory, and ask every peer. Raises what RecordStore.get raises."""
@@ -68,9 +64,9 @@ class Lookout:
         rows, trainers, claims = await asyncio.gather(
             asyncio.gather(*map(self._directory.peers, numbers)), self._directory.trainers(), self._directory.claims()
         )
-        self._records = dict(zip(numbers, rows, strict=True))
+        self.records = dict(zip(numbers, rows, strict=True))
         self._on_peers([record for row in rows for record in row if record.state is PeerState.SERVING])
-        view = await observe(self.config.run_id, self._records, trainers, self._channels, claims=claims)
+        view = await observe(self.config.run_id, self.records, trainers, self._channels, claims=claims)
         joining = Joining.at(self.config, entries_of(rows), insecure=self._channels.is_insecure)
         return dataclasses.replace(view, join_command=joining.peer)
 

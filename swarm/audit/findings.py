@@ -19,8 +19,6 @@ class Findings:
     """Microbatches that count once more than they should, added up over stages and fragments."""
     missing: int = 0
     """Synchronous: microbatches that a committed round lacks, added up over the stages."""
-    replayed: int = 0
-    """Microbatches of committed rounds that were accumulated at one stage alone."""
     rolled_back: int = 0
     digests_compared: int = 0
     digests_differing: int = 0

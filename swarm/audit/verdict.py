@@ -47,6 +47,7 @@ class Report:
     duplicates: int
     missing: int
     replayed: int
+    """Microbatches of committed rounds that were accumulated at one stage alone."""
     rolled_back: int
     lost_share: float
     """The share of acknowledged microbatches that are lost, mean over the stages. What living peers held at the end is

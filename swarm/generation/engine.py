@@ -66,24 +66,11 @@ class LocalEngine:
         assert room.capacity >= longest, "a sequence could wait for ever"
         self._model = model.eval()
         self._room = room
-        self._longest = longest
-        self._round = round_number
+        self.longest = longest
+        self.round = round_number
         self._piece_tokens = piece_tokens
         self._sequences: list[_Sequence] = []
         self._changed = asyncio.Event()
-
-    @property
-    def longest(self) -> int:
-        return self._longest
-
-    @property
-    def round(self) -> int:
-        return self._round
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences under way."""
-        return len(self._sequences)
 
     async def run(self) -> None:
         """Compute until cancelled."""

@@ -83,7 +83,7 @@ class StageModule(nn.Module):
         self,
         inputs: Tensor,
         *,
-        dropout_key: DropoutKey | None,
+        dropout_key: DropoutKey | None = None,
         tokens_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         cache: KeyValueCache | CacheRows | None = None,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig, StagesConfig
-from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards, spans
@@ -25,6 +24,7 @@ from swarm.training.samples import TOKENS, Samples
 class Transformer(StageModule):
     """All layers, with the embedding and the head; adapters are added by `build_transformer`.
 
+    It maps tokens_BT to logits_BTV, or with targets to the sum of their losses (float32).
     Shards that meet only at the ends of stages meet here where the run's stages end.
     """
 
@@ -37,26 +37,6 @@ class Transformer(StageModule):
         super().__init__(uncut, 0, range(config.model.num_layers), shards)
         if self.shards is not None:
             self.spans = [span for layers in layer_ranges(config) for span in spans(config.model, layers)]
-
-    def forward(
-        self,
-        inputs: Tensor,
-        *,
-        dropout_key: DropoutKey | None = None,
-        tokens_BT: Tensor | None = None,
-        documents_BT: Tensor | None = None,
-        cache: KeyValueCache | CacheRows | None = None,
-        targets_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Map tokens_BT to logits_BTV, or with targets to the sum of their losses (float32). No key, no dropout."""
-        return super().forward(
-            inputs,
-            dropout_key=dropout_key,
-            tokens_BT=tokens_BT,
-            documents_BT=documents_BT,
-            cache=cache,
-            targets_BT=targets_BT,
-        )
 
     def loss(self, tokens_BT1: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
         """The mean loss in nats per token, for T + 1 columns of tokens, of which each predicts the next."""

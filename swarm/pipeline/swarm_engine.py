@@ -42,11 +42,7 @@ class SwarmEngine:
         self.round = round_number
         self._hop = hop
         self._vocab_size = config.model.vocab_size
-        self._longest = config.model.max_positions or config.data.sequence_length
-
-    @property
-    def longest(self) -> int:
-        return self._longest
+        self.longest = config.model.max_positions or config.data.sequence_length
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
         """Write text as Engine.generate does, with the weights of one round, while training goes on.

@@ -33,9 +33,6 @@ class PartialSnapshot:
         self.tensors = allocate(header.tensors, max_bytes)
         self.content = TensorBytes(self.tensors.values())
         self.sources: list[PeerRecord] = []
-        self.num_offers = 0
-        """How many of the peers that were asked together with the sources have offered a snapshot, this one or
-        another."""
         self._num_sent = Counter[str]()
         """Segments that came from each donor."""
         self._only = only

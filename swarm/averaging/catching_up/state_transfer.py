@@ -226,7 +226,7 @@ class StateTransfer:
                     logger.warning("no snapshot from %s: %s", donor.peer_id, error)
                     self.distrust(donor)
                 continue
-            self._partial.sources, self._partial.num_offers = donors[best], len(offers)
+            self._partial.sources = donors[best]
             return self._partial
         return None
 
