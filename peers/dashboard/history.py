@@ -4,7 +4,6 @@ Used by watcher.py, which adds every view of the run, and by program.py, which o
 """
 
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from peers.dashboard.news import Kind, Line, news
 from peers.dashboard.rounds import Rounds
 from peers.dashboard.series import Series
 from peers.status.view import SwarmView
+from swarm.machine.disk import put_in_place
 from swarm.machine.words import counted
 
 logger = logging.getLogger(__name__)
@@ -129,11 +129,8 @@ class HistoryFile:
         """Replace the file. If that fails (the disk is full, say), the former file stays, and the log says so once."""
         temporary = self._path.with_suffix(".tmp")
         try:
-            with temporary.open("wb") as file:
-                file.write(self._type.dump_json(history))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path)
+            temporary.write_bytes(self._type.dump_json(history))
+            put_in_place(temporary, self._path)
         except OSError as error:
             if not self._is_failing:
                 logger.error("the history is not written to %s: %s", self._path, error.strerror or error)

@@ -8,7 +8,6 @@ Called by swarm-model. Either all of the folder is there at the end, or nothing.
 adapters belong to.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.interchange.export import Load, Origin
+from swarm.interchange.export import Load, Origin, card_text, write_json
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
 from swarm.interchange.source import parameter_shapes
@@ -49,7 +48,7 @@ def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = Non
         }
         tensor_file.write(folder / WEIGHTS, tensors, {"format": "pt"})
         values = _config(config, family_of(config.model), adapted)
-        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / CONFIG, values)
         (folder / "README.md").write_text(_card(origin), encoding="utf-8")
     return sorted(output.iterdir())
 
@@ -102,11 +101,8 @@ def _card(origin: Origin) -> str:
         "Matrices": ", ".join(lora.targets),
         "Weights of the model": f"`{config.model.weights}`" if config.model.weights else "random",
     }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return (
-        "---\nlibrary_name: peft\npipeline_tag: text-generation\n---\n\n"
-        f"# {config.run}\n\nAdapters, trained with Swarm by machines of several people together.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n"
-        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("MODEL")\nmodel = PeftModel.from_pretrained(model, "PATH")\n```\n'
+    code = (
+        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("MODEL")\nmodel = PeftModel.from_pretrained(model, "PATH")\n'
     )
+    return card_text("peft", config.run, "Adapters, trained", rows, code)

@@ -97,9 +97,9 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
         tokenizer = _write_tokenizer(origin.config, target.tokenizer or origin.tokenizer, folder)
         tokens = special_tokens.write(_with_ends(origin.config.model, folder, tokenizer))
         dtype = _write_weights(origin, family, folder, target)
-        _write_json(folder / "config.json", _config(origin.config, family, dtype) | tokens)
+        write_json(folder / "config.json", _config(origin.config, family, dtype) | tokens)
         if not (folder / special_tokens.GENERATION).exists():
-            _write_json(folder / special_tokens.GENERATION, {"_from_model_config": True, **tokens})
+            write_json(folder / special_tokens.GENERATION, {"_from_model_config": True, **tokens})
         (folder / "README.md").write_text(_card(origin, family, dtype), encoding="utf-8")
     return sorted(output.iterdir())
 
@@ -120,7 +120,7 @@ def _write_weights(origin: Origin, family: Family, folder: Path, target: Target)
         index |= dict.fromkeys(shard_files, name)
     if len(shards) > 1:
         values = {"metadata": {"total_size": total_bytes}, "weight_map": index}
-        _write_json(folder / "model.safetensors.index.json", values)
+        write_json(folder / "model.safetensors.index.json", values)
     return dtype
 
 
@@ -173,7 +173,7 @@ def _write_tokenizer(config: RunConfig, spec: str, folder: Path) -> Tokenizer:
         tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         tokenizer_files.read(tokenizer_files.located(spec)).write(folder)
     if not (folder / "tokenizer_config.json").exists():
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return tokenizer
 
 
@@ -204,15 +204,23 @@ def _card(origin: Origin, family: Family, dtype: torch.dtype) -> str:
         "Architecture": f"{family.architecture}, {str(dtype).removeprefix('torch.')}",
         **{name: f"{loss:.4f} nats a token" for name, loss in card.losses.items()},
     }
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("PATH")\ntokenizer = AutoTokenizer.from_pretrained("PATH")\n'
+    )
+    return card_text("transformers", config.run, "Trained", rows, code)
+
+
+def card_text(library_name: str, title: str, beginning: str, rows: Mapping[str, str], code: str) -> str:
+    """A model card: what was made, a table, and the code that loads it with a library."""
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
-        f"# {config.run}\n\nTrained with Swarm by machines of several people together.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("PATH")\ntokenizer = AutoTokenizer.from_pretrained("PATH")\n```\n'
+        f"---\nlibrary_name: {library_name}\npipeline_tag: text-generation\n---\n\n"
+        f"# {title}\n\n{beginning} with Swarm by machines of several people together.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n```python\n{code}```\n"
     )
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file, indented for people. Raises OSError."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
