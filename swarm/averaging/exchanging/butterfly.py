@@ -97,12 +97,8 @@ class _Butterfly:
         )
 
     def _average(self, digest: str) -> Average:
-        codec, result_codec, shares, own = (
-            self._terms.codec,
-            self._terms.result_codec,
-            self._terms.shares,
-            self._terms.own,
-        )
+        codec, result_codec = self._terms.codec, self._terms.result_codec
+        shares, own = self._terms.shares, self._terms.own
         lengths = {owner: part.stop - part.start for owner, part in self._owners.items()}
         elsewhere = [length for owner, length in lengths.items() if owner != own.peer_id]
         num_senders = sum(share.peer_id != own.peer_id for share in shares.senders)

@@ -57,15 +57,34 @@ class Payload:
     upload_seconds: float = 0.0
 
 
-class HandOut:
+class _Answer:
+    """What the other members wait for."""
+
+    def __init__(self) -> None:
+        self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
+
+    async def result(self) -> Payload:
+        """Wait for what the others get. Raises MemberFailed if there will be nothing."""
+        outcome = await asyncio.shield(self._result)
+        if isinstance(outcome, MemberFailed):
+            raise outcome.anew()
+        return outcome
+
+    def fail(self, error: MemberFailed) -> None:
+        """Raise the error in all calls that wait for the result."""
+        if not self._result.done():
+            self._result.set_result(error.anew())
+
+
+class HandOut(_Answer):
     """The side of a member that hands its contribution to all others as it is (sparse codecs, small groups)."""
 
     missing: Sequence[str] = ()
     """No member sends anything to it."""
 
     def __init__(self, shares: Shares) -> None:
+        super().__init__()
         self._shares = shares
-        self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
 
     def num_bytes_from(self, peer_id: str) -> int:
         """Bytes that a member has to send: none. Raises MalformedMessage for a peer that is no member."""
@@ -77,16 +96,8 @@ class HandOut:
         if not self._result.done():
             self._result.set_result(payload)
 
-    async def result(self) -> Payload:
-        """Wait for what the others get. Raises MemberFailed if there will be nothing."""
-        return await _outcome(self._result)
 
-    def fail(self, error: MemberFailed) -> None:
-        """Raise the error in all calls that wait for the result."""
-        _fail(self._result, error)
-
-
-class Reduction:
+class Reduction(_Answer):
     """The owner's side: collects one part from every member with samples, sums them with their weights, once.
 
     The owner encodes the sum, and all members apply the decoded bytes, the owner too. Its own contribution goes into
@@ -108,6 +119,7 @@ class Reduction:
             result_codec: of the sum.
             owed: gives what earlier sums owe, to be added to this one; called on the thread that sums.
         """
+        super().__init__()
         part = shares.parts[[share.peer_id for share in shares.members].index(own_id)]
         self.num_elements = part.stop - part.start
         self.residual_P: torch.Tensor | None = None
@@ -121,7 +133,6 @@ class Reduction:
         self._owed = owed
         self._parts: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
-        self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
 
     @property
     def missing(self) -> Sequence[str]:
@@ -160,14 +171,6 @@ class Reduction:
             # Not awaited here: a caller that hangs up must not stop what the others wait for.
             work = asyncio.get_running_loop().run_in_executor(None, self._reduce)
             work.add_done_callback(self._finish)
-
-    async def result(self) -> Payload:
-        """Wait for what the others get. Raises MemberFailed if there will be nothing."""
-        return await _outcome(self._result)
-
-    def fail(self, error: MemberFailed) -> None:
-        """Raise the error in all calls that wait for the result."""
-        _fail(self._result, error)
 
     def _reduce(self) -> Payload:
         weighted = [(self._parts.pop(share.peer_id), share.weight) for share in self._shares.senders]
@@ -233,15 +236,3 @@ def squared_norm(vector: torch.Tensor) -> float:
     end = vector_N.numel() // 4096 * 4096
     norms = torch.linalg.vector_norm(vector_N[:end].view(-1, 4096), dim=1)
     return float(norms.double().square().sum()) + float(torch.linalg.vector_norm(vector_N[end:])) ** 2
-
-
-async def _outcome(result: "asyncio.Future[Payload | MemberFailed]") -> Payload:
-    outcome = await asyncio.shield(result)
-    if isinstance(outcome, MemberFailed):
-        raise outcome.anew()
-    return outcome
-
-
-def _fail(result: "asyncio.Future[Payload | MemberFailed]", error: MemberFailed) -> None:
-    if not result.done():
-        result.set_result(error.anew())
