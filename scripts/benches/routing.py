@@ -23,9 +23,9 @@ from scripts.benches.sides.routing_dht import REPLICAS, full_record
 from swarm.credentials import identity
 from swarm.dht.directory import NUM_OFTEN
 from swarm.dht.records import seal
-from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
+from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId, PeerRecord, PeerState
 
 NUM_SAMPLES = 4
@@ -108,7 +108,7 @@ class _Table:
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
         self._rng = random.Random(seed)
-        self._clock = ManualClock()
+        self._clock = Timeline()
         self._router = Router(self._clock, random.Random(seed + 1))
         self._seconds = {f"{number:040x}": self._rng.uniform(0.2, 2.0) for number in range(size)}
         self._records = [_simple_record(peer_id) for peer_id in self._seconds]
@@ -121,7 +121,7 @@ class _Table:
         for _ in range(count):
             record = router.choose(0, NUM_SAMPLES)
             assert record is not None, "a peer serves"
-            clock.advance(1e-4)
+            clock.run(clock.monotonic() + 1e-4)
             router.succeeded(
                 PeerId(record.peer_id),
                 Observation(

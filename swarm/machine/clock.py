@@ -116,38 +116,3 @@ class SteadyTime:
     def is_in_doubt(self) -> bool:
         """Whether `now` has seen the clock jump within the last DOUBT_SECONDS, so that nothing counts as expired."""
         return self._clock.monotonic() - self._jumped_at < DOUBT_SECONDS
-
-
-class ManualClock:
-    """A clock that moves only when it is told to, for tests and benches."""
-
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
-        self._sleepers: list[tuple[float, asyncio.Event]] = []
-
-    def monotonic(self) -> float:
-        return self._now
-
-    def time(self) -> float:
-        return self._now
-
-    async def sleep(self, seconds: float) -> None:
-        if seconds <= 0:
-            await asyncio.sleep(0)
-            return
-        woken = asyncio.Event()
-        sleeper = (self._now + seconds, woken)
-        self._sleepers.append(sleeper)
-        try:
-            await woken.wait()
-        finally:
-            if sleeper in self._sleepers:
-                self._sleepers.remove(sleeper)
-
-    def advance(self, seconds: float) -> None:
-        """Move time forward and wake every sleeper whose time has come."""
-        assert seconds >= 0, "time does not go back"
-        self._now += seconds
-        for wake_at, woken in self._sleepers:
-            if wake_at <= self._now:
-                woken.set()

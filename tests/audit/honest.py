@@ -25,8 +25,8 @@ from swarm.events.kinds import (
     ranges,
 )
 from swarm.events.log import EventLog
-from swarm.machine.clock import ManualClock
 from swarm.training.lineage import next_lineage
+from tests.support.manual_clock import ManualClock
 
 SAMPLES = 2
 ROUND_MICROBATCHES = 8

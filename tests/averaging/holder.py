@@ -17,13 +17,14 @@ from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.place import Place
 from swarm.config import from_dict
 from swarm.errors import DeadlineExceeded, PeerUnavailable
-from swarm.machine.clock import Clock, ManualClock
+from swarm.machine.clock import Clock
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult, Snapshot, known
 from swarm.types import PeerRecord
 from tests.averaging.doubles import make_context, peer_id, record
+from tests.support.manual_clock import ManualClock
 from tests.support.virtual_time import LoopClock
 
 SIZE = 40

@@ -17,11 +17,11 @@ from scripts.benches.heterogeneous import (
 )
 from scripts.benches.sides.routing_program import COSTS, replace_choice
 from swarm.errors import DeadlineExceeded
-from swarm.machine.clock import ManualClock
 from swarm.routing.peer_queue import PeerQueue
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord, PeerState
+from tests.support.manual_clock import ManualClock
 
 
 def _work(peer: str, capacity: float, rate: float) -> Work:

@@ -13,9 +13,10 @@ from swarm.credentials import identity
 from swarm.dht.directory import Directory
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import PeerUnavailable
-from swarm.machine.clock import DOUBT_SECONDS, ManualClock
+from swarm.machine.clock import DOUBT_SECONDS
 from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
+from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.set_clock import SetClock
 

@@ -11,9 +11,9 @@ from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_config, discover_runs
 from swarm.dht.records import seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
-from swarm.machine.clock import ManualClock
 from swarm.types import PROTOCOL_VERSION, RunRecord
 from tests.support import locked
+from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 
 OURS, THEIRS = identity.generate(), identity.generate()

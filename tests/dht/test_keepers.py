@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from swarm.dht.keepers import SEARCH_SECONDS, Keepers
-from swarm.machine.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 KEY, NUM_REPLICAS = "notes", 5
 

@@ -16,7 +16,6 @@ from swarm.dht.lookup import FRESH_SECONDS, MAX_REPLY_BYTES, DirectoryServicer, 
 from swarm.dht.record_store import NoOtherNode
 from swarm.dht.records import seal
 from swarm.errors import PeerUnavailable, WrongRun
-from swarm.machine.clock import ManualClock
 from swarm.rpc import probe, tls
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.endpoint import host_and_port
@@ -27,6 +26,7 @@ from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, TrainerRecord
+from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.proxy import Direction, Proxy
 

@@ -10,8 +10,8 @@ import pytest
 
 from swarm.events.kinds import NAMES, Accumulate, Ack, Gap, Grant, Leave, NoEvents, ranges
 from swarm.events.log import EventLog
-from swarm.machine.clock import ManualClock
 from tests.support.full_disk import FullDisk
+from tests.support.manual_clock import ManualClock
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

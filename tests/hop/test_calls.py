@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from swarm.machine.clock import ManualClock
 from swarm.routing.throughput import Observation
 from swarm.stage.incoming import Incoming
 from swarm.types import PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, running_chain
+from tests.support.manual_clock import ManualClock
 from tests.support.proxy import Direction, Proxy
 
 

@@ -16,13 +16,14 @@ from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_ser
 
 from swarm.hop import connections
 from swarm.hop.connections import GAP_SECONDS, watch_connections
-from swarm.machine.clock import ManualClock, SystemClock
+from swarm.machine.clock import SystemClock
 from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.support.chain import eventually
+from tests.support.manual_clock import ManualClock
 
 _ID = PeerId("0123456789abcdef" * 2 + "01234567")
 

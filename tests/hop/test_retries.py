@@ -22,7 +22,6 @@ from swarm.errors import (
 )
 from swarm.hop.obstacle import LONGEST_CAUSES, Obstacle, pack_obstacle
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, Retries, most_sent_on
-from swarm.machine.clock import ManualClock
 from swarm.machine.repeats import Repeats
 from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
@@ -30,6 +29,7 @@ from swarm.routing.throughput import Observation
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
+from tests.support.manual_clock import ManualClock
 
 LIMITS = HopLimits()
 

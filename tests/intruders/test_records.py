@@ -13,10 +13,10 @@ from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory
 from swarm.dht.records import Envelope, seal
 from swarm.dht.validator import RecordValidator
-from swarm.machine.clock import ManualClock
 from swarm.types import PeerRecord, PeerState
 from tests.intruders.mutations import changed_bytes
 from tests.support import locked
+from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 
 NOW = locked.NOW.timestamp()

@@ -1,4 +1,4 @@
-"""Time that tests own, and time that the machine owns."""
+"""Time that the machine owns: its own clock, wall clocks that are set, and sleep."""
 
 import asyncio
 import sys
@@ -7,31 +7,8 @@ import time
 import pytest
 
 from swarm.machine import clock
-from swarm.machine.clock import DOUBT_SECONDS, Loop, ManualClock, SteadyTime, SystemClock, clock_through_sleep, run_loop
+from swarm.machine.clock import DOUBT_SECONDS, Loop, SteadyTime, SystemClock, clock_through_sleep, run_loop
 from tests.support.set_clock import SetClock
-
-
-async def test_manual_clock_wakes_sleepers_whose_time_has_come() -> None:
-    clock = ManualClock(start=100.0)
-    woken: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        await clock.sleep(seconds)
-        woken.append(seconds)
-
-    async with asyncio.TaskGroup() as tasks:
-        for seconds in (3.0, 1.0, 2.0):
-            tasks.create_task(sleep(seconds))
-        await asyncio.sleep(0)
-        clock.advance(0.5)
-        await asyncio.sleep(0)
-        assert woken == []
-        clock.advance(1.5)
-        await asyncio.sleep(0)
-        assert sorted(woken) == [1.0, 2.0]
-        clock.advance(1.0)
-    assert sorted(woken) == [1.0, 2.0, 3.0]
-    assert clock.monotonic() == clock.time() == 103.0
 
 
 def test_steady_time_follows_a_slow_clock_at_once_and_a_jump_after_a_while() -> None:
@@ -72,29 +49,6 @@ def test_steady_time_is_in_doubt_for_a_while_after_each_jump() -> None:
         assert steady.is_in_doubt
     clock.advance(1.0)
     assert not steady.is_in_doubt
-
-
-async def test_manual_clock_returns_at_once_from_no_sleep() -> None:
-    clock = ManualClock()
-    await asyncio.wait_for(clock.sleep(0), timeout=1)
-    await asyncio.wait_for(clock.sleep(-1), timeout=1)
-    assert clock.monotonic() == 0.0
-
-
-async def test_manual_clock_forgets_a_cancelled_sleeper() -> None:
-    clock = ManualClock()
-    sleeper = asyncio.create_task(clock.sleep(1))
-    await asyncio.sleep(0)
-    sleeper.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await sleeper
-    clock.advance(2)
-    assert clock.monotonic() == 2.0
-
-
-def test_manual_clock_never_goes_back() -> None:
-    with pytest.raises(AssertionError):
-        ManualClock().advance(-1)
 
 
 async def test_system_clock_moves_on() -> None:

@@ -1,7 +1,7 @@
 """Which lines are logged again, and when."""
 
-from swarm.machine.clock import ManualClock
 from swarm.machine.repeats import MOST_KEPT, Repeats
+from tests.support.manual_clock import ManualClock
 
 
 def test_an_event_is_counted_until_its_line_is_due_again() -> None:

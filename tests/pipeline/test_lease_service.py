@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from swarm.errors import IncompatibleVersion, NotAllowed, PeerUnavailable, SwarmError, WrongStage
-from swarm.machine.clock import ManualClock
 from swarm.pipeline.lease_service import (
     FAILED_SECONDS,
     GAP_SECONDS,
@@ -27,6 +26,7 @@ from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, add_LeaseServiceSe
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 from tests.support.chain import SYNCHRONOUS
+from tests.support.manual_clock import ManualClock
 
 
 class Context:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swarm.config import RoundsConfig, RunConfig
-from swarm.machine.clock import ManualClock
 from swarm.pipeline.leases import (
     GATHER_SECONDS,
     LEASE_SECONDS,
@@ -36,6 +35,7 @@ from swarm.pipeline.trainers import (
     Trainers,
 )
 from swarm.types import LARGEST_COUNT
+from tests.support.manual_clock import ManualClock
 
 _SYNCHRONOUS = RunConfig(rounds=RoundsConfig(setting="synchronous", round_samples=48))
 _DILOCO = RunConfig(rounds=RoundsConfig(setting="diloco", round_samples=48))

@@ -13,7 +13,6 @@ from swarm.data.microbatches import Microbatches
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle
-from swarm.machine.clock import ManualClock
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leased_work import HOLD_SECONDS, LeasedWork
 from swarm.pipeline.leases import LEASE_SECONDS
@@ -23,6 +22,7 @@ from swarm.training.microbatch import Microbatch
 from swarm.training.samples import TOKENS
 from swarm.types import PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
+from tests.support.manual_clock import ManualClock
 
 
 class Reply:

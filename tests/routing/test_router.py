@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
+from tests.support.manual_clock import ManualClock
 
 
 def _router(*records: PeerRecord, seed: int = 0) -> tuple[Router, ManualClock]:

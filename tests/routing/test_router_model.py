@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
+from tests.support.manual_clock import ManualClock
 
 
 class _Model(RuleBasedStateMachine):

@@ -3,7 +3,6 @@
 import pytest
 
 from swarm.errors import Overloaded
-from swarm.machine.clock import ManualClock
 from swarm.rpc.callers import (
     BURST_CALLS,
     CALLS_PER_SECOND,
@@ -16,6 +15,7 @@ from swarm.rpc.callers import (
     caller_of,
 )
 from tests.support import locked
+from tests.support.manual_clock import ManualClock
 
 ONE, OTHER = Caller("one"), Caller("other")
 

@@ -14,7 +14,6 @@ import pytest
 
 from swarm import errors
 from swarm.credentials import identity
-from swarm.machine.clock import ManualClock
 from swarm.rpc import channels, tls
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import abort, abort_code, translate
@@ -22,6 +21,7 @@ from swarm.rpc.options import MAX_MESSAGE_BYTES, client_options
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
+from tests.support.manual_clock import ManualClock
 from tests.support.proxy import Direction, Proxy
 
 SERVER, OTHER = identity.generate(), identity.generate()

@@ -18,7 +18,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_ser
 
 from swarm.credentials import certificates
 from swarm.credentials.identity import Identity
-from swarm.machine.clock import ManualClock, SystemClock
+from swarm.machine.clock import SystemClock
 from swarm.rpc import guard, tls
 from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, MAX_KEPT_BYTES, WASTED_CALLS, Callers
 from swarm.rpc.channels import ChannelPool
@@ -66,6 +66,7 @@ from swarm.types import PeerRecord, PeerState
 from tests.support import locked
 from tests.support.chain import eventually
 from tests.support.locked import OTHER_PEER, PEER, TRAINER
+from tests.support.manual_clock import ManualClock
 
 DENIED, UNREACHABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
 SERVED = grpc.StatusCode.UNIMPLEMENTED

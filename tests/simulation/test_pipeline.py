@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection
 
 import pytest
 
+from scripts.benches.simulate.trainer import SimulatedTrainer
 from swarm.simulation.choosers.chooser import Answer, Ours
 from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import NOTICE_SECONDS, SimulatedPipeline, View
 from swarm.simulation.timeline import Timeline
-from swarm.simulation.trainer import SimulatedTrainer
 from swarm.types import PeerId
 
 

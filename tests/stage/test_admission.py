@@ -8,13 +8,13 @@ import pytest
 
 from swarm.config import RoundsConfig
 from swarm.errors import Overloaded
-from swarm.machine.clock import ManualClock
 from swarm.routing.throughput import Observation
 from swarm.stage import servicer
 from swarm.stage.runtime import Runtime
 from swarm.stage.slots import FEW
 from swarm.training.microbatch import Microbatch
 from tests.support.chain import DILOCO, SYNCHRONOUS, Peer, eventually, failures_of, running_chain
+from tests.support.manual_clock import ManualClock
 
 
 @pytest.mark.parametrize(("round_samples", "part"), [(4, 1), (8, 2), (10, 3)])

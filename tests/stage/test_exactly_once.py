@@ -10,7 +10,6 @@ import torch
 
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable, StaleMicrobatch
-from swarm.machine.clock import ManualClock
 from swarm.rpc.stream import Stream
 from swarm.stage import servicer
 from swarm.stage.context import StageLimits
@@ -27,6 +26,7 @@ from tests.support.chain import (
     reference,
     running_chain,
 )
+from tests.support.manual_clock import ManualClock
 from tests.support.proxy import Direction, Proxy
 
 _BOTH = pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from swarm.errors import Overloaded
-from swarm.machine.clock import ManualClock
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Stopwatch
 from swarm.stage.task_queue import Priority
 from tests.support.chain import eventually
+from tests.support.manual_clock import ManualClock
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from swarm.errors import Overloaded
-from swarm.machine.clock import ManualClock
 from swarm.pipeline.window import Window
 from swarm.stage.slots import FEW, PATIENCE_SECONDS, PILE, SHORTEST_RETRY_SECONDS, SlotCount, Slots
+from tests.support.manual_clock import ManualClock
 
 
 def test_slots_grow_for_who_is_refused_by_an_idle_peer_and_only_so_far() -> None:

@@ -1,6 +1,6 @@
 """A clock whose time of day somebody sets."""
 
-from swarm.machine.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 
 class SetClock(ManualClock):

@@ -31,13 +31,13 @@ from scripts.benches.shared.lines import FAST, NEVER, Lines, serve
 from scripts.benches.shared.probe import LEAST_SECONDS, Watched, rate_between_commits, watch
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE
+from scripts.benches.simulate.trainer import SimulatedTrainer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.simulation.choosers.chooser import Answer, Ours
 from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import SimulatedPipeline, View
 from swarm.simulation.timeline import Timeline
-from swarm.simulation.trainer import SimulatedTrainer
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.types import PeerId
 

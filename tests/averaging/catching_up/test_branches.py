@@ -8,9 +8,9 @@ import pytest
 
 from swarm.averaging.catching_up.branches import MOST_DOUBTS, Branches, Voice, most_held
 from swarm.averaging.messages import PAST, Standing
-from swarm.machine.clock import ManualClock
 from swarm.types import PeerId, PeerRecord
 from tests.averaging.doubles import QUICK, make_config, make_context, record
+from tests.support.manual_clock import ManualClock
 
 ROUND_SAMPLES, ROUND_SECONDS = 10, 2.0
 PATIENCE_SECONDS = 3.0

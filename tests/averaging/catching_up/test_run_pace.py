@@ -2,7 +2,7 @@
 
 from swarm.averaging.catching_up.run_pace import PACE_FACTOR, PACE_ROUNDS, RunPace
 from swarm.averaging.messages import Standing
-from swarm.machine.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 
 def at(round_number: int) -> Standing:

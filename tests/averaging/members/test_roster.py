@@ -13,10 +13,10 @@ from swarm.averaging.messages import Standing
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
 from swarm.errors import MalformedMessage
-from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.averaging.doubles import make_config, make_context, record
+from tests.support.manual_clock import ManualClock
 
 TIMING = Timing()
 OTHER = PeerId(record(2).peer_id)

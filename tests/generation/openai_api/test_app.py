@@ -20,7 +20,7 @@ from swarm.generation import text_model
 from swarm.generation.openai_api.app import Api
 from swarm.generation.openai_api.gate import Gate
 from swarm.generation.text_model import TextModel
-from swarm.machine.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 from tests.support.scripted_model import RUN, ScriptedEngine, scripted_model
 
 COMPLETION = {"model": RUN, "prompt": "say", "max_tokens": 5}

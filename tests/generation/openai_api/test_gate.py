@@ -10,7 +10,7 @@ import pytest
 
 from swarm.generation.openai_api.app import Api
 from swarm.generation.openai_api.gate import MOST_BODY_BYTES, Gate
-from swarm.machine.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 from tests.support.scripted_model import RUN, ScriptedEngine, scripted_model
 from tests.support.virtual_time import in_virtual_time
 

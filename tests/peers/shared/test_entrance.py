@@ -17,11 +17,12 @@ from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
 from swarm.machine import patience, waits
-from swarm.machine.clock import ManualClock, SystemClock
+from swarm.machine.clock import SystemClock
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.types import PeerId
 from tests.support import locked
+from tests.support.manual_clock import ManualClock
 from tests.support.shown_run import shown_run
 
 CONFIG = configs.load_preset("tiny")

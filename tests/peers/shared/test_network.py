@@ -11,9 +11,10 @@ from peers.shared.network import KnownPeers
 from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable
 from swarm.machine import patience
-from swarm.machine.clock import ManualClock, SystemClock
+from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord, PeerState
+from tests.support.manual_clock import ManualClock
 
 
 class _Directory:

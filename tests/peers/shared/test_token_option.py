@@ -7,8 +7,8 @@ import pytest
 
 from peers.shared.token_option import FAREWELL_SECONDS, admitted, find_token, read_token, stop_or_expiry
 from swarm.credentials.certificates import Role
-from swarm.machine.clock import ManualClock
 from tests.support import locked
+from tests.support.manual_clock import ManualClock
 
 PEER, TRAINER = str(locked.PEER_TOKEN), str(locked.TRAINER_TOKEN)
 ADDRESSES = ("/ip4/192.0.2.1/tcp/1/p2p/X", "/ip4/192.0.2.2/tcp/1/p2p/Y")

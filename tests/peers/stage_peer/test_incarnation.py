@@ -14,12 +14,13 @@ from peers.stage_peer.incarnation import LOOK_SECONDS, Incarnation, Rivals
 from swarm.config import RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.errors import Fatal
-from swarm.machine.clock import ManualClock, SystemClock
+from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, add_StageServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState
+from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 
 CONFIG = RunConfig(stages=StagesConfig(num_stages=2))

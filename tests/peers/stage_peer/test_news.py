@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from peers.stage_peer.news import ACCUSED_SECONDS, EVERY_SECONDS, QUIET_SECONDS, Around, StageNews
-from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import stage_pb2 as pb
+from tests.support.manual_clock import ManualClock
 
 
 def report(number: int) -> pb.RoundReport:

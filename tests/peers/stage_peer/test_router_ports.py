@@ -11,8 +11,8 @@ import pytest
 
 from peers.stage_peer import router_ports
 from peers.stage_peer.router_ports import NatPmp, RouterPorts, default_gateway
-from swarm.machine.clock import ManualClock
 from tests.support.chain import eventually
+from tests.support.manual_clock import ManualClock
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 eth0\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0

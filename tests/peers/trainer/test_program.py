@@ -18,11 +18,11 @@ from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.data import tokenizers
 from swarm.errors import CorpusMismatch
-from swarm.machine.clock import ManualClock
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.training.samples import TOKENS
 from tests.support.chain import SYNCHRONOUS
+from tests.support.manual_clock import ManualClock
 from tests.support.text_corpus import text_corpus
 from tests.support.tokenizers import write_tokenizer
 

@@ -12,12 +12,13 @@ from rich.console import Console
 from peers.trainer.report import GAP_SECONDS, Report
 from swarm.config import RunConfig
 from swarm.hop.obstacle import Obstacle
-from swarm.machine.clock import Clock, ManualClock
+from swarm.machine.clock import Clock
 from swarm.metrics.log import MetricsLog, StepMetrics
 from swarm.pipeline.round_watcher import StepReport
 from swarm.pipeline.tally import StepTotals
 from swarm.pipeline.train_loop import Step
 from swarm.training.inner_steps import InnerSteps
+from tests.support.manual_clock import ManualClock
 
 
 class Metrics:

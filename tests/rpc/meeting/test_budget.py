@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from swarm.errors import Overloaded
-from swarm.machine.clock import ManualClock
 from swarm.rpc.callers import Caller
 from swarm.rpc.meeting.budget import Budget, MeetingLimits
+from tests.support.manual_clock import ManualClock
 
 ONE, TWO = Caller("one"), Caller("two")
 

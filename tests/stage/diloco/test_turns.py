@@ -3,9 +3,9 @@
 import asyncio
 from contextlib import suppress
 
-from swarm.machine.clock import ManualClock
 from swarm.stage.diloco.turns import FIRST_LATE_SECONDS, LATE, Turns
 from tests.support.chain import eventually
+from tests.support.manual_clock import ManualClock
 
 
 class Peer:
