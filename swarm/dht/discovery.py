@@ -78,7 +78,7 @@ async def discover_runs(
     owner = "" if authority is None else authority.fingerprint
     open_to_us = [found for found in runs.values() if found.owner == owner]
     if not open_to_us:
-        return [await discover_config(store, clock, address=address, authority=authority)]
+        return [await discover_config(store, clock, address=address, authority=authority, run=run)]
     return sorted(open_to_us, key=lambda found: (not found.run_id.endswith(f".{run}"), found.run_id))
 
 

@@ -136,6 +136,9 @@ async def test_all_runs_are_those_that_the_token_is_good_for(now: ManualClock) -
     assert await discover_runs(store, now, address="/x", authority=locked.OWNER.authority) == [OWNED]
     with pytest.raises(ValueError, match=r"^the run at /x is locked"):
         await discover_runs(await _published(now, (locked.PEER, OWNED)), now, address="/x")
+    both_locked = await _published(now, (locked.PEER, OWNED), (locked.FOREIGN, OTHERS))
+    with pytest.raises(ValueError, match=r"^the run at /x is locked"):
+        await discover_runs(both_locked, now, address="/x", run=OWNED.run_id.rpartition(".")[2])
 
 
 async def test_a_locked_run_that_is_not_there(now: ManualClock) -> None:
