@@ -9,6 +9,7 @@ from pathlib import Path
 
 from peers.shared.screen import Screen
 from peers.status.view import TrainerRow
+from swarm.machine import json_file
 from swarm.metrics import log as metrics_log
 from swarm.metrics.plot import plot_loss
 
@@ -54,7 +55,7 @@ class Output:
         """Add figures to the trainer's summary, and print it, with the sample and where the files are."""
         path = self.folder / "summary.json"
         summary = json.loads(path.read_text(encoding="utf-8")) | dict(figures)
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        json_file.write_object(path, summary)
         # The trainer's plot lacks our last events, so it is drawn again.
         plot_loss(self.metrics, self.folder / "loss.png")
         sample = self.folder / "sample.txt"

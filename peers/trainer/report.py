@@ -4,7 +4,6 @@ Used by swarm-trainer.
 """
 
 import contextlib
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from swarm.config import RunConfig
 from swarm.data.corpora import Corpus
 from swarm.data.held_out import HeldOutLoss
 from swarm.hop.obstacle import Obstacle
+from swarm.machine import json_file
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
@@ -194,10 +194,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
 
 
 def _write(path: Path, figures: Mapping[str, Figure]) -> None:
-    path.write_text(
-        json.dumps({name: _finite(figure) for name, figure in figures.items()}, indent=2, allow_nan=False) + "\n",
-        encoding="utf-8",
-    )
+    json_file.write_object(path, {name: _finite(figure) for name, figure in figures.items()})
 
 
 def _finite(figure: Figure) -> object:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.interchange.export import Load, Origin, card_text, write_json
+from swarm.interchange.export import Load, Origin, card_text
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
 from swarm.interchange.source import parameter_shapes
-from swarm.machine import tensor_file
+from swarm.machine import json_file, tensor_file
 from swarm.machine.disk import whole_folder
 from swarm.model.adapters import AdapterNames, adapter_names
 
@@ -48,7 +48,7 @@ def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = Non
         }
         tensor_file.write(folder / WEIGHTS, tensors, {"format": "pt"})
         values = _config(config, family_of(config.model), adapted)
-        write_json(folder / CONFIG, values)
+        json_file.write_object(folder / CONFIG, values)
         (folder / "README.md").write_text(_card(origin), encoding="utf-8")
     return sorted(output.iterdir())
 

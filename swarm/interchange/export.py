@@ -5,7 +5,6 @@ has config.json, generation_config.json, safetensors with an index, the tokenize
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from swarm.interchange.families import special_tokens
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
 from swarm.interchange.source import parameter_shapes
-from swarm.machine import tensor_file
+from swarm.machine import json_file, tensor_file
 from swarm.machine.disk import whole_folder
 
 Load = Callable[[set[str]], Mapping[str, Tensor]]
@@ -97,9 +96,9 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
         tokenizer = _write_tokenizer(origin.config, target.tokenizer or origin.tokenizer, folder)
         tokens = special_tokens.write(_with_ends(origin.config.model, folder, tokenizer))
         dtype = _write_weights(origin, family, folder, target)
-        write_json(folder / "config.json", _config(origin.config, family, dtype) | tokens)
+        json_file.write_object(folder / "config.json", _config(origin.config, family, dtype) | tokens)
         if not (folder / special_tokens.GENERATION).exists():
-            write_json(folder / special_tokens.GENERATION, {"_from_model_config": True, **tokens})
+            json_file.write_object(folder / special_tokens.GENERATION, {"_from_model_config": True, **tokens})
         (folder / "README.md").write_text(_card(origin, family, dtype), encoding="utf-8")
     return sorted(output.iterdir())
 
@@ -120,7 +119,7 @@ def _write_weights(origin: Origin, family: Family, folder: Path, target: Target)
         index |= dict.fromkeys(shard_files, name)
     if len(shards) > 1:
         values = {"metadata": {"total_size": total_bytes}, "weight_map": index}
-        write_json(folder / "model.safetensors.index.json", values)
+        json_file.write_object(folder / "model.safetensors.index.json", values)
     return dtype
 
 
@@ -173,7 +172,7 @@ def _write_tokenizer(config: RunConfig, spec: str, folder: Path) -> Tokenizer:
         tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         tokenizer_files.read(tokenizer_files.located(spec)).write(folder)
     if not (folder / "tokenizer_config.json").exists():
-        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        json_file.write_object(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return tokenizer
 
 
@@ -219,8 +218,3 @@ def card_text(library_name: str, title: str, beginning: str, rows: Mapping[str, 
         f"# {title}\n\n{beginning} with Swarm by machines of several people together.\n\n"
         f"| | |\n|---|---|\n{table}\n\n```python\n{code}```\n"
     )
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file, indented for people. Raises OSError."""
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
-"""Reads JSON that anybody may have written: files that come with models and tokenizers, and rows of datasets."""
+"""JSON files: those that anybody may have written, such as a model's or a dataset's, and those that people read."""
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,8 @@ def read_object(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"cannot read {path}: it holds no JSON object")
     return values
+
+
+def write_object(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented for people. Raises OSError, or ValueError for NaN and infinity."""
+    path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")

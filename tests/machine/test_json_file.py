@@ -41,3 +41,10 @@ def test_a_file_may_be_missing_where_it_is_optional(tmp_path: Path) -> None:
         json_file.read_object(path)
     path.write_text('{"a": 1}')
     assert json_file.read_object(path) == {"a": 1}
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    json_file.write_object(tmp_path / "summary.json", {"loss": 2.5, "files": ["a"]})
+    assert json_file.read_object(tmp_path / "summary.json") == {"loss": 2.5, "files": ["a"]}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_file.write_object(tmp_path / "summary.json", {"loss": float("nan")})
