@@ -58,11 +58,6 @@ def summed_loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET, reduction="sum")
 
 
-def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The mean loss of these logits over all targets."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET)
-
-
 def chunk_length(num_positions: int, d_model: int, vocab_size: int) -> int:
     """The number of positions in a chunk, whose logits are in memory at the same time."""
     length = max(_LEAST_CHUNK, _CHUNK_PER_HIDDEN * num_positions * d_model) // vocab_size

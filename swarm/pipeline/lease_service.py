@@ -5,7 +5,6 @@ leader, and renews the leases that it was granted by asking again.
 """
 
 import dataclasses
-import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence, Set
@@ -37,8 +36,6 @@ from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
-
-logger = logging.getLogger(__name__)
 
 MAX_COUNT = 1024
 """The most microbatches that are granted in one call."""

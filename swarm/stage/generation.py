@@ -5,7 +5,6 @@ ends, however that comes.
 """
 
 import asyncio
-import logging
 from contextlib import ExitStack
 
 from swarm.errors import MalformedMessage, NotReady
@@ -24,8 +23,6 @@ from swarm.stage.places import Places, SessionLimits
 from swarm.stage.refusal import refuse
 from swarm.stage.session import Session, SessionCaller
 from swarm.stage.stage import Stage
-
-logger = logging.getLogger(__name__)
 
 
 class GenerationServicer(GenerationServiceServicer):

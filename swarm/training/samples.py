@@ -47,12 +47,6 @@ def names(data: DataConfig) -> list[str]:
     return [TOKENS, *([TARGETS] if data.has_targets else []), *([DOCUMENTS] if data.is_packed else [])]
 
 
-def plain(tokens_BT1: torch.Tensor, data: DataConfig) -> dict[str, torch.Tensor]:
-    """The tensors of a run for plain tokens: each token is a target, and each row one document."""
-    extra = {TARGETS: torch.ones_like(tokens_BT1), DOCUMENTS: torch.zeros_like(tokens_BT1)}
-    return {name: tokens_BT1 if name == TOKENS else extra[name] for name in names(data)}
-
-
 def of(tensors: Samples) -> dict[str, torch.Tensor]:
     """The tensors, among these, that a stage hands on unchanged."""
     return {name: tensors[name] for name in (TOKENS, TARGETS, DOCUMENTS) if name in tensors}

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm.model.functions import as_cast
-from swarm.model.loss import NO_TARGET, chunk_length, summed_loss, summed_loss_of_logits, token_loss
+from swarm.model.loss import NO_TARGET, chunk_length, summed_loss, summed_loss_of_logits
 
 _Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LARGE = (2, 60, 8, 50_000)
@@ -182,5 +182,4 @@ def test_a_small_vocabulary_is_one_chunk(num_positions: int, d_model: int, vocab
 def test_the_mean_is_over_targets() -> None:
     hidden, weight, targets = _inputs(_SMALL)
     expected = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten())
-    torch.testing.assert_close(token_loss(F.linear(hidden, weight), targets), expected)
     torch.testing.assert_close(summed_loss(hidden, weight, targets) / (2 * 60 - 21), expected)

@@ -24,8 +24,6 @@ def test_of_plain_text_all_is_predicted() -> None:
     batch = {TOKENS: torch.zeros(3, 5, dtype=torch.int32)}
     assert samples.amount(batch) == Amount(3, 12)
     assert samples.has_target(batch) is None
-    assert samples.plain(batch[TOKENS], DataConfig()).keys() == {TOKENS}
-    assert samples.amount(samples.plain(batch[TOKENS], CHAT)) == Amount(3, 12)
 
 
 def test_what_travels_follows_from_the_configuration() -> None:

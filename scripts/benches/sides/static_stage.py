@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -21,7 +22,6 @@ from scripts.benches.sides.reference import BareStage, torch_adamw
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.model.loss import token_loss
 
 
 class StaticStage:
@@ -33,7 +33,7 @@ class StaticStage:
         self._adamw = torch_adamw(self._module, config.optimizer)
         self._is_first, self._is_last = rank == 0, rank == config.stages.num_stages - 1
         stage = PipelineStage(self._module, rank, config.stages.num_stages, torch.device("cpu"))
-        self._schedule = Schedule1F1B(stage, config.microbatches_per_round, loss_fn=token_loss)
+        self._schedule = Schedule1F1B(stage, config.microbatches_per_round, loss_fn=_mean_loss)
         self._numbers = itertools.count()
 
     def step(self) -> None:
@@ -49,6 +49,10 @@ class StaticStage:
         size = self._config.microbatches_per_round
         microbatches = [torch.from_numpy(self._data.tokens(number * size + index)) for index in range(size)]
         return torch.cat(microbatches).long()
+
+
+def _mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
 def main(config_path: Path, results: Path, rank: int, port: int, steps: int) -> None:
