@@ -66,7 +66,8 @@ class Blockwise(ABC):
     tile: int
     needs_feedback: bool
     is_sparse = False
-    _scale_dtype: torch.dtype
+    _scale_dtype = torch.bfloat16
+    """It has the range of float32. Its coarse steps cost next to nothing: codes are relative to the rounded scale."""
     _limit: int
     """Magnitude of the largest code."""
     _code_bytes: int
@@ -124,18 +125,8 @@ class Blockwise(ABC):
         """Multiply codes by scales. Raises MalformedMessage for a code that no encoder writes."""
 
 
-class _Integers(Blockwise):
-    """Codes that are the nearest whole numbers, where a tie goes to the even one.
-
-    The scales are bfloat16, which has the range of float32. Its coarse steps cost next to nothing, because the codes
-    are relative to the rounded scale.
-    """
-
-    _scale_dtype = torch.bfloat16
-
-
-class Int8(_Integers):
-    """Codes from -127 to 127, a byte each."""
+class Int8(Blockwise):
+    """Codes from -127 to 127, the nearest whole numbers (of two, the even one), a byte each."""
 
     name = "int8"
     tile = 128
@@ -166,8 +157,8 @@ class Int8(_Integers):
         torch.mul(codes_BE, scales_B1, out=target_BE)
 
 
-class Int4(_Integers):
-    """Codes from -7 to 7, to each of which 8 is added; a byte holds two.
+class Int4(Blockwise):
+    """Codes from -7 to 7, the nearest whole numbers as in int8, to each of which 8 is added; a byte holds two.
 
     A byte's low bits belong to the block's first half, and its high bits to the second, so that packing moves whole
     rows.
