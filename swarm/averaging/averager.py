@@ -85,8 +85,8 @@ class Averager:
         broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)
         blame = Blame(context.own_id)
         beginning = Beginning(context, watch, broadcast, blame)
-        self.leader = Leader(context, place, beginning, broadcast, barrier, shared, blame)
-        self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, self.leader)
+        leader = Leader(context, place, beginning, broadcast, barrier, shared, blame)
+        self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, leader)
         reports = ReportAnswers(context, place, member, roster, reporter, watch)
         self.handlers = Handlers(context, participant, donor, shared, barrier, reports)
 
@@ -147,14 +147,10 @@ class Averager:
 
     def statistics(self) -> AveragingStatistics:
         """The counters as they are now."""
-        times, loop = self.leader.times, self.lead_loop
         return AveragingStatistics(
-            num_attempts=loop.num_attempts,
-            aborted=dict(loop.aborted),
-            exchange_seconds=times.total_exchange_seconds,
-            barrier_seconds=times.total_barrier_seconds,
+            num_attempts=self.lead_loop.num_attempts,
+            aborted=dict(self.lead_loop.aborted),
             num_downloads=self.catch_up.num_downloads,
-            num_members=len(self.place.last_members),
             num_alive=max(self.reporter.num_alive, len(self.roster.alive())),
             refusals=self.place.branches.refusals,
         )

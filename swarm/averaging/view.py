@@ -37,14 +37,11 @@ class GroupView:
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingStatistics:
-    """Counts since the peer started; but `num_alive` peers are there now, and `num_members` were in the last round."""
+    """Counts since the peer started; but `num_alive` peers are there now."""
 
     num_attempts: int
     aborted: Mapping[str, int]
-    exchange_seconds: float
-    barrier_seconds: float
     num_downloads: int
-    num_members: int
     num_alive: int
     refusals: Sequence[str]
     """A line for each holder that says it is elsewhere in the run, and is not followed."""

@@ -10,7 +10,6 @@ has prepared it; from then on no leader ever aborts it. Never touches tensors.
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from swarm.averaging import messages
@@ -33,16 +32,6 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class LeaderTimes:
-    """The seconds that the steps of attempts took: the last time, and in all."""
-
-    average_seconds: float = 0.0
-    commit_seconds: float = 0.0
-    total_exchange_seconds: float = 0.0
-    total_barrier_seconds: float = 0.0
 
 
 class Leader:
@@ -71,7 +60,10 @@ class Leader:
         self._codec = contribution_codec(context.config.averaging)
         self._vector_bytes = 0
         """The size of a contribution in float32, once one was exchanged."""
-        self.times = LeaderTimes()
+        self._average_seconds = 0.0
+        """How long the last exchange took."""
+        self._commit_seconds = 0.0
+        """How long the last commit took."""
 
     async def attempt(self, members: Members, standing: Standing, number: int) -> None:
         """Try to commit the round among `members`.
@@ -124,7 +116,7 @@ class Leader:
                 )
                 for share in shares.members
             ],
-            timeout_seconds=self._blame.deadline(floor, self.times.average_seconds),
+            timeout_seconds=self._blame.deadline(floor, self._average_seconds),
         )
         replies = await self._broadcast(
             {peer: members[peer] for peer in begun},
@@ -140,8 +132,7 @@ class Leader:
             raise self._blame.failed_exchange(replies, begun.keys(), standing.round, ballot, took_long=took_long)
         if len(digests) > 1:
             raise AttemptFailed("members came to different results")
-        self.times.average_seconds = self._clock.monotonic() - started_at
-        self.times.total_exchange_seconds += self.times.average_seconds
+        self._average_seconds = self._clock.monotonic() - started_at
         self._blame.exchanged()
         return results[0]
 
@@ -184,7 +175,6 @@ class Leader:
 
     async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
         """Commit the decided result, once the stages that it waits for have decided theirs."""
-        started_at = self._clock.monotonic()
         stage = self._context.own.stage
         norm = prepared.squared_norm
         partners = self._shared.partners(round_number)
@@ -207,7 +197,6 @@ class Leader:
         others = set(range(self._config.stages.num_stages)) - {stage} if self._config.rounds.synchronous else partners
         if not await wait_for(others - ready.keys()):
             return
-        self.times.total_barrier_seconds += self._clock.monotonic() - started_at
         norms = {stage: norm} | {other: reply.squared_norm for other, reply in ready.items()}
         # Added in the same order at every stage, so that the total has the same bits. Some releases of Python round
         # otherwise in `sum`.
@@ -228,11 +217,11 @@ class Leader:
     async def _commit(self, holders: Members, request: pb.CommitRequest) -> None:
         started_at = self._clock.monotonic()
         floor = self._timing.commit_seconds + self._vector_bytes / self._timing.work_bytes_per_second
-        timeout_seconds = self._blame.deadline(floor, self.times.commit_seconds)
+        timeout_seconds = self._blame.deadline(floor, self._commit_seconds)
         replies = await self._broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
         if not any(isinstance(reply, SLOW) for reply in replies.values()):
             # A time that a deadline has cut off says nothing; deadlines that followed from it would grow each round.
-            self.times.commit_seconds = self._clock.monotonic() - started_at
+            self._commit_seconds = self._clock.monotonic() - started_at
         digests: dict[str, list[PeerId]] = {}
         for peer, reply in replies.items():
             if isinstance(reply, SwarmError):
