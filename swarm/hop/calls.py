@@ -3,12 +3,12 @@
 Used by the hop, which chooses the peer and asks another one if the attempt fails. Every wait has a deadline.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.hop.answers import HopListener, HopReply, Tensors, well_formed
-from swarm.hop.holds import HeldAt, pack_held
+from swarm.hop.holds import HeldAt, OpenStub, pack_held
 from swarm.hop.obstacle import obstacle_of
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.route import pack_route, unpack_route
@@ -22,9 +22,6 @@ from swarm.rpc.wire import TensorReader, TensorSpec, filled, require_in_range
 from swarm.training import samples
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord
-
-OpenStub = Callable[[PeerRecord], Any]
-"""Gives a StageServiceStub for a peer. It counts as Any: its generated type expects all requests when a call begins."""
 
 
 class Line:

@@ -15,7 +15,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerId, PeerRecord
 
 OpenStub = Callable[[PeerRecord], Any]
-"""Gives a StageServiceStub for a peer."""
+"""Gives a StageServiceStub for a peer. It counts as Any: its generated type expects all requests when a call begins."""
 
 
 class HeldAt(NamedTuple):

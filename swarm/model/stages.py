@@ -5,6 +5,7 @@ named by their place in the whole model (`layers.3.attention.q.weight`), so anot
 """
 
 import math
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import RunConfig
+from swarm.errors import in_one_line
 from swarm.machine.out_of_memory import is_out_of_memory
-from swarm.model import adapters, custom_class
+from swarm.model import adapters
 from swarm.model.adapters import trained_parameters
 from swarm.model.layers import draw
 from swarm.model.stage_module import StageModule
@@ -79,7 +81,7 @@ def build_stage(
         if weights is not None or config.lora.is_on:
             return filled(lambda: StageModule(config, stage, layer_ranges(config)[stage]), config, weights).to(device)
         return _with_initial_weights(StageModule, config, stage).to(device)
-    stage_class = custom_class.find(config.model.custom_class)
+    stage_class = _custom_class(config.model.custom_class)
     try:
         module = _with_initial_weights(stage_class, config, stage)
     except Exception as error:
@@ -117,6 +119,21 @@ def _set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
         return
     depth_scale = math.sqrt(2 * config.model.num_layers) if name.endswith(_INTO_RESIDUAL) else 1.0
     draw(parameter, math.sqrt(3) * config.model.init_std / depth_scale, config.data.seed, name)
+
+
+def _custom_class(name: str) -> type[nn.Module]:
+    """Import the class of this name. Raises ValueError if that fails, or if this is no class of torch modules."""
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception as error:
+        reason = in_one_line(error)
+        raise ValueError(
+            f"model.custom_class {name!r} cannot be imported ({reason}): name it as package.module:Class "
+            "and install its package, or put it on PYTHONPATH"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"model.custom_class {name!r} is not a class derived from torch.nn.Module")
+    return found
 
 
 def _with_initial_weights(stage_class: type[nn.Module], config: RunConfig, stage: int) -> nn.Module:
