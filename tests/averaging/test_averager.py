@@ -21,7 +21,7 @@ from tests.support.virtual_time import in_virtual_time
 async def test_members_commit_the_weighted_mean_bit_identically(size: int, setting: str) -> None:
     async with network_of(make_config(setting), *range(size)) as network:
         members = stages(network, *range(size))
-        # Uneven shares: the weights matter.
+        # The shares are uneven, so that weights matter.
         for index in range(6):
             members[min(index // 2, size - 1) if size > 1 else 0].learn(index)
         await until(lambda: all(stage.round == 1 for stage in members))

@@ -42,7 +42,7 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
     links, clock = list[float | None](), ManualClock()
     async with running_chain(DILOCO, hop_clock=clock) as chain:
         if eager:
-            await chain.train_all([0])  # Its answer brings the credit.
+            await chain.train_all([0])  # This microbatch's answer brings the credit.
         router = chain.peers[0].router
         succeeded, read = router.succeeded, Incoming.read
 

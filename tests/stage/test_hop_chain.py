@@ -43,7 +43,7 @@ _SHARDS = dataclasses.replace(
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, DROPOUT, LORA, _SHARDS])
 @pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
 async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, graph_bytes: int) -> None:
-    """Several microbatches in flight; graphs kept or computed again."""
+    """Several microbatches are in flight, and graphs are kept or computed again."""
     async with running_chain(config, graph_bytes=graph_bytes) as chain:
         losses = await chain.train_all(range(6))
         assert losses == pytest.approx(reference(config, range(6))[0], abs=1e-5)

@@ -109,7 +109,7 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
 
 
 async def test_stage_0_holds_the_next_rounds_microbatches_while_it_is_averaged() -> None:
-    """Where it is not, nobody can have been granted them."""
+    """Where stage 0 is not being averaged, no trainer can have been granted them."""
     async with running_chain(SYNCHRONOUS) as chain:
         first = chain.peers[0]
         training = asyncio.create_task(chain.train(8, round_number=1))
@@ -141,7 +141,7 @@ async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatc
         await eventually(lambda: second.num_admitted == 1)
         await asyncio.sleep(2.0)
         assert second.num_admitted == 1
-        await eventually(lambda: second.num_admitted == 0)  # Not ready, for now.
+        await eventually(lambda: second.num_admitted == 0)  # The peer is not ready for now.
         await eventually(lambda: second.num_admitted == 1)
         await asyncio.sleep(2.0)
         assert failures == []

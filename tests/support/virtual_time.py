@@ -88,7 +88,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         if callback.process in self._stopped:
             self._stopped[callback.process].append(callback)
         elif callback.handle is None or not callback.handle.cancelled():
-            callback.handle = None  # Which has this one: what a test counts is not to wait for the cycle collector.
+            callback.handle = None  # It refers back to the callback, and tests must not wait for the cycle collector.
             callback.run()
 
     # -- threads -----------------------------------------------------------------------------------------------------

@@ -80,5 +80,5 @@ class Downloads:
 
 
 def name_of(donor: PeerRecord) -> str:
-    """As logs name a donor."""
+    """A donor's name, as logs have it."""
     return donor.name or donor.peer_id[:8]

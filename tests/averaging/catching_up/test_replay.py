@@ -17,7 +17,8 @@ from tests.support.virtual_time import in_virtual_time
 async def test_who_replays_slower_than_rounds_pass_takes_a_new_snapshot_and_says_that_it_never_arrives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A result takes three seconds over its line, and a round half a second. It arrives once the run pauses."""
+    """A result takes three seconds over the newcomer's line, and a round half a second. It arrives once the run
+    pauses."""
     caplog.set_level(logging.INFO)
     async with group_of(2, 3, segment_bytes=1 << 20) as group:
 

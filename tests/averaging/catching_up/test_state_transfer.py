@@ -31,7 +31,7 @@ async def fetch(transfer: StateTransfer, *numbers: int, max_bytes: int = 4 * NUM
 
 
 def after(num_messages: int, act: Callable[[str, pb.DownloadReply], None]) -> Callable[[str, pb.DownloadReply], None]:
-    """Act on all pieces but the first few."""
+    """A tamperer that calls `act` for all pieces but the first few."""
     num_seen = 0
 
     def tamper(donor: str, reply: pb.DownloadReply) -> None:

@@ -102,7 +102,7 @@ async def test_who_comes_back_before_all_of_it_was_replayed_gives_up_no_more_tha
 
 @in_virtual_time
 async def test_doubles_are_shared_by_those_that_have_them() -> None:
-    """To take a microbatch out costs a forward and a backward."""
+    """Taking a microbatch out costs a forward and a backward."""
     async with network_of(make_config(microbatches=14), 1, 2, 3) as network:
         returned, *others = stages(network, 1, 2, 3)
         returned.learn(*range(9))

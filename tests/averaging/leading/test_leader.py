@@ -72,7 +72,7 @@ async def test_lost_message(method: str, lost: str) -> None:
                 num_lost += 1
                 await asyncio.sleep(60)
             elif method == "Abort" and name == "Average" and target == 2 and network.calls.count(("Average", 1, 2)) < 2:
-                # Something has to fail for an abort to be sent.
+                # An abort is sent only if something fails.
                 await asyncio.sleep(60)
 
         setattr(network, "before" if lost == "request" else "after", lose)
@@ -121,7 +121,7 @@ async def test_frozen_leader_wakes_and_is_refused(moment: str) -> None:
         members[2].learn(4, 5)
         await until(lambda: froze)
         await asyncio.sleep(0.7)
-        if moment == "Average":  # Else the round is decided, and another leader only has to commit it.
+        if moment == "Average":  # Otherwise the round is decided, and another leader only has to commit it.
             members[1].learn(0, 1)
         await until(lambda: members[1].round == members[2].round == 1)
         members[1].learn(*range(6, 12))
