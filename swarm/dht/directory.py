@@ -168,8 +168,8 @@ class Directory:
         stored = await self.store.store(key, self._identity.peer_id, value, expiration)
         if not stored:
             raise PeerUnavailable(
-                "no node of the DHT took this peer's record. If that goes on: is this machine's clock right, does its "
-                f"token hold, and do at most {MAX_OWNER_RECORDS} processes use that token?"
+                "no other node of the DHT took this peer's record. If that goes on: is this machine's clock right, "
+                f"does its token hold, and do at most {MAX_OWNER_RECORDS} processes use that token?"
             )
 
 

@@ -17,6 +17,7 @@ export function stateOf(run) {
 /** Show all runs in a table, in a section that is hidden where there is one alone; `choose(id)` shows one below. */
 export function showRuns(section, table, runs, chosen, choose) {
   const rows = Object.entries(runs);
+  const isShared = (name) => rows.filter(([, run]) => run.name === name).length > 1;
   set(section, { hidden: rows.length > 1 ? null : "" });
   if (!table.body) {
     table.body = el("tbody");
@@ -27,7 +28,7 @@ export function showRuns(section, table, runs, chosen, choose) {
     const now = run.figures_now ?? {};
     const [kind, state] = stateOf(run);
     set(row.button, { "aria-pressed": id === chosen ? "true" : "false", title: id });
-    say(row.button, run.name);
+    say(row.button, isShared(run.name) ? id : run.name);
     set(row.texts[0], { "data-kind": kind });
     [state, loss(now.loss), number(now.tokens_per_second), number(now.step), number(now.peers), number(now.samples_per_second)]
       .forEach((text, index) => say(row.texts[index], text));

@@ -132,9 +132,9 @@ async def test_several_runs_are_side_by_side_and_one_is_chosen() -> None:
         await shown.show(_swarm())
         first = shown.watcher.state
         other = {**first, "name": "other", "figures_now": {**first["figures_now"], "loss": 1.25}, "trainers": []}
-        ended = {**other, "name": "ended", "peers": {}}
+        ended = {**other, "peers": {}}
         unseen = {"name": "unseen", "run": "unseen.2", "fault": "nobody answers", "interval_seconds": 2.0}
-        runs = {CONFIG.run_id: first, "other.1": other, "ended.3": ended, "unseen.2": unseen}
+        runs = {CONFIG.run_id: first, "other.1": other, "other.3": ended, "unseen.2": unseen}
         shown.hub.publish({"runs": runs})
         async with page_at(browser, url) as page:
             await page.wait_for_selector("#runs tbody tr")
@@ -142,12 +142,12 @@ async def test_several_runs_are_side_by_side_and_one_is_chosen() -> None:
               (row) => [...row.children].slice(0, 3).map((cell) => cell.textContent))"""
             assert await page.evaluate(cells) == [
                 [CONFIG.run, "Training", "2.500"],
-                ["other", "Nobody trains", "1.250"],
-                ["ended", "No peer is there", "1.250"],
+                ["other.1", "Nobody trains", "1.250"],
+                ["other.3", "No peer is there", "1.250"],
                 ["unseen", "Cannot be seen", "\u2013"],
             ]
             assert await page.inner_text("#name") == CONFIG.run
-            await page.get_by_role("button", name="other", exact=True).click()
+            await page.get_by_role("button", name="other.1", exact=True).click()
             assert await page.inner_text("#name") == "other"
             assert "1.250" in await page.inner_text("#now")
             # The run stays chosen, and what happens to the other runs is seen.
