@@ -17,7 +17,7 @@ from peers.commands import command_line
 from tests.support.browser import chromium, page_at
 from tests.support.swarm import CONFIG, write_text
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FOLLOWED_SECONDS = 120.0
 ROWS = """() => {
@@ -73,6 +73,12 @@ async def _compare(page: Any, invite: str) -> bool:
     return True
 
 
+async def _tells_of_both(page: Any) -> bool:
+    """Whether the page has told of a peer that went and of one that serves."""
+    events = await page.inner_text("#events")
+    return all(re.search(words, events) for words in (r"has gone|does not answer", r"serves stage \d"))
+
+
 async def test_a_swarm_with_a_kill_and_a_join_is_followed(tmp_path: Path) -> None:
     config = CONFIG.format(dataset=write_text(tmp_path / "text.txt"), setting="diloco")
     (tmp_path / "run.toml").write_text(config.replace("num_layers = 2", "num_layers = 3"))
@@ -101,12 +107,9 @@ async def test_a_swarm_with_a_kill_and_a_join_is_followed(tmp_path: Path) -> Non
                 assert invite.startswith("swarm://")
                 assert "swarm-peer swarm://" in await page.inner_text("#join")
                 num_compared, end = 0, time.monotonic() + FOLLOWED_SECONDS
-                while time.monotonic() < end:
+                # On a busy machine the swarm comes to the step of the kill only later.
+                while time.monotonic() < end or num_compared < 3 or not await _tells_of_both(page):
                     num_compared += await _compare(page, invite)
-                assert num_compared >= 3
-                events = await page.inner_text("#events")
-                assert re.search(r"has gone|does not answer", events)
-                assert re.search(r"serves stage \d", events)
                 assert await page.locator(".rounds .cell.in").count() > 10
                 assert "Loss: from" in (await page.get_attribute("#loss", "aria-label"))
         (history,) = (tmp_path / "history").glob("*.json")
