@@ -65,7 +65,7 @@ def dashboard() -> None:
 
 def static() -> None:
     """Run `swarm-static`."""
-    _run("swarm-static", "peers.static.program", ("peers.static.options", "StaticOptions"))
+    _run("swarm-static", "peers.static.program", ("peers.static.options", "explain"))
 
 
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
@@ -81,7 +81,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
 
     Args:
         options: module and name of its options, or of a function that explains them, if that module is imported much
-            faster than the program: --help then answers at once.
+            faster than the program: --help and a mistyped line are then answered at once.
         address_bytes: the address space that it takes.
     """
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -93,7 +93,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
     process.keep_freed_memory()
 
     def main() -> int:
-        if options is not None and not {"-h", "--help"}.isdisjoint(sys.argv):
+        if options is not None:
             options_module, name = options
             explained = getattr(import_module(options_module), name)
             if isinstance(explained, type):

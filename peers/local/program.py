@@ -18,6 +18,7 @@ from peers.local.peers import LocalPeers
 from peers.local.supervisor import GRACE_SECONDS, Supervisor
 from peers.local.swarm import LocalSwarm
 from peers.shared import cli, devices, process
+from peers.shared.reporting import require_reporters
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
 from swarm import config as configs
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(LocalOptions, prog=PROG, argv=argv)
     process.setup_logging("local", "warning")
+    require_reporters(options)
     if not hasattr(os, "waitid"):
         raise ValueError("swarm-local cannot watch over processes with this Python: on macOS take 3.13 or newer")
     config = configs.load(options.config) if options.config else configs.load_preset(options.preset or PRESET)

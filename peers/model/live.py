@@ -159,7 +159,7 @@ class LiveModel:
                 for task in keeping:
                     task.cancel()
                 await asyncio.to_thread(self._write, folder, reader.stage, snapshot)
-                logger.info("stage %d of %d is here", reader.stage + 1, len(self._readers))
+                logger.info("stage %d of 0 to %d is here", reader.stage, len(self._readers) - 1)
         return chosen
 
     async def _pin_all(self, round_number: int | None) -> int:

@@ -151,7 +151,7 @@ COMMANDS: dict[str, type[Any]] = {
 
 
 def explain(argv: Sequence[str]) -> None:
-    """Print the help that the command line asks for, and end the process. Return if it asks for none."""
+    """Print the help that the command line asks for, or what is wrong with it, and end the process; else return."""
     asked_to_run = list[object]()
     commands = {name: Command(options, asked_to_run.append) for name, options in COMMANDS.items()}
     exit_code = subcommands.run(PROG, ABOUT, commands, argv)

@@ -7,7 +7,9 @@ import contextlib
 import dataclasses
 import io
 import math
+import os
 import re
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +30,7 @@ _NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
 _NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
 _NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
 _NO_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.?", re.IGNORECASE)
+_SIMILAR = ("Perhaps you meant", "Arguments similar to")
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 MOST_THREADS = 1024
 """The largest value of --threads: more than any machine has cores."""
@@ -163,6 +166,16 @@ def require_ports(options: object, names: Iterable[str]) -> None:
             raise ValueError(f"{taken[value]} and {option} cannot both be {value}")
 
 
+def require_free_port(option: str, host: str, port: int) -> None:
+    """Raise ValueError, which names the option, if nothing can listen there: a server that starts later would find out
+    only then."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error
+        raise ValueError(f"{option} {port}: {reason}; choose another port") from None
+
+
 def require_distinct(options: object, names: Iterable[str]) -> None:
     """Raise ValueError for an option that lists nothing, or something twice."""
     for name in names:
@@ -201,8 +214,15 @@ def _one_line(box: str, options: type[object]) -> str:
         return f"{option} takes {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}"
     if message.startswith("Unrecognized options: ") and not message.split()[2].startswith("-"):
         return f"takes no such word: {message.partition(': ')[2]}"
+    if message.startswith("Unrecognized options: ") and (similar := _explained(text, *_SIMILAR)):
+        return f"{message[:1].lower()}{message[1:]}; did you mean {' or '.join(similar)}?"
     if message.startswith("Missing from"):
-        explained = next(part for part in _RULE.split(text) if "Missing from" in part)
-        return f"missing {', '.join(_NAME.findall(explained))}"
+        return f"missing {', '.join(_explained(text, 'Missing from'))}"
     # The name of an option's value, such as INVITE, stays as it is.
     return message if message[1:2].isupper() else message[:1].lower() + message[1:]
+
+
+def _explained(text: str, *headings: str) -> list[str]:
+    """The arguments that tyro's box explains under one of these headings."""
+    sections = [section for section in _RULE.split(text) if any(heading in section for heading in headings)]
+    return list(dict.fromkeys(name for section in sections for name in _NAME.findall(section)))

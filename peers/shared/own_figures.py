@@ -7,8 +7,10 @@ exports them (exporter.py). Without that option nothing asks for them.
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from typing import Any
 
+from peers.shared import cli
 from swarm.machine import extras
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,19 @@ class OwnFigures:
         return self._source()
 
 
+def require_exporter(host: str, port: int | None) -> None:
+    """Raise ValueError if --metrics-port cannot be served: otherwise that would show only once the process has joined.
+
+    Args:
+        port: None if nothing is to be exported.
+    """
+    if port is None:
+        return
+    if find_spec("prometheus_client") is None:
+        raise extras.missing("--metrics-port", "prometheus-client", "metrics")
+    cli.require_free_port("--metrics-port", host, port)
+
+
 @asynccontextmanager
 async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None) -> AsyncIterator[None]:
     """Answer Prometheus' requests inside the block, if there is a port for that.
@@ -42,17 +57,13 @@ async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None
         prefix: what the names of all metrics begin with.
 
     Raises:
-        ValueError: the port cannot be had, or the library is not installed.
+        ValueError: the port cannot be had.
     """
     if port is None:
         yield
         return
-    try:
-        from peers.shared.exporter import Exporter
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "prometheus_client":
-            raise
-        raise extras.missing("--metrics-port", "prometheus-client", "metrics") from None
+    from peers.shared.exporter import Exporter  # Its library is an extra.
+
     async with Exporter(own, prefix).serving(host, port) as url:
         logger.info("figures for Prometheus at %s", url)
         yield

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from swarm.config import RunConfig
 from swarm.metrics.reporter import Reporter
-from swarm.metrics.tensorboard import TensorBoard
+from swarm.metrics.tensorboard import TensorBoard, require_installed
 from swarm.metrics.wandb_run import WandbRun
 
 _CLOSE_SECONDS = 30.0
@@ -54,6 +54,12 @@ class Reporting:
             self.tensorboard.close(_CLOSE_SECONDS)
         if self.wandb is not None and (command := self.wandb.finish(timeout_seconds=_CLOSE_SECONDS)):
             print(f"To upload this run to Weights & Biases: {command}")
+
+
+def require_reporters(options: ReportingOptions) -> None:
+    """Raise ValueError if an extra is missing that `start` would need, once a program has joined and read its text."""
+    if options.tensorboard is not None:
+        require_installed()
 
 
 def start(options: ReportingOptions, folder: Path, config: RunConfig) -> Reporting:

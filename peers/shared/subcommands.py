@@ -37,8 +37,8 @@ def run(prog: str, about: str | None, commands: Mapping[str, Command[Any]], argv
         print(f"{about}\n{prog} {'|'.join(commands)} --help explains the options.")
         return 0
     if name not in commands:
-        known = ", ".join(commands)
-        print(f"{prog}: error: give one of {known}, not {name!r} (see {prog} --help)", file=sys.stderr)
+        said = f", not {name!r}" if argv else ""
+        print(f"{prog}: error: give one of {', '.join(commands)}{said} (see {prog} --help)", file=sys.stderr)
         return process.EXIT_USAGE
     command = commands[name]
     with process.interruptible():

@@ -9,7 +9,6 @@ import contextlib
 import ipaddress
 import logging
 import os
-import socket
 from collections.abc import Mapping
 from importlib.util import find_spec
 
@@ -48,12 +47,7 @@ def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_loc
             f"--dashboard-host {host} would show a locked run to everybody: set {TOKEN_VARIABLE} in the environment to "
             "what viewers must enter, or leave --dashboard-host out"
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
-        raise ValueError(f"--dashboard-port {port}: {reason}; choose another port") from None
+    cli.require_free_port("--dashboard-port", host, port)
 
 
 class OwnDashboard:

@@ -29,7 +29,7 @@ from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.lan import Announcer, found_invite, require_installed
 from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS, agree_on_config, default_name
-from peers.shared.own_figures import OwnFigures, exporting
+from peers.shared.own_figures import OwnFigures, exporting, require_exporter
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.arrival import Arrival, require_ready_file
@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     # If the stage is fixed, log lines name it: that tells more than a process id.
     process.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock = SystemClock()
+    require_exporter(options.metrics_host, options.metrics_port)
     if options.lan:
         require_installed()
     if options.seeks:

@@ -1,5 +1,6 @@
 """The options of swarm-static. It imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,8 @@ import tyro
 
 from peers.shared import cli, process
 from swarm.config.averaging import CompressedCodec
+
+PROG = "swarm-static"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +96,12 @@ class StaticOptions:
             raise ValueError("--compress is not for --dtype fp16, whose gradients may overflow: take bf16")
         if self.wandb_online and self.wandb is None:
             raise ValueError("--wandb-online needs --wandb PROJECT")
+
+
+def explain(argv: Sequence[str]) -> None:
+    """Print the help if the command line asks for it, and end the process; else return.
+
+    Faults are for the program to tell: of a machine's workers only the first one does.
+    """
+    if not {"-h", "--help"}.isdisjoint(argv):
+        cli.parse(StaticOptions, prog=PROG, argv=argv)

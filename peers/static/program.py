@@ -20,13 +20,14 @@ import torch
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
 from peers.shared.own_text import with_text
+from peers.shared.reporting import require_reporters
 from peers.static import run_config, workers
 from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints
 from peers.static.compressed import average_compressed
 from peers.static.computing import OneByOne, Pipeline
 from peers.static.loop import Run, train
-from peers.static.options import StaticOptions
+from peers.static.options import PROG, StaticOptions
 from peers.static.report import Report
 from peers.static.spread import Spread
 from peers.static.workers import Workers
@@ -38,8 +39,6 @@ from swarm.interchange.weights import Weights
 from swarm.model.compiled import require_compiler
 
 logger = logging.getLogger(__name__)
-
-PROG = "swarm-static"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,6 +78,7 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
         torch.set_num_threads(options.threads)
     shape = workers.shape_of(options, environment)
     device = workers.device_of(options.device, environment)
+    require_reporters(options)
     config, given = run_config.trained(options, shape)
     if options.compile:
         require_compiler(device)

@@ -24,7 +24,7 @@ from peers.shared.joining import Joining, remedy
 from peers.shared.lan import with_invite
 from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS, default_name, say_who_may_join
-from peers.shared.own_figures import OwnFigures, exporting
+from peers.shared.own_figures import OwnFigures, exporting, require_exporter
 from peers.shared.reader import reading
 from peers.shared.reporting import Reporting
 from peers.shared.screen import Screen
@@ -72,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(TrainerOptions, prog=PROG, argv=argv)
     process.setup_logging(options.name or "trainer", options.log_level)
+    require_exporter(options.metrics_host, options.metrics_port)
+    reporting.require_reporters(options)
     torch.set_num_threads(1)
     clock = SystemClock()
     options = with_invite(options)

@@ -37,6 +37,7 @@ from swarm.machine.disk import put_in_place
 from swarm.machine.patience import patiently
 
 logger = logging.getLogger(__name__)
+logging.addLevelName(logging.WARNING, "WARNING")  # hivemind calls it WARN, in the whole process.
 
 # Found by way of hivemind_cli, because importing the package hivemind itself would bring all the rest of it.
 _P2PD = Path(str(resources.files("hivemind.hivemind_cli"))) / "p2pd"

@@ -21,8 +21,7 @@ class TensorBoard(Reporter):
             ValueError: one line, if the extra is missing.
             OSError: the folder cannot be made.
         """
-        if importlib.util.find_spec("tensorboard") is None:
-            raise extras.missing("--tensorboard", "an extra", "tensorboard")
+        require_installed()
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         super().__init__("TensorBoard")
@@ -36,3 +35,9 @@ class TensorBoard(Reporter):
                 for name, value in values.items():
                     if isinstance(value, int | float):
                         writer.add_scalar(name, value, step)
+
+
+def require_installed() -> None:
+    """Raise ValueError, with one line, if the extra is missing."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise extras.missing("--tensorboard", "an extra", "tensorboard")

@@ -53,13 +53,14 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     assert program.returncode == 0, program.stderr
 
 
-def test_the_help_of_a_command_of_swarm_model_is_printed_before_it_is_loaded(
+def test_the_help_of_a_command_of_swarm_model_and_its_faults_are_printed_before_it_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for argv, code, said in (
         (["export", "--help"], 0, "Make a folder that transformers loads"),
         (["--help"], 0, "swarm-model import|export|show|push --help"),
-        (["expor", "--help"], 2, "give one of import, export, show, push, not 'expor'"),
+        (["expor", "--help"], 2, "give one of import, export, show, push, not 'expor' (see swarm-model --help)"),
+        ([], 2, "give one of import, export, show, push (see swarm-model --help)"),
     ):
         with pytest.raises(SystemExit) as ended:
             options.explain(argv)
@@ -71,18 +72,21 @@ def test_the_help_of_a_command_of_swarm_model_is_printed_before_it_is_loaded(
 @pytest.mark.parametrize(
     "program", ["peer", "trainer", "status", "keys", "local", "doctor", "dashboard", "generate", "model"]
 )
-def test_help_is_all_that_is_printed_and_needs_no_large_library(program: str) -> None:
+def test_help_and_what_is_wrong_with_a_line_are_all_that_is_printed_and_need_no_large_library(program: str) -> None:
     script = f"""
 import sys
 from peers import commands
-from peers.model import options
-sys.argv = ["x", "--help"]
-try:
-    commands.{program}()
-finally:
-    assert not {{"torch", "hivemind"}} & sys.modules.keys(), "these take seconds"
+for word, code in (("--presets", 2), ("--help", 0)):
+    sys.argv = ["x", word]
+    try:
+        commands.{program}()
+    except SystemExit as ended:
+        assert ended.code == code, (word, ended.code)
+assert not {{"torch", "hivemind"}} & sys.modules.keys(), "these take seconds"
 """
     run = [sys.executable, "-W", "error", "-c", script]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    [fault] = done.stderr.splitlines()
+    assert fault.startswith(f"swarm-{program}: error: ")
     assert f"swarm-{program}" in done.stdout.splitlines()[0]

@@ -18,6 +18,7 @@ def main(number: int, cases: list[list[tuple[int, int, int, list[str]]]]) -> Non
     """Run all cases of which this worker is a part."""
     prepare_environment()
     from peers.static import program
+    from peers.static.options import PROG
 
     for groups in cases:
         for first, size, port, argv in groups:
@@ -25,7 +26,7 @@ def main(number: int, cases: list[list[tuple[int, int, int, list[str]]]]) -> Non
                 rank = str(number - first)
                 world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
                 os.environ.update({**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-                if code := run_program(program.PROG, functools.partial(program.main, argv)):
+                if code := run_program(PROG, functools.partial(program.main, argv)):
                     sys.exit(code)
 
 

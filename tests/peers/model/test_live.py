@@ -115,7 +115,10 @@ def _is_exact(world: World, folder: Path, round_number: int) -> None:
 
 
 @in_virtual_time
-async def test_all_stages_come_and_nothing_but_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_stages_come_and_nothing_but_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr("swarm.averaging.catching_up.donor.SEGMENT_BYTES", 512)
     world = World(monkeypatch, 2, 3)
     assert await world.model().write_checkpoints(tmp_path) == 3
@@ -124,6 +127,7 @@ async def test_all_stages_come_and_nothing_but_their_weights(tmp_path: Path, mon
     # Each byte is sent once, in segments; what optimizers remember is not sent.
     weights = sum(t.nbytes for stage in world.stages for t in stage[0].tensors.values())
     assert weights <= sum(world.line.num_bytes.values()) < weights + 2 * 512
+    assert "stage 0 of 0 to 1 is here" in caplog.text
 
 
 @in_virtual_time

@@ -78,7 +78,11 @@ def test_an_option_may_be_given_several_times_and_takes_no_more_than_one_each_ti
     ("argv", "complaint"),
     [
         ("--stage 1 --foo 3", "unrecognized options: --foo, 3"),
-        ("--stage 1 --insecur", "unrecognized options: --insecur"),
+        ("--stage 1 --insecur", "unrecognized options: --insecur; did you mean --insecure?"),
+        (
+            "--stage 1 --insecur --log-leve info",
+            "unrecognized options: --insecur, --log-leve, info; did you mean --insecure or --log-level?",
+        ),
         ("--stage x", "--stage takes a whole number, not 'x'"),
         ("--stage 1 --goes N", "--goes takes a whole number or auto, not 'N'"),
         ("--stage 1 --every x", "--every takes a whole number, not 'x'"),

@@ -8,15 +8,19 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from peers.shared import own_figures
 from peers.shared.own_figures import OwnFigures, exporting
+from peers.stage_peer import program as stage_peer
 from peers.status.figure import figure, figures
 from peers.status.peer_row import PeerRow
 from peers.status.view import TrainerRow
+from peers.trainer import program as trainer
 from tests.support.ports import free_ports
 
 PEER = PeerRow(
@@ -111,6 +115,20 @@ async def test_a_port_in_use_is_one_line() -> None:
         with pytest.raises(ValueError, match=rf"^--metrics-port {port}: Address already in use; choose another port$"):
             async with exporting(OwnFigures(), "swarm_peer", host="127.0.0.1", port=port):
                 pass
+
+
+@pytest.mark.parametrize(("program", "run"), [(stage_peer, "--preset tiny"), (trainer, "--initial-peers x")])
+def test_what_cannot_be_served_is_told_before_the_run_is_looked_up(
+    program: ModuleType, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "find_entrance", lambda *arguments, **options: pytest.fail("it went on"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"^--metrics-port {port}: Address already in use; choose another port$"):
+            program.main([*run.split(), "--metrics-port", str(port)])
+    monkeypatch.setattr(own_figures, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^--metrics-port needs prometheus-client; .*'\.\[metrics\]'$"):
+        program.main([*run.split(), "--metrics-port", "0"])
 
 
 async def test_without_a_port_nothing_listens() -> None:

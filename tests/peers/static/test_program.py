@@ -15,7 +15,7 @@ import torch
 from peers.shared import process
 from peers.shared.process import run_program
 from peers.static import program, run_config
-from peers.static.options import StaticOptions
+from peers.static.options import PROG, StaticOptions
 from peers.static.workers import Shape
 from scripts.benches.shared.common import with_corpus, write_config
 from scripts.benches.sides.reference import Reference
@@ -59,7 +59,7 @@ def _plain_logging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def static(*arguments: str | Path | int) -> int:
     """Run it; gives its exit code."""
-    return run_program(program.PROG, lambda: program.main([str(argument) for argument in arguments]))
+    return run_program(PROG, lambda: program.main([str(argument) for argument in arguments]))
 
 
 def trained(config_file: Path, *arguments: str | Path | int) -> int:

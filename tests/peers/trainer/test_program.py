@@ -13,6 +13,7 @@ from rich.console import Console
 from peers.shared.reporting import Reporting
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_config import own_config
+from peers.trainer import program
 from peers.trainer.program import finish, open_corpus
 from peers.trainer.report import Report
 from swarm.config import RunConfig
@@ -25,6 +26,13 @@ from tests.support.chain import SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 from tests.support.text_corpus import text_corpus
 from tests.support.tokenizers import write_tokenizer
+
+
+def test_a_missing_extra_is_told_before_the_run_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "find_entrance", lambda *arguments, **options: pytest.fail("it went on"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *arguments: None)
+    with pytest.raises(ValueError, match=r"^--tensorboard needs an extra; .*'\.\[tensorboard\]'$"):
+        program.main(["--initial-peers", "x", "--tensorboard", str(tmp_path / "board")])
 
 
 def test_a_run_that_names_a_file_and_no_digest_does_not_have_it_read(tmp_path: Path) -> None:
