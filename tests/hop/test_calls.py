@@ -18,7 +18,7 @@ async def test_the_time_that_tensors_take_is_the_links() -> None:
     data = dataclasses.replace(SYNCHRONOUS.data, sequence_length=512)
     config = dataclasses.replace(DILOCO, data=data)
     async with running_chain(config, num_peers=(1, 2, 1)) as chain:
-        near, far = chain.at(1)
+        _, far = chain.at(1)
         host, port = far.record.endpoint.split(":")
         async with Proxy(host, int(port)) as proxy:
             proxy.links[Direction.TO_SERVER].bytes_per_second = 200_000
@@ -28,12 +28,10 @@ async def test_the_time_that_tensors_take_is_the_links() -> None:
             ])  # fmt: skip
             for index in range(12):
                 await chain.train_all([index])
-            to_near, to_far = (chain.peers[0].router.expected_seconds(peer.peer_id, 1) for peer in (near, far))
-            assert to_near is not None
-            assert to_far is not None
+            seconds = chain.peers[0].router.expected_seconds(far.peer_id, 1)
+            assert seconds is not None
             hidden_bytes = 2 * 512 * 32 * 4
-            assert to_far > 0.5 * hidden_bytes / 200_000 / 2
-            assert to_far > 2 * to_near
+            assert seconds > 0.5 * hidden_bytes / 200_000 / 2
 
 
 @pytest.mark.parametrize("eager", [False, True])
