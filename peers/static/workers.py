@@ -5,6 +5,7 @@ Used by program.py, which joins them, and by all parts that add numbers up over 
 
 import contextlib
 import gc
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from peers.shared import process
 from peers.static.options import StaticOptions
 from swarm.errors import PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 PATIENCE = timedelta(minutes=10)
@@ -158,6 +161,12 @@ def _store(environment: Mapping[str, str]) -> Store:
     store: Store
     store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
     if environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # It has the dead ones' addresses, and restarts are not counted alike on all machines.
+            logger.warning(
+                "if a worker dies, those that are started again will not meet: set "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every machine"
+            )
         return store
     # On one machine torchrun starts workers again with the same store, which still has the dead ones' addresses.
     return PrefixStore(environment.get("TORCHELASTIC_RESTART_COUNT", "0"), store)

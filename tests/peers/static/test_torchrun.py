@@ -123,9 +123,9 @@ def test_two_machines_train_one_model_and_go_on_when_a_worker_is_killed(
     written: list[Word] = ["--checkpoint", folder, "--metrics", folder / "metrics.jsonl"]
     address = f"127.0.0.1:{free_ports(1)[0]}"
     meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", "two"]
-    machines = [
-        children.start(f"machine-{number}", torchrun(1, *options, *written, meeting=meeting)) for number in range(2)
-    ]
+    command = torchrun(1, *options, *written, meeting=meeting)
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    machines = [children.start(f"machine-{number}", command, environment=own_store) for number in range(2)]
     wait_until((folder / str(file.FileName(round=5, num_stages=1, stage=0))).exists, SECONDS, "a checkpoint")
     psutil.Process(machines[1].pid).children()[-1].kill()
     wait_for_end(children, *machines)
