@@ -9,13 +9,17 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType, ModuleType
 
 LEAST_BYTES = 1000 << 20
 """Bytes of address space that a stage peer takes until it serves the smallest stage on a CPU, most of it for libraries'
 code and threads' stacks."""
+SLOW_SECONDS = 2.0
+"""Once libraries have been loading for this long, somebody who watches is told."""
 
 
 def peer() -> None:
@@ -102,7 +106,8 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
                 explained(sys.argv[1:])
         env_file.read()
         process.require_addresses(address_bytes)
-        program = load(module)
+        with said_if_slow(prog):
+            program = load(module)
         try:
             if is_interruptible:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -121,6 +126,19 @@ def _end(number: int, frame: FrameType | None) -> None:
     A KeyboardInterrupt in the middle of an import would leave libraries half imported, which can raise any error later.
     """
     os._exit(128 + number)
+
+
+@contextmanager
+def said_if_slow(prog: str) -> Iterator[None]:
+    """Say, if the block takes long and stderr is a terminal, that the program's libraries are being loaded."""
+    line = threading.Timer(SLOW_SECONDS, print, [f"{prog}: loading its libraries ..."], {"file": sys.stderr})
+    line.daemon = True
+    if sys.stderr.isatty():
+        line.start()
+    try:
+        yield
+    finally:
+        line.cancel()
 
 
 def load(module: str) -> ModuleType:

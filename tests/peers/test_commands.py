@@ -1,8 +1,10 @@
 """Every program has an entry point, its modules are out of the collector's sight, and others can start it."""
 
 import gc
+import io
 import subprocess
 import sys
+import threading
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +43,37 @@ def test_an_import_that_fails_leaves_the_collector_on() -> None:
     with pytest.raises(ModuleNotFoundError):
         commands.load("peers.no_such_program")
     assert gc.isenabled()
+
+
+class _Screen(io.StringIO):
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+        self.was_told = threading.Event()
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str) -> int:
+        self.was_told.set()
+        return super().write(text)
+
+
+def test_somebody_who_watches_is_told_of_libraries_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stderr", screen := _Screen(is_terminal=True))
+    with commands.said_if_slow("swarm-peer"):
+        assert screen.was_told.wait(30.0)
+    assert screen.getvalue().startswith("swarm-peer: loading its libraries")
+
+
+def test_a_log_is_not_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stderr", log := _Screen(is_terminal=False))
+    before = threading.active_count()
+    with commands.said_if_slow("swarm-peer"):
+        assert threading.active_count() == before
+    assert not log.getvalue()
 
 
 def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support.ports import free_ports
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[3]
-STEPS = 10
+STEPS = 20
 CONFIG = RunConfig(
     run="meshes",
     model=ModelConfig(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, dropout=0.1, tied_embeddings=True),
