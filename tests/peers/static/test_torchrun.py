@@ -185,9 +185,13 @@ def test_a_run_goes_from_a_swarm_to_workers_and_back(config: Path, tmp_path: Pat
     assert_same(weights(third, 15, num_stages=2), weights(unbroken, 15), 1e-4)
 
 
-@pytest.mark.parametrize(("codec", "ratio"), [("dct-lowpass", 4.0), ("dct-topk", 205.0), ("int8", 3.9)])
+# Which microbatches a peer adds up before it encodes is chance in a swarm. That matters to codecs that are not linear:
+# their last losses were up to 0.0021 apart.
+@pytest.mark.parametrize(
+    ("codec", "ratio", "bound"), [("dct-lowpass", 4.0, 1e-3), ("dct-topk", 205.0, 5e-3), ("int8", 3.9, 5e-3)]
+)
 def test_compressed_gradients_are_a_swarms(
-    codec: str, ratio: float, config: Path, tmp_path: Path, children: Supervisor
+    codec: str, ratio: float, bound: float, config: Path, tmp_path: Path, children: Supervisor
 ) -> None:
     one_stage = config.read_text().replace("num_stages = 2", "num_stages = 1")
     config.write_text(f'{one_stage}\n[averaging]\ncodec = "{codec}"\n', encoding="utf-8")
@@ -205,7 +209,7 @@ def test_compressed_gradients_are_a_swarms(
         swarm.start_peers([0])
     assert swarm.wait_for_end(swarm.start_trainer("trainer", steps=STEPS), SECONDS) == 0
     of_swarm = [row["train/loss"] for row in swarm.steps("trainer")]
-    assert losses(metrics)[-1] == pytest.approx(of_swarm[-1], rel=1e-3)
+    assert losses(metrics)[-1] == pytest.approx(of_swarm[-1], rel=bound)
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path, children: Supervisor) -> None:
