@@ -214,7 +214,7 @@ def _one_line(box: str, options: type[object]) -> str:
         return f"{option} takes {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}"
     if message.startswith("Unrecognized options: ") and not message.split()[2].startswith("-"):
         return f"takes no such word: {message.partition(': ')[2]}"
-    if message.startswith("Unrecognized options: ") and (similar := _explained(text, *_SIMILAR)):
+    if message.startswith("Unrecognized options: ") and (similar := sorted(_explained(text, *_SIMILAR))):
         return f"{message[:1].lower()}{message[1:]}; did you mean {' or '.join(similar)}?"
     if message.startswith("Missing from"):
         return f"missing {', '.join(_explained(text, 'Missing from'))}"
