@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import io
 import math
-import os
 import re
-import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 import tyro
 
 from peers.shared.process import EXIT_USAGE
+from swarm.dht.addresses import free_port
 from swarm.machine.words import counted
 from swarm.types import LONGEST_NAME, NAME_PATTERN
 
@@ -170,10 +169,9 @@ def require_free_port(option: str, host: str, port: int) -> None:
     """Raise ValueError, which names the option, if nothing can listen there: a server that starts later would find out
     only then."""
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error
-        raise ValueError(f"{option} {port}: {reason}; choose another port") from None
+        free_port(host, port)
+    except ValueError as error:
+        raise ValueError(f"{option} {port}: {error}; choose another port") from None
 
 
 def require_distinct(options: object, names: Iterable[str]) -> None:

@@ -15,7 +15,6 @@ import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from peers.shared.entrance import Entrance
@@ -160,8 +159,7 @@ async def find() -> dict[str, Invite]:
 
 def require_installed() -> None:
     """Raise ValueError if what --lan needs is not there."""
-    if find_spec("zeroconf") is None:
-        raise extras.missing("--lan", "zeroconf", "lan")
+    extras.require("--lan", "zeroconf", "lan", modules=["zeroconf"])
 
 
 def claimed(properties: Mapping[bytes, bytes | None]) -> tuple[str, Invite] | None:

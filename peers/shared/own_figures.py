@@ -7,7 +7,6 @@ exports them (exporter.py). Without that option nothing asks for them.
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from typing import Any
 
 from peers.shared import cli
@@ -44,8 +43,7 @@ def require_exporter(host: str, port: int | None) -> None:
     """
     if port is None:
         return
-    if find_spec("prometheus_client") is None:
-        raise extras.missing("--metrics-port", "prometheus-client", "metrics")
+    extras.require("--metrics-port", "prometheus-client", "metrics", modules=["prometheus_client"])
     cli.require_free_port("--metrics-port", host, port)
 
 

@@ -10,7 +10,6 @@ import ipaddress
 import logging
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 
 from peers.commands import command_line
 from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
@@ -40,8 +39,8 @@ def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_loc
         return
     if (ip := ip_of(host)) is None:
         raise ValueError(f"--dashboard-host takes an IP address, not {host!r}")
-    if any(find_spec(name) is None for name in ("starlette", "uvicorn", "websockets")):
-        raise extras.missing("--dashboard-port", "starlette, uvicorn and websockets", "serve")
+    libraries = ["starlette", "uvicorn", "websockets"]
+    extras.require("--dashboard-port", "starlette, uvicorn and websockets", "serve", modules=libraries)
     if is_locked and not ip.is_loopback and not environment.get(TOKEN_VARIABLE):
         raise ValueError(
             f"--dashboard-host {host} would show a locked run to everybody: set {TOKEN_VARIABLE} in the environment to "

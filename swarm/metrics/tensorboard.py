@@ -3,7 +3,6 @@
 Used by MetricsLog. reporter.py says what happens on an error or with a slow disk.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,5 +38,4 @@ class TensorBoard(Reporter):
 
 def require_installed() -> None:
     """Raise ValueError, with one line, if the extra is missing."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise extras.missing("--tensorboard", "an extra", "tensorboard")
+    extras.require("--tensorboard", "an extra", "tensorboard", modules=["tensorboard"])

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from peers.shared import own_figures
 from peers.shared.own_figures import OwnFigures, exporting
 from peers.stage_peer import program as stage_peer
 from peers.status.figure import figure, figures
@@ -126,7 +125,7 @@ def test_what_cannot_be_served_is_told_before_the_run_is_looked_up(
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"^--metrics-port {port}: Address already in use; choose another port$"):
             program.main([*run.split(), "--metrics-port", str(port)])
-    monkeypatch.setattr(own_figures, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^--metrics-port needs prometheus-client; .*'\.\[metrics\]'$"):
         program.main([*run.split(), "--metrics-port", "0"])
 

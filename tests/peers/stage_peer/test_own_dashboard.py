@@ -55,7 +55,7 @@ def test_a_port_that_is_taken_is_one_line() -> None:
 
 
 def test_without_its_libraries_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_dashboard, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^--dashboard-port needs starlette, .*\[serve\]"):
         require_page(_options(), {}, is_locked=False)
 
