@@ -50,9 +50,11 @@ class Options(BenchOptions):
     """DiLoCo: how pseudo-gradients travel."""
     settings: tuple[Setting, ...] = ("synchronous", "diloco")
     """Which settings to train in."""
+    seed: int = 0
+    """Seed of the data's order and of the initial weights."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"iterations": 1, "inner_steps": 1})
+        cli.require_at_least(self, {"iterations": 1, "inner_steps": 1, "seed": 0})
         if not self.settings:
             raise ValueError("--settings needs at least one name")
         if "diloco" in self.settings:
@@ -84,13 +86,13 @@ def run(options: Options) -> dict[str, Any]:
     return figures
 
 
-def shakespeare(dataset: str, iterations: int) -> RunConfig:
+def shakespeare(dataset: str, iterations: int, seed: int = 0) -> RunConfig:
     """nanoGPT's configuration in the synchronous setting."""
     return RunConfig(
         run="bench-nanogpt",
         model=ModelConfig(num_layers=4, d_model=128, num_heads=4, vocab_size=256),
         stages=StagesConfig(num_stages=2),
-        data=DataConfig(dataset=dataset, sequence_length=64, microbatch_size=3, held_out_fraction=0.1),
+        data=DataConfig(dataset=dataset, seed=seed, sequence_length=64, microbatch_size=3, held_out_fraction=0.1),
         rounds=RoundsConfig(setting="synchronous", round_samples=BATCH),
         optimizer=OptimizerConfig(
             learning_rate=1e-3,
@@ -106,7 +108,7 @@ def shakespeare(dataset: str, iterations: int) -> RunConfig:
 
 
 def _config(options: Options, setting: Setting) -> RunConfig:
-    synchronous = shakespeare(options.dataset, options.iterations)
+    synchronous = shakespeare(options.dataset, options.iterations, options.seed)
     if setting == "synchronous":
         return synchronous
     return dataclasses.replace(
