@@ -41,9 +41,16 @@ class Options(BenchOptions):
     """Batches of 12 samples."""
     shards: int = 2
     """Shards of each layer: 2 or 4."""
+    blocks: tuple[str, ...] = tuple(ARMS)
+    """What to train."""
+    seed: int = 0
+    """Seed of the data's order and of the initial weights."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"iterations": 1})
+        cli.require_at_least(self, {"iterations": 1, "seed": 0})
+        if unknown := [name for name in self.blocks if name not in ARMS]:
+            raise ValueError(f"--blocks: {unknown[0]!r} is none of {', '.join(ARMS)}")
+        cli.require_distinct(self, ("blocks",))
         if self.shards not in (2, 4):
             raise ValueError(f"--shards must be 2 or 4, not {self.shards}: the model has 4 heads")
 
@@ -52,7 +59,8 @@ def run(options: Options) -> dict[str, Any]:
     """Train every arm; gives the figures."""
     compute_like_peers()
     figures: dict[str, Any] = {}
-    for name, types in ARMS.items():
+    for name in options.blocks:
+        types = ARMS[name]
         config, data = with_corpus(_config(options, types))
         held_out, training = HeldOut(config, data), Reference(config, data)
         started = time.monotonic()
@@ -64,13 +72,15 @@ def run(options: Options) -> dict[str, Any]:
         seconds, num_sums = time.monotonic() - started, 2 * len(spans(config.model, range(config.model.num_layers)))
         figures[name] = {"validation_loss": loss, "block_types": types, "sums": num_sums, "seconds": seconds}
         say(f"{name}: validation loss {loss:.4f}")
+    found: dict[str, Any] = {"blocks": figures, "samples": BATCH * options.iterations, "shards": options.shards}
+    if "tp" not in figures:
+        return found
     losses = {name: arm["validation_loss"] - figures["tp"]["validation_loss"] for name, arm in figures.items()}
-    apart = [name for name, difference in losses.items() if abs(difference) > LARGEST_DIFFERENCE]
-    return {"blocks": figures, "samples": BATCH * options.iterations, "shards": options.shards, "apart_from_tp": apart}
+    return found | {"apart_from_tp": [name for name, apart in losses.items() if abs(apart) > LARGEST_DIFFERENCE]}
 
 
 def _config(options: Options, types: tuple[str, ...]) -> RunConfig:
-    config = shakespeare(options.dataset, options.iterations)
+    config = shakespeare(options.dataset, options.iterations, options.seed)
     model: ModelConfig = dataclasses.replace(config.model, block_types=types, num_shards=options.shards)
     # With two stages, each would have an end at which shards meet.
     return dataclasses.replace(
