@@ -112,8 +112,8 @@ class TrainCalls:
         retries.offered(peer_id)
         async with Stream(self._stub(record).Train()) as call:
             await self._hand_over(call, self._opening(peer_id, microbatch, retries), tensors, way, retries)
-            retries.handed_over(peer_id)
-            listener.routed(retries.route)
+            retries.route.handed_over(peer_id)
+            listener.routed(retries.route.peers)
             done = await self._follow(call, peer_id, microbatch, reader, way, listener, retries)
             _require_targets(done.num_targets, tensors)
             self._learn(peer_id, microbatch, done, way)
@@ -124,16 +124,16 @@ class TrainCalls:
             )  # fmt: skip
 
     def _opening(self, peer_id: PeerId, microbatch: Microbatch, retries: Retries) -> pb.Open:
-        is_known = retries.is_known_by(peer_id)
+        is_known = peer_id == retries.route.own
         is_eager = not is_known and peer_id in self._credits
         if is_eager:
             self._credits.remove(peer_id)
         return pb.Open(
             address=self._address, microbatch=microbatch.index, round=microbatch.round,
-            num_samples=microbatch.num_samples, hints=pack_route(retries.route),
+            num_samples=microbatch.num_samples, hints=pack_route(retries.route.peers),
             accumulate_only_at=microbatch.accumulate_only_at,
-            rerouted_backward=retries.forward_passed and not is_known, eager=is_eager, has_others=retries.has_others,
-            way_seconds=microbatch.way_seconds,
+            rerouted_backward=retries.route.forward_passed and not is_known, eager=is_eager,
+            has_others=retries.has_others, way_seconds=microbatch.way_seconds,
         )  # fmt: skip
 
     async def _hand_over(self, call: Stream, opening: pb.Open, tensors: Tensors, way: _Way, retries: Retries) -> None:
@@ -178,8 +178,8 @@ class TrainCalls:
                     waited_seconds = self._clock.monotonic() - stalled_since
                     retries.require_no_stall(peer_id, microbatch.num_samples, waited_seconds)
                 listener.progress(progress.stage, obstacle=obstacle_of(progress))
-                if retries.progressed(peer_id, progress.stage, unpack_route(progress.route)):
-                    listener.routed(retries.route)
+                if retries.route.progressed(peer_id, progress.stage, unpack_route(progress.route)):
+                    listener.routed(retries.route.peers)
             elif not reply.chunks:
                 _admitted(reply)
                 raise PeerUnavailable("it was accepted twice")

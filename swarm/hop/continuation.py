@@ -1,9 +1,9 @@
 """The later stages of one session: they continue its text, whichever peers serve them.
 
-Made by the hop, for a stage's session and for the process that asks stage 0. It keeps all positions that it has handed
-on. If a peer fails, another one gets these and computes them again: tokens follow from round, positions and sampling
-alone, so the text goes on as if nothing had happened. A second peer of the stage is asked beforehand to hold the
-round's weights, which might be gone otherwise.
+Made by the hop, for a stage's session and for the process that asks stage 0. If a peer fails, another one gets all
+positions (transcript) and computes them again: tokens follow from round, positions and sampling alone, so the text goes
+on as if nothing had happened. A second peer of the stage is asked beforehand to hold the round's weights, which might
+be gone otherwise.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from contextlib import suppress
 from swarm.errors import (
     MalformedMessage,
     NotReady,
-    PeerUnavailable,
     RoundMismatch,
     SwarmError,
     TryAnotherPeer,
     TryLater,
 )
 from swarm.hop.retries import HopLimits, Retries
-from swarm.hop.session import PIECE_BYTES, PIECE_TOKENS, Order, Piece, Token
+from swarm.hop.session import Order, Piece, Token
 from swarm.hop.session_calls import SessionCall, SessionCalls
+from swarm.hop.transcript import Transcript
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
 from swarm.routing.router import Router
@@ -67,12 +67,7 @@ class Continuation:
         self._clock = clock
         self._limits = limits
         self._repeats = Repeats(clock)
-        self._pieces: list[Piece] = []
-        self._num_positions = 0
-        """The number of positions in all pieces."""
-        self._num_sent = 0
-        """How many of the pieces have been sent to the peer that computes now."""
-        self._awaits_token = False
+        self._transcript = Transcript(vocab_size=order.vocab_size, writes_itself=stage == 0)
         self._call: SessionCall | None = None
         self._standby: SessionCall | None = None
         self._without: set[PeerId] = set()
@@ -110,32 +105,16 @@ class Continuation:
         Args:
             sample: whether the token after these positions is wanted.
         """
-        self._pieces.append(piece)
-        self._num_positions += len(piece.tokens)
-        self._awaits_token = sample
+        self._transcript.add(piece, sample=sample)
         if self._call is not None:
             with suppress(SwarmError):
                 await self._flush(self._call)
 
     async def _flush(self, call: SessionCall) -> None:
         async with self._sending:
-            while call is self._call and self._num_sent < len(self._pieces):
-                pieces = self._next_pieces()
-                self._num_sent += len(pieces)
-                is_last = self._num_sent == len(self._pieces)
-                await call.send(pieces, sample=is_last and self._awaits_token)
-
-    def _next_pieces(self) -> list[Piece]:
-        """The next pieces to send, as many as may be computed together and fit into one message."""
-        taken: list[Piece] = []
-        num_tokens = num_bytes = 0
-        for piece in self._pieces[self._num_sent :]:
-            num_tokens += len(piece.tokens)
-            num_bytes += len(piece.hidden)
-            if taken and (num_tokens > PIECE_TOKENS or num_bytes > PIECE_BYTES):
-                break
-            taken.append(piece)
-        return taken
+            while call is self._call and not self._transcript.is_sent:
+                pieces, sample = self._transcript.next_pieces()
+                await call.send(pieces, sample=sample)
 
     # -- the peer that computes ----------------------------------------------------------------------------------------
 
@@ -156,7 +135,8 @@ class Continuation:
                 call = self._call or self._take(await self._open(record, standby=False))
                 await self._flush(call)
                 token = await call.token()
-                return self._checked(token)
+                self._transcript.answered(token)
+                return token
             except (TryAnotherPeer, TryLater, MalformedMessage) as error:
                 if self._call is not None:
                     since = self._clock.monotonic()
@@ -169,7 +149,7 @@ class Continuation:
         while self._clock.monotonic() <= since + PATIENCE_SECONDS:
             if (record := retries.choose(1)) is not None:
                 return record
-            await self._clock.sleep(retries.wait_seconds())
+            await self._clock.sleep(retries.candidates.wait_seconds())
         raise why
 
     async def _open(self, record: PeerRecord, *, standby: bool) -> SessionCall:
@@ -178,7 +158,8 @@ class Continuation:
         )
 
     def _take(self, call: SessionCall) -> SessionCall:
-        self._call, self._num_sent = call, 0
+        self._call = call
+        self._transcript.begin_again()
         self.rounds = call.rounds
         self.begun.set()
         return call
@@ -187,21 +168,10 @@ class Continuation:
         """Leave the peer that computes, which has failed; one that stands by takes its place, if there is one."""
         if self._call is not None:
             self._call.close()
-        self._call, self._num_sent = None, 0
+        self._call = None
+        self._transcript.begin_again()
         if self._standby is not None and self._standby.is_open:
             self._call, self._standby = self._standby, None
-
-    def _checked(self, token: Token) -> Token:
-        expected = self._num_positions if self._awaits_token else None
-        if token.position != expected or token.token >= self._order.vocab_size:
-            raise PeerUnavailable(f"token {token.token} for position {token.position}, where {expected} is awaited")
-        self._awaits_token = self._stage == 0
-        if self._stage == 0:
-            # The present peer continues from this token by itself. Another peer would have to be sent it.
-            self._pieces.append(Piece((token.token,)))
-            self._num_positions += 1
-            self._num_sent += 1
-        return token
 
     # -- the peer that stands by ---------------------------------------------------------------------------------------
 

@@ -81,7 +81,8 @@ class Hop:
     @property
     def obstacle(self) -> Obstacle | None:
         """Why no peer of the stage takes the microbatches under way here; None if one does or will in a moment."""
-        return next((each for retries in self._under_way if (each := retries.obstacle()) is not None), None)
+        obstacles = (retries.candidates.obstacle() for retries in self._under_way)
+        return next((each for each in obstacles if each is not None), None)
 
     async def train(
         self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
@@ -191,8 +192,8 @@ class Hop:
                     raise asyncio.CancelledError
                 record = retries.choose(num_samples)
                 if record is None:
-                    listener.progress(self.stage, obstacle=retries.obstacle())
-                    await self._clock.sleep(retries.wait_seconds())
+                    listener.progress(self.stage, obstacle=retries.candidates.obstacle())
+                    await self._clock.sleep(retries.candidates.wait_seconds())
                     continue
                 try:
                     return await once(record)

@@ -1,7 +1,7 @@
-"""Which peer a hop asks next for one microbatch, what follows when a peer fails, and when the hop gives up.
+"""What follows when a peer fails one microbatch of a hop, or has no room for it, and when the hop gives up.
 
-Made by the hop for each microbatch, each evaluation and each text. It asks the router for peers, and tells it which
-failed or were busy; it opens no connection and never waits.
+Made by the hop for each microbatch, each evaluation and each text. It tells the router which peers failed or were busy,
+and how long this microbatch leaves them alone (candidates); it opens no connection and never waits.
 """
 
 import logging
@@ -23,28 +23,21 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
-from swarm.hop.obstacle import Obstacle, left_alone, reason_of
+from swarm.hop.candidates import PAUSE_SECONDS, Candidates
+from swarm.hop.obstacle import reason_of
+from swarm.hop.route import Route
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
 from swarm.machine.words import counted
-from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
-SHORTEST_WAIT_SECONDS = 0.005
-"""The shortest wait before a peer is looked for again, when none can be asked."""
 STALL_FACTOR = 4.0
 """The hop waits this many times longer for the next peer than the peer, with its queue, was expected to take."""
 MOST_DOUBLINGS = 3
 """How often the longest wait for the next peer is doubled at most, for a microbatch that stalls again and again."""
-NOBODY_SECONDS = 1.0
-"""If no peer can be asked for longer than this, the user is told."""
-STUCK_SECONDS = 4.0
-"""If no peer takes a microbatch for this long, though some can be asked now and then, the user is told as well."""
-PAUSE_SECONDS = 1.0
-"""How long a microbatch is kept from a peer that failed it."""
 MOST_SENT_ON = 4
 """How many peers may leave a microbatch to others, because something waits there already; the next one takes it, if it
 has a slot. Each of them costs a round trip, and more of them would bring little (docs/simulation.md)."""
@@ -84,8 +77,8 @@ class Retries:
     """What is remembered of one microbatch from attempt to attempt.
 
     Attributes:
-        route: the peers that work on it, or worked on it before, by stage.
-        forward_passed: whether a peer has passed the forward on to the stage after it.
+        candidates: the peers that it can be given to.
+        route: the peers that work on it, or worked on it before.
         has_others: whether the peer that is being asked may leave the microbatch to others.
         is_refused: whether a peer had no room for it, and none has taken it since.
         num_failures: how many peers have failed it.
@@ -103,76 +96,32 @@ class Retries:
             hints: peers that worked on the microbatch before, by stage.
             without: peers that are known to lack the weights of its round; this adds those that say so.
         """
+        self.candidates = Candidates(stage, router, clock, retry_seconds=limits.retry_seconds)
+        self.route = Route(stage, hints or {})
         self._stage = stage
         self._router = router
-        self._clock = clock
         self._limits = limits
         self._repeats = repeats
-        self.route = dict(hints or {})
         self._without = set() if without is None else without
-        self.forward_passed = False
         self.has_others = False
         self.is_refused = False
         self.num_failures = 0
         self.num_busy = 0
         self.num_sent_on = 0
-        self._excluded: dict[PeerId, LeftAlone] = {}
-        """Peers that are not asked before a time."""
-        self._stuck_since: float | None = None
-        """When there first was no peer to ask, if none has taken the microbatch since."""
         self._num_stalls = 0
         self._num_not_ready = 0
         self._num_refusals = 0
         """How many peers have called what was sent malformed."""
 
-    # -- choosing ------------------------------------------------------------------------------------------------------
-
     def choose(self, num_samples: int) -> PeerRecord | None:
-        """Choose the peer to ask now; None if there is none."""
-        now = self._clock.monotonic()
-        self._excluded = {peer: each for peer, each in self._excluded.items() if each.until > now}
-        hinted = self.route.get(self._stage)
-        prefer = [] if hinted is None else [hinted]
-        record = self._router.choose(self._stage, num_samples, exclude=self._excluded.keys(), prefer=prefer)
-        if record is None and self._stuck_since is None:
-            self._stuck_since = now
-        return record
-
-    def obstacle(self) -> Obstacle | None:
-        """Why there is no peer to ask; None if there soon is one, or one has taken the microbatch."""
-        if self._stuck_since is None:
-            return None
-        now = self._clock.monotonic()
-        available_seconds = self._router.next_available_seconds(self._stage)
-        if available_seconds is None:
-            return Obstacle(num_peers=0)
-        is_stuck = now - self._stuck_since >= STUCK_SECONDS
-        at_once = min((each.until for each in self._excluded.values()), default=now) <= now + NOBODY_SECONDS
-        if available_seconds <= NOBODY_SECONDS and at_once and not is_stuck:
-            return None
-        left = {each.record.peer_id: each for each in self._router.left_alone(self._stage)}
-        for peer_id, own in self._excluded.items():
-            known = left.get(peer_id)
-            left[peer_id] = own if known is None or own.until > known.until else known
-        peers = [left[record.peer_id] for record in self._router.records(self._stage) if record.peer_id in left]
-        obstacle = Obstacle.of(peers, now)
-        if len(peers) < self._router.num_peers(self._stage) or (obstacle.seconds <= NOBODY_SECONDS and not is_stuck):
-            return None
-        return None if obstacle.is_business and not is_stuck else obstacle
-
-    def wait_seconds(self) -> float:
-        """The seconds to wait when there is no peer to ask. They are few, since a new peer may come at any time."""
-        seconds = self._limits.retry_seconds
-        if self._excluded:
-            first = min(each.until for each in self._excluded.values()) - self._clock.monotonic()
-            seconds = min(seconds, max(first, SHORTEST_WAIT_SECONDS))
-        return seconds
+        """Choose the peer to ask now, the one that knows the microbatch first; None if there is none."""
+        return self.candidates.choose(num_samples, prefer=self.route.own)
 
     # -- an attempt that succeeds --------------------------------------------------------------------------------------
 
     def offered(self, peer_id: PeerId) -> None:
         """Note that a peer is about to be asked, and decide whether it may leave the microbatch to others."""
-        self.has_others = not self.is_known_by(peer_id) and self.num_sent_on < self._most_sent_on(peer_id)
+        self.has_others = peer_id != self.route.own and self.num_sent_on < self._most_sent_on(peer_id)
 
     def _most_sent_on(self, peer_id: PeerId) -> int:
         num_peers = self._router.num_peers(self._stage)
@@ -183,27 +132,10 @@ class Retries:
         others = [self._router.expected_seconds(other, 1) or 0.0 for other in self._router.others(peer_id)]
         return sum(seconds <= AS_FAST * own for seconds in others)
 
-    def is_known_by(self, peer_id: PeerId) -> bool:
-        """Whether a peer is known to have worked on the microbatch before, so that it may need no tensors."""
-        return self.route.get(self._stage) == peer_id
-
     def accepted(self) -> None:
         """Note that a peer has taken the microbatch."""
         self.is_refused = False
-        self._stuck_since = None
-
-    def handed_over(self, peer_id: PeerId) -> None:
-        """Note that a peer has all tensors of the microbatch."""
-        self.route = {**self.route, self._stage: peer_id}
-
-    def progressed(self, peer_id: PeerId, stage: int, downstream: Mapping[int, PeerId]) -> bool:
-        """Note which stage a peer says it waits for, and the peers downstream. Returns whether the route changed."""
-        self.forward_passed |= stage != self._stage or bool(downstream)
-        route = {**downstream, self._stage: peer_id}
-        if not downstream or self.route == route:
-            return False
-        self.route = route
-        return True
+        self.candidates.accepted()
 
     def require_no_stall(self, peer_id: PeerId, num_samples: int, seconds: float) -> None:
         """Check how long a peer has itself been what the microbatch waits for.
@@ -256,9 +188,8 @@ class Retries:
         else:
             self.num_busy += 1
             self.is_refused = True
-        peer_id, until = PeerId(record.peer_id), self._clock.monotonic() + error.retry_after_seconds
-        self._router.busy(peer_id, error.retry_after_seconds, reason_of(error))
-        self._excluded[peer_id] = left_alone(record, error, until)
+        self._router.busy(PeerId(record.peer_id), error.retry_after_seconds, reason_of(error))
+        self.candidates.leave_alone(record, error, error.retry_after_seconds)
 
     def _ban_if_at_fault(self, peer_id: PeerId, error: SwarmError) -> None:
         if isinstance(error, PeerUnavailable):
@@ -271,13 +202,9 @@ class Retries:
 
     def _leave_alone(self, record: PeerRecord, error: SwarmError) -> None:
         """Ask other peers first for a while, which is longer if this peer is slow and another one can be asked."""
-        peer_id, now = PeerId(record.peer_id), self._clock.monotonic()
-        soon = now + PAUSE_SECONDS
-        later = {other for other, each in self._excluded.items() if each.until > soon}
-        has_other = any(other not in later for other in self._router.others(peer_id))
-        seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) and has_other else PAUSE_SECONDS
-        self._excluded[peer_id] = left_alone(record, error, now + seconds)
-        self.route.pop(self._stage, None)
+        is_long = isinstance(error, DeadlineExceeded) and self.candidates.has_other(PeerId(record.peer_id))
+        self.candidates.leave_alone(record, error, self._limits.stall_seconds if is_long else PAUSE_SECONDS)
+        self.route.failed()
 
     def _count(self, error: SwarmError) -> None:
         if isinstance(error, NotReady):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from swarm.errors import Overloaded
-from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
+from swarm.hop.candidates import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS
+from swarm.hop.retries import HopLimits, most_sent_on
 from swarm.simulation.choosers.chooser import Answer, Chooser
 from swarm.simulation.machine import Machine, SimulatedPeer
 from swarm.simulation.timeline import Timeline

@@ -20,8 +20,9 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
+from swarm.hop.candidates import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS
 from swarm.hop.obstacle import LONGEST_CAUSES, Obstacle, pack_obstacle
-from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, Retries, most_sent_on
+from swarm.hop.retries import HopLimits, Retries, most_sent_on
 from swarm.machine.repeats import Repeats
 from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
@@ -143,9 +144,9 @@ def test_a_peer_that_has_no_room_is_asked_again_when_it_says() -> None:
     assert world.retries.is_refused
     assert world.retries.num_busy == 1
     assert world.retries.choose(4) is None
-    assert world.retries.wait_seconds() == pytest.approx(0.1)
+    assert world.retries.candidates.wait_seconds() == pytest.approx(0.1)
     world.clock.advance(0.0999)
-    assert world.retries.wait_seconds() == SHORTEST_WAIT_SECONDS
+    assert world.retries.candidates.wait_seconds() == SHORTEST_WAIT_SECONDS
     world.clock.advance(0.01)
     assert world.retries.choose(4) == world.records[0]
     world.retries.accepted()
@@ -163,7 +164,7 @@ def test_a_peer_that_leaves_it_to_others_has_not_refused_it() -> None:
 def test_a_peer_that_knows_it_is_asked_first_and_not_told_of_others() -> None:
     world = World(8)
     known = PeerId(world.records[5].peer_id)
-    world.retries.handed_over(known)
+    world.retries.route.handed_over(known)
     assert world.retries.choose(4) == world.records[5]
     world.retries.offered(known)
     assert not world.retries.has_others
@@ -213,16 +214,16 @@ def test_each_stall_doubles_the_patience_three_times_at_most() -> None:
 
 def test_that_all_peers_of_a_stage_failed_is_told_with_each_cause_and_when_one_is_tried_again() -> None:
     world = World(2)
-    assert world.retries.obstacle() is None
+    assert world.retries.candidates.obstacle() is None
     world.retries.note(world.records[0], PeerUnavailable("UNAVAILABLE: watchdog", is_unreachable=True))
     assert world.retries.choose(4) == world.records[1]
     world.retries.note(world.records[1], PeerUnavailable("this peer is out of memory"))
     assert world.retries.choose(4) is None
     another = world.another()
-    assert another.obstacle() is None, "it has asked nobody yet"
+    assert another.candidates.obstacle() is None, "it has asked nobody yet"
     assert another.choose(4) is None
-    told = another.obstacle()
-    assert told == world.retries.obstacle()
+    told = another.candidates.obstacle()
+    assert told == world.retries.candidates.obstacle()
     assert told is not None
     assert told.in_words(1) == (
         "both peers of stage 1 failed just now (gpu-0 at 192.0.2.0:5001: no answer; gpu-1: this peer is out of "
@@ -243,14 +244,14 @@ def test_that_a_stage_has_no_peer_is_told_of_an_empty_stage_alone() -> None:
         for _ in range(50):
             if world.retries.choose(4) is not None:
                 world.retries.note(world.records[0], NotReady("joining"))
-            told = world.retries.obstacle()
+            told = world.retries.candidates.obstacle()
             assert told is None or not told.is_empty_stage
             world.clock.advance(0.1)
         assert told is not None, "a microbatch that has waited for five seconds"
         assert "gpu-0" in told.in_words(0)
     world.router.update(0, [])
     assert world.retries.choose(4) is None
-    assert world.retries.obstacle() == Obstacle(num_peers=0)
+    assert world.retries.candidates.obstacle() == Obstacle(num_peers=0)
 
 
 def test_peers_that_have_no_room_for_a_moment_are_no_obstacle() -> None:
@@ -258,17 +259,17 @@ def test_peers_that_have_no_room_for_a_moment_are_no_obstacle() -> None:
     for record in world.records:
         world.retries.note(record, Overloaded("work waits here already", retry_after_seconds=3.0))
     assert world.retries.choose(4) is None
-    assert world.retries.obstacle() is None
+    assert world.retries.candidates.obstacle() is None
     world.clock.advance(2.0)
     for record in world.records:
         world.retries.note(record, Overloaded("work waits here already", retry_after_seconds=3.0))
     world.clock.advance(2.0)
     assert world.retries.choose(4) is None
-    told = world.retries.obstacle()
+    told = world.retries.candidates.obstacle()
     assert told is not None
     assert told.in_words(0) == "both peers of stage 0 take no work now (gpu-0, gpu-1: work waits here already)"
     world.retries.accepted()
-    assert world.retries.obstacle() is None
+    assert world.retries.candidates.obstacle() is None
 
 
 def test_a_peer_that_fails_many_microbatches_is_one_line_a_cause(caplog: pytest.LogCaptureFixture) -> None:
@@ -291,7 +292,7 @@ def test_of_many_peers_a_few_are_named() -> None:
     for record in world.records:
         world.another().note(record, PeerUnavailable("slow line", is_unreachable=True))
     assert world.retries.choose(4) is None
-    told = world.retries.obstacle()
+    told = world.retries.candidates.obstacle()
     assert told is not None
     line = told.in_words(0)
     assert line.startswith(
