@@ -74,7 +74,6 @@ class Averager:
             place,
             advance=advance,
             transfer=transfer,
-            roster=roster,
             survey=survey,
             entry=entry,
             replay=replay,

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.advance import Advance
-from swarm.averaging.catching_up.entry import Entry, Slowness
+from swarm.averaging.catching_up.entry import Entry
 from swarm.averaging.catching_up.replay import Replay
 from swarm.averaging.catching_up.state_transfer import StateTransfer
 from swarm.averaging.context import Context
-from swarm.averaging.members.roster import Roster
 from swarm.averaging.members.survey import Survey
 from swarm.averaging.messages import Standing
 from swarm.averaging.place import Place
@@ -40,7 +39,6 @@ class CatchUp:
         *,
         advance: Advance,
         transfer: StateTransfer,
-        roster: Roster,
         survey: Survey,
         entry: Entry,
         replay: Replay,
@@ -49,7 +47,6 @@ class CatchUp:
         self._place = place
         self._advance = advance
         self._transfer = transfer
-        self._roster = roster
         self._survey = survey
         self._entry = entry
         self._replay = replay
@@ -57,13 +54,9 @@ class CatchUp:
         """The end of the `look` that is under way, for those that wait for it; None while there is none."""
         self._rests_until = -math.inf
         """Until this time, a peer that is known to be elsewhere is no reason to ask all again."""
-        self._asked = set[PeerId]()
-        """The peers that served when all were asked last."""
         self._max_bytes = 0
         self._held_at = -math.inf
         """When some other peer was known last to hold the state."""
-        self._slowness: Slowness | None = None
-        """Why this peer stayed out when it last was where its group is."""
         self._has_failed = False
         """Whether this peer's last try to get to where it should be failed."""
         self.num_downloads = 0
@@ -101,7 +94,7 @@ class CatchUp:
 
     async def _look(self) -> None:
         before, branches, timing = self._place.standing, self._place.branches, self._context.timing
-        target = await self._choose()
+        target = await self._survey.choose()
         if before != self._place.standing:
             return
         if target is not None:
@@ -114,17 +107,6 @@ class CatchUp:
             logger.warning("%s", refusal)
         rest_seconds = timing.heartbeat_seconds if branches.is_in_doubt else timing.max_retry_seconds
         self._rests_until = self._context.clock.monotonic() + rest_seconds
-
-    async def _choose(self) -> Standing | None:
-        """Ask all holders, and decide where this peer should go. Peers that begin to serve later count for
-        `_has_others`."""
-        self._asked = set(self._roster.contacts.serving())
-        return await self._survey.choose()
-
-    def _has_others(self) -> bool:
-        """Whether peers have begun to serve since all were asked where they stand. Each of them counts once: a peer
-        that serves, but holds nothing of use, is no reason to ask again."""
-        return not self._asked.issuperset(self._roster.contacts.serving())
 
     def _present(self, target: Standing) -> Standing:
         """The standing from which this peer goes on: its own, if others stand there too, since their past may not go
@@ -139,8 +121,7 @@ class CatchUp:
         """
         assert not self._place.is_catching_up
         self._entry.begin()
-        self._slowness = None
-        with self._context.waits.on(lambda _: self._slowness.awaited if self._slowness else ""):
+        with self._context.waits.on(lambda _: self._entry.awaited):
             async with self._advance.catching_up():
                 await self._arrive(target)
 
@@ -151,7 +132,7 @@ class CatchUp:
                 return
             # Without a new target this peer keeps to the old one, because it cannot go back to where it was.
             await self._context.clock.sleep(rest_seconds)
-            target = await self._choose() or self._present(target)
+            target = await self._survey.choose() or self._present(target)
 
     async def _try(self, target: Standing) -> float | None:
         """Go on towards `target`.
@@ -159,13 +140,13 @@ class CatchUp:
         Returns:
             Seconds until the next try; None to stop: this peer is there, or failed with its own state sound.
         """
-        holders = list(self._roster.contacts.records(sorted(self._place.branches.behind(target))).values())
+        holders = self._survey.behind(target)
         rest_seconds = self._context.timing.max_retry_seconds
         is_there = False
         try:
             while True:
                 before = self._place.standing
-                if await self._replay.run(self._has_others):
+                if await self._replay.run(self._survey.has_newcomers):
                     # The holders have gone on, and must be asked again where they stand.
                     return rest_seconds
                 is_there = is_there or self._place.branches.is_known(target)
@@ -206,19 +187,14 @@ class CatchUp:
                 await self._download(holders, self._place.standing.round)
             except SwarmError as error:
                 logger.info("this peer's line could not be measured again: %s", error)
-        told, self._slowness = self._slowness, self._entry.slowness
-        if (slowness := self._slowness) is None:
-            return False
-        if told is None or (told.is_certain, told.bytes_per_second) != (slowness.is_certain, slowness.bytes_per_second):
-            logger.log(logging.WARNING if slowness.is_certain else logging.INFO, "%s", slowness.in_words)
-        return True
+        return self._entry.keeps_out()
 
     async def _download(self, holders: Sequence[PeerRecord], least_round: int) -> None:
         fetched = await self._transfer.snapshot(
             holders,
             max_bytes=await self._size_limit(),
             wanted=lambda theirs: theirs.round >= least_round,
-            has_others=self._has_others,
+            has_others=self._survey.has_newcomers,
         )
         self._entry.downloaded(fetched.bytes_per_second, seconds=fetched.seconds, now=self._context.clock.monotonic())
         standing = messages.standing_of(fetched.snapshot)

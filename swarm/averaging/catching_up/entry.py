@@ -5,6 +5,7 @@ the whole run. The peer judges by what it measured itself: how fast the snapshot
 What others announce about their computing counts as well, but never keeps out a peer with a fast line.
 """
 
+import logging
 import math
 import statistics
 from collections import deque
@@ -15,6 +16,8 @@ from swarm.compression.codec import contribution_codec
 from swarm.machine.words import counted
 from swarm.training.round_member import RoundMember
 from swarm.types import PeerState
+
+logger = logging.getLogger(__name__)
 
 TOLERATED_SECONDS = 5.0
 """How much longer a peer's exchange may take than a whole round without the peer; beyond that it stays out."""
@@ -93,10 +96,12 @@ class Entry:
         """When it was seen there first."""
         self._intervals = deque[float](maxlen=MOST_INTERVALS)
         """How many seconds each round took, measured each time that the group had gone on."""
+        self._told: Slowness | None = None
+        """Why the peer stayed out when that was asked last."""
 
     def begin(self) -> None:
         """Forget what was measured, because the peer has fallen behind or is new."""
-        self._bytes_per_second, self._look_at, self._group_round = 0.0, math.inf, -1
+        self._bytes_per_second, self._look_at, self._group_round, self._told = 0.0, math.inf, -1, None
         self._intervals.clear()
 
     def downloaded(self, bytes_per_second: float, *, seconds: float, now: float) -> None:
@@ -115,6 +120,20 @@ class Entry:
     def should_measure(self, now: float) -> bool:
         """Whether the last download is so long ago that the line may be better."""
         return now >= self._look_at
+
+    def keeps_out(self) -> bool:
+        """Whether the peer must stay out, though it is where its group is. A new reason for that is logged."""
+        former, self._told = self._told, self.slowness
+        if (told := self._told) is None:
+            return False
+        if former is None or (former.is_certain, former.bytes_per_second) != (told.is_certain, told.bytes_per_second):
+            logger.log(logging.WARNING if told.is_certain else logging.INFO, "%s", told.in_words)
+        return True
+
+    @property
+    def awaited(self) -> str:
+        """What the peer waits for while it stays out; empty if it does not."""
+        return "" if self._told is None else self._told.awaited
 
     @property
     def slowness(self) -> Slowness | None:

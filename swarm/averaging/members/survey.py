@@ -42,15 +42,27 @@ class Survey:
         self._roster = roster
         self._advance = advance
         self._call = call
+        self._asked = set[PeerId]()
+        """The peers that served when `choose` asked last."""
 
     async def choose(self) -> Standing | None:
         """Ask all holders where they stand. Returns where this peer should go; None if it should stay."""
         branches = self._place.branches
+        self._asked = set(self._roster.contacts.serving())
         branches.listen()
         async with asyncio.TaskGroup() as calls:
             for peer in self._roster.holders():
                 calls.create_task(self._ask(peer))
         return branches.choose(is_sound=self._place.is_sound, announced=self._roster.contacts.standings_announced())
+
+    def has_newcomers(self) -> bool:
+        """Whether peers have begun to serve since `choose` asked. Each of them counts once: a peer that serves, but
+        holds nothing of use, is no reason to ask again."""
+        return not self._asked.issuperset(self._roster.contacts.serving())
+
+    def behind(self, target: Standing) -> list[PeerRecord]:
+        """The peers that stand behind `target`, by what they answered."""
+        return list(self._roster.contacts.records(sorted(self._place.branches.behind(target))).values())
 
     async def _ask(self, peer: PeerRecord) -> None:
         peer_id, standing = PeerId(peer.peer_id), self._place.standing
