@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Never
@@ -28,7 +28,6 @@ from swarm.rpc.endpoint import endpoint_of, host_and_port
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import Kind
 from swarm.rpc.meeting.check import GAP_SECONDS, MAX_ENDPOINTS
-from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.endpoints import direct, versions
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
@@ -65,37 +64,40 @@ class Reach:
         """
         self._membership = membership
         self._node = node
+        self._listen = listen
         self._insecure = insecure
         self._router_ports = router_ports
-        self._may_ask_router = router_ports is not None and 4 in versions(listen.endpoints(1))
-        self.host = listen.host
         self._reserved = None if listen.port else reserved(listen.host)
         self.port: int = listen.port if self._reserved is None else self._reserved.getsockname()[1]
-        self._candidates = listen.endpoints(self.port)[: MAX_ENDPOINTS - 1]
-        self._direct: tuple[str, ...] | None = None
+        self._found: Verdict | None = None
         """None while it is not known which endpoints others reach."""
         self._dht_addresses = listen.dht_addresses
-        self._nodes = [_host_and_port(address) for address in listen.dht_addresses]
-        self._is_node_reached = False
-        self._is_hidden = False
-        """Whether some of the peers that dialled back did not reach this one."""
-        self._is_bridged = False
-        """Whether this peer is reached by one version of IP only: peers that have only the other one need a meeting
-        point that has both."""
+        """Where others enter the DHT at this peer, as far as is known; none once others do not reach its node."""
         self._announced: tuple[str, ...] = ("",)
         self._serves = False
         self._inquiry = Inquiry(membership, random.Random(membership.peer_id), insecure=insecure)
-        self._dialler = Dialler()
         self._waiting = Waiting(
-            membership.identity, Points(membership.identity, insecure=insecure), self._dialler, membership.clock,
+            membership.identity, Points(membership.identity, insecure=insecure), membership.clock,
             server=(listen.host if listen.host not in _EVERYWHERE else "127.0.0.1", self.port),
             candidates=self._points,
         )  # fmt: skip
 
     @property
+    def host(self) -> str:
+        """Where the server is to listen, as Listen says."""
+        return self._listen.host
+
+    @property
     def endpoints(self) -> tuple[str, ...]:
         """All ways to this peer that are known to work, the best first."""
-        return (*(self._direct or ()), *(self._waiting.endpoints if self._is_hidden or self._is_bridged else ()))[:8]
+        if self._found is None:
+            return ()
+        return (*self._found.endpoints, *(self._waiting.endpoints if self._found.needs_tunnels else ()))[:8]
+
+    @property
+    def _candidates(self) -> tuple[str, ...]:
+        """The endpoints at which others are to dial this peer back."""
+        return self._listen.endpoints(self.port)[: MAX_ENDPOINTS - 1]
 
     def announced(self, own_port: int) -> Announced:
         """What others are told now. Called once the server listens on `own_port`."""
@@ -120,10 +122,10 @@ class Reach:
             while not self.endpoints:
                 if (hindrance := self._inquiry.hindrance) and said.count(hindrance):
                     logger.warning("this peer does not serve yet: %s", hindrance)
-                elif self._direct is not None and clock.monotonic() >= patience and said.count(""):
+                elif self._found is not None and clock.monotonic() >= patience and said.count(""):
                     logger.error(
                         "nobody can reach this peer, so it does not serve yet: no peer of the run takes it in, and %s",
-                        self._what_to_do(),
+                        self._what_to_do(self._found),
                     )
                 await clock.sleep(0.05)
 
@@ -135,61 +137,58 @@ class Reach:
         """
         waiting: asyncio.Task[Never] | None = None
         former: Verdict | None = None
+        may_ask_router = self._router_ports is not None and 4 in versions(self._listen.endpoints(1))
         num_busy = 0
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     verdict, seconds = await self._verdict(), LOOK_SECONDS
-                    if verdict is not None and not verdict.endpoints and self._may_ask_router:
+                    if verdict is not None and not verdict.endpoints and may_ask_router:
+                        may_ask_router = False
                         verdict = await self._with_router(verdict, tasks)
                     if verdict is None:
                         num_busy += self._inquiry.hindrance == BUSY
-                        if self._direct is None and (not self._inquiry.hindrance or num_busy >= MOST_BUSY):
-                            self._direct = self._candidates
+                        if self._found is None and (not self._inquiry.hindrance or num_busy >= MOST_BUSY):
+                            self._found = Verdict.unchecked(self._candidates)
                     else:
                         differs = former is not None and former.endpoints != verdict.endpoints
                         is_doubtful = differs or (former is None and not verdict.endpoints)
                         former, seconds = verdict, DOUBT_SECONDS if is_doubtful else AGAIN_SECONDS
                         if not differs:
                             self._conclude(verdict)
-                            if (self._is_hidden or self._is_bridged) and waiting is None:
+                            if verdict.needs_tunnels and waiting is None:
                                 waiting = tasks.create_task(self._waiting.run())
                             await self._conclude_dht(verdict)
                     await self._membership.clock.sleep(seconds)
         finally:
-            await self._dialler.close()
             if self._router_ports is not None:
                 await self._router_ports.release()
             if self._reserved is not None:
                 self._reserved.close()
 
     async def _with_router(self, verdict: Verdict, tasks: asyncio.TaskGroup) -> Verdict:
-        """Ask the router, once, to forward the ports, and then the peers again; gives what they reach."""
-        self._may_ask_router = False
+        """Ask the router to forward the ports, and then the peers again; gives what they reach."""
         assert self._router_ports is not None
-        if not await self._router_ports.ask(list(dict.fromkeys([self.port, *(port for _, port in self._nodes)]))):
+        ports = [self.port, *(port for _, port in _nodes(self._listen.dht_addresses))]
+        if not await self._router_ports.ask(list(dict.fromkeys(ports))):
             return verdict
         # Peers that were asked a moment ago do not dial back again so soon.
         await self._membership.clock.sleep(GAP_SECONDS + 0.1)
-        found = await self._verdict()
-        if found is None or not found.endpoints:
+        forwarded = await self._verdict()
+        if forwarded is None or not forwarded.endpoints:
             logger.info("the router says that it forwards this peer's ports, and nobody reaches them all the same")
             await self._router_ports.release()
             return verdict
         tasks.create_task(self._router_ports.keep())
-        return found
+        return forwarded
 
     def _outer(self, port: int) -> int:
         """The router's port that leads to this one."""
         return port if self._router_ports is None else self._router_ports.outer.get(port, port)
 
     def _conclude(self, verdict: Verdict) -> None:
-        is_same = self._direct == verdict.endpoints
-        self._direct = verdict.endpoints
-        self._is_node_reached = bool(verdict.dht_endpoints)
-        self._is_hidden = verdict.num_reached < verdict.num_asked
-        self._is_bridged = len(versions(verdict.endpoints)) < 2
-        if is_same:
+        former, self._found = self._found, verdict
+        if former is not None and former.endpoints == verdict.endpoints:
             return
         if verdict.endpoints:
             logger.info(
@@ -197,13 +196,13 @@ class Reach:
                 verdict.num_asked,
             )  # fmt: skip
         else:
-            logger.warning("others reach this peer by way of further peers alone, since %s", self._what_to_do())
+            logger.warning("others reach this peer by way of further peers alone, since %s", self._what_to_do(verdict))
 
     async def _conclude_dht(self, verdict: Verdict) -> None:
         if not self._dht_addresses:
             return
         if not verdict.dht_endpoints:
-            tried = ", ".join(endpoint_of(*node) for node in self._nodes)
+            tried = self._tried_nodes
             logger.info("others do not reach its node of the DHT at %s: from now on it asks, and is not asked", tried)
             self._dht_addresses = ()
             try:
@@ -215,11 +214,15 @@ class Reach:
         ends = map(host_and_port, verdict.dht_endpoints)
         self._dht_addresses = tuple(f"{addresses.at(host, port)}/p2p/{libp2p_id}" for host, port in ends)
 
-    def _what_to_do(self) -> str:
+    @property
+    def _tried_nodes(self) -> str:
+        return ", ".join(endpoint_of(*node) for node in _nodes(self._listen.dht_addresses))
+
+    def _what_to_do(self, verdict: Verdict) -> str:
         ends = f"{', '.join(self._candidates)} (gRPC)"
         these, them, fix = "that TCP port", "it", "--port fixes"
-        if not self._is_node_reached:
-            ends += f" and {', '.join(endpoint_of(*node) for node in self._nodes)} (DHT)"
+        if not verdict.dht_endpoints:
+            ends += f" and {self._tried_nodes} (DHT)"
             these, them, fix = "these TCP ports", "them", "--port and --dht-port fix"
         return (
             f"those that dialled back got no answer at {ends}. To be reached directly, open {these} in the firewall or "
@@ -230,7 +233,7 @@ class Reach:
         """Ask some peers to dial back; gives None if none of them answers. Raises ValueError if the port is in use."""
         own = versions(self._candidates)
         others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
-        nodes = [_host_and_port(address) for address in self._dht_addresses][: MAX_ENDPOINTS - 1]
+        nodes = _nodes(self._dht_addresses)[: MAX_ENDPOINTS - 1]
         seen = [f":{self._outer(port)}" for _, port in nodes[:1]]
         request = pb.CheckRequest(
             peer_id=self._membership.peer_id,
@@ -256,20 +259,16 @@ class Reach:
 
         If this peer is out of reach only for peers with the other version of IP, these ones have both versions.
         """
-        own_id = self._membership.peer_id
+        own_id, is_hidden = self._membership.peer_id, self._found is not None and self._found.is_hidden
         others = sorted(
             self._membership.known.everyone(), key=lambda record: sha256(f"{own_id} {record.peer_id}".encode()).digest()
         )
         ends = ((PeerId(record.peer_id), direct(record.endpoints)) for record in others)
         return [
-            Entry(peer_id, end)
-            for peer_id, found in ends
-            if self._is_hidden or len(versions(found)) == 2
-            for end in found
+            Entry(peer_id, end) for peer_id, found in ends if is_hidden or len(versions(found)) == 2 for end in found
         ]
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
-    """The host and port in a multiaddress of the DHT."""
-    _, _, host, _, port, *_ = address.split("/")
-    return host, int(port)
+def _nodes(addresses: Iterable[str]) -> list[tuple[str, int]]:
+    """The host and port in each multiaddress of the DHT."""
+    return [(host, int(port)) for _, _, host, _, port, *_ in (address.split("/") for address in addresses)]

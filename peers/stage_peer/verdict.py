@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from swarm.rpc.endpoint import endpoint_of
+from swarm.rpc.meeting.endpoints import versions
 from swarm.rpc.v1 import meeting_pb2 as pb
 
 
@@ -25,6 +26,22 @@ class Verdict:
     dht_endpoints: tuple[str, ...]
     num_asked: int
     num_reached: int
+
+    @classmethod
+    def unchecked(cls, endpoints: tuple[str, ...]) -> Self:
+        """The endpoints of a peer that nobody has dialled back."""
+        return cls(endpoints=endpoints, dht_endpoints=(), num_asked=0, num_reached=0)
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether some of the peers that dialled back did not reach this one."""
+        return self.num_reached < self.num_asked
+
+    @property
+    def needs_tunnels(self) -> bool:
+        """Whether some peers need a meeting point to reach this one: it is hidden, or is reached by one version of IP
+        only, so that peers that have only the other one need a meeting point that has both."""
+        return self.is_hidden or len(versions(self.endpoints)) < 2
 
     @classmethod
     def of(cls, named: pb.CheckRequest, replies: Sequence[pb.CheckReply]) -> Self:

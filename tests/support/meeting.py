@@ -16,7 +16,6 @@ from swarm.rpc.callers import Callers
 from swarm.rpc.entry import Entry
 from swarm.rpc.guard import Guard
 from swarm.rpc.meeting.budget import MeetingLimits
-from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
@@ -95,10 +94,7 @@ async def hidden_peer(
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
     port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
     await server.start()
-    dialler = Dialler()
-    waiting = Waiting(
-        own, Points(own, insecure=False), dialler, clock, server=("127.0.0.1", port), candidates=lambda: points
-    )
+    waiting = Waiting(own, Points(own, insecure=False), clock, server=("127.0.0.1", port), candidates=lambda: points)
     task = asyncio.create_task(waiting.run())
     try:
         await eventually(lambda: len(waiting.endpoints) == min(3, len(points)) or task.done())
@@ -106,7 +102,6 @@ async def hidden_peer(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await dialler.close()
         await server.stop(None)
 
 

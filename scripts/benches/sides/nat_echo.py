@@ -21,7 +21,6 @@ from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.rpc.meeting.carrying import Kind
-from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
@@ -49,7 +48,7 @@ async def meet(host: str) -> None:
 
 async def serve(host: str, entry: str = "") -> None:
     """Be a peer that takes pieces until the process ends."""
-    own, dialler, points = generate(), Dialler(), [Entry.parse(entry)] if entry else []
+    own, points = generate(), [Entry.parse(entry)] if entry else []
 
     async def take(request: bytes, _: Any) -> bytes:
         punched = waiting.num_lines(Kind.PUNCHED)
@@ -60,9 +59,7 @@ async def serve(host: str, entry: str = "") -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("nat", handlers),))
     port = bind_server(server, "" if entry else host, 0, tls.server_credentials(own))
     await server.start()
-    waiting = Waiting(
-        own, Points(own, insecure=False), dialler, CLOCK, server=("127.0.0.1", port), candidates=lambda: points
-    )
+    waiting = Waiting(own, Points(own, insecure=False), CLOCK, server=("127.0.0.1", port), candidates=lambda: points)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(waiting.run())
         while points and not waiting.endpoints:

@@ -50,7 +50,7 @@ class Waiting:
     """Keeps one peer waiting at meeting points."""
 
     def __init__(
-        self, own: Identity, points: Points, dialler: Dialler, clock: Clock, *, server: tuple[str, int],
+        self, own: Identity, points: Points, clock: Clock, *, server: tuple[str, int],
         candidates: Callable[[], Sequence[Entry]],
     ) -> None:  # fmt: skip
         """
@@ -60,7 +60,7 @@ class Waiting:
         """
         self._own = own
         self._points = points
-        self._dialler = dialler
+        self._dialler = Dialler()
         self._clock = clock
         self._server = server
         self._candidates = candidates
@@ -87,12 +87,15 @@ class Waiting:
 
     async def run(self) -> Never:
         """Wait at NUM_POINTS meeting points, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                for point in self._wanted():
-                    self._trying.add(point)
-                    tasks.create_task(self._stay(point, tasks))
-                await self._clock.sleep(LOOK_SECONDS)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    for point in self._wanted():
+                        self._trying.add(point)
+                        tasks.create_task(self._stay(point, tasks))
+                    await self._clock.sleep(LOOK_SECONDS)
+        finally:
+            await self._dialler.close()
 
     def _wanted(self) -> list[Entry]:
         now = self._clock.monotonic()
