@@ -7,7 +7,6 @@ once it is served: bind -> get the state -> announce, average, write checkpoints
 import asyncio
 import dataclasses
 import logging
-import random
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,7 +15,6 @@ import grpc
 
 from peers.shared.membership import Membership
 from peers.stage_peer.checkpoints import Checkpoints
-from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.listen import Announced, Listening
 from peers.stage_peer.news import StageNews
 from peers.stage_peer.own_backend import own_backend
@@ -24,39 +22,28 @@ from peers.stage_peer.own_state import OwnState
 from peers.stage_peer.presence import Presence
 from peers.stage_peer.resume import require_weights
 from peers.stage_peer.server_options import ServerOptions
-from peers.stage_peer.services import add_services, group_lead
+from peers.stage_peer.services import Services
 from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
-from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
-from swarm.content.servicer import ContentServicer
-from swarm.dht import keys
-from swarm.dht.lookup import DirectoryServicer
 from swarm.errors import Fatal
 from swarm.events.kinds import Join
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
 from swarm.hop.retries import HopLimits
 from swarm.machine.out_of_memory import in_words
-from swarm.pipeline.lease_service import LeaseServicer
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.guard import Guard
-from swarm.rpc.meeting.endpoints import direct
-from swarm.rpc.meeting.meeting_point import MeetingPoint
-from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.turns import Turns
-from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import reply_specs, request_specs
 from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.generation import GenerationServicer
 from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
-from swarm.stage.servicer import StageServicer
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.stage import stage_of
 from swarm.stage.staging import staging_of
@@ -71,9 +58,7 @@ class StageServer:
     """One stage peer while it stays at its stage."""
 
     def __init__(self, membership: Membership, stage: int, tasks: asyncio.TaskGroup, options: ServerOptions) -> None:
-        self._config = config = membership.config
-        self._known = membership.known
-        self._clock = clock = membership.clock
+        config, clock = membership.config, membership.clock
         # The channels end with this server: at another stage the peer has other neighbours.
         channels = ChannelPool(insecure=options.insecure, identity=membership.identity, clock=clock)
         self._membership = membership = dataclasses.replace(membership, channels=channels)
@@ -95,7 +80,7 @@ class StageServer:
         if not backend.is_last:
             hop = Hop(
                 run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1),
-                router=self._known.router, channels=channels, clock=clock, events=options.events,
+                router=membership.known.router, channels=channels, clock=clock, events=options.events,
                 limits=HopLimits(round_microbatches=config.round_microbatches),
             )  # fmt: skip
         self.stage = stage_of(
@@ -110,8 +95,6 @@ class StageServer:
                 events=options.events,
             ),
         )
-        self._turns = Turns(clock, is_training=lambda: self.stage.is_busy)
-        self._generation = GenerationServicer(self.stage, options.sessions)
         self.member = StageMember(
             self.stage, num_alive=lambda: self.averager.statistics().num_alive, on_commit=self._committed,
             events=options.events,
@@ -121,14 +104,9 @@ class StageServer:
             options.checkpoints, config, stage, self.member, tasks,
             highest_microbatch=lambda: self.averager.view().highest_microbatch,
         )  # fmt: skip
-        self._meeting_point = MeetingPoint(
-            membership.identity.peer_id, options.meeting, clock, insecure=options.insecure,
-            is_exchanging=lambda: self.averager.is_exchanging,
-        )  # fmt: skip
         self._own_state = OwnState(membership, self.stage, self.member, options)
         self._news = StageNews(clock)
         self.presence = Presence(membership, self.stage, self.member, options, self.callers)
-        self._rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: self.presence.endpoint)
 
     @asynccontextmanager
     async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
@@ -139,10 +117,8 @@ class StageServer:
             Fatal, PeerUnavailable: as OwnState.begin does.
             ExceptionGroup: of a NotReady: the stage's state could not be downloaded from the peers that hold it.
         """
-        identity, channels = self._membership.identity, self._membership.channels
-        guard = Guard(
-            authority=identity.authority, callers=self.callers, clock=self._clock, stage=lambda: self.stage.number
-        )
+        identity, clock = self._membership.identity, self._membership.clock
+        guard = Guard(authority=identity.authority, callers=self.callers, clock=clock, stage=lambda: self.stage.number)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
         credentials = None if self._options.insecure else tls.server_credentials(identity)
         self.presence.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
@@ -152,8 +128,13 @@ class StageServer:
         self._runtime.start()
         try:
             await self._own_state.begin()
-            self.averager = Averager(self._context(channels), self.member)
-            self._add_services(server)
+            turns = Turns(clock, is_training=lambda: self.stage.is_busy)
+            self.averager = Averager(self._context(turns), self.member)
+            services = Services(
+                self._membership, self.stage, self.averager, self.presence, self._options, callers=self.callers,
+                turns=turns,
+            )  # fmt: skip
+            services.add_to(server)
             await server.start()
             waits = self._membership.waits
             async with asyncio.TaskGroup() as tasks:
@@ -175,8 +156,8 @@ class StageServer:
                 )  # fmt: skip
                 background = [tasks.create_task(work) for work in works]
                 self._options.own_figures.follow(
-                    lambda: PeerRow.of(self.presence.record(), self._describe()),
-                    run=self._config.run_id,
+                    lambda: PeerRow.of(self.presence.record(), services.describe()),
+                    run=self._membership.config.run_id,
                     stage=str(self.stage.number),
                 )
                 with waits.on(self._waits_for_round), waits.on(self._waits_for_stage):
@@ -188,55 +169,32 @@ class StageServer:
             self.stage.end()
             await server.stop(grace=1.0)
             await self._settle()
-            await channels.close()
+            await self._membership.channels.close()
             self._runtime.stop(timeout_seconds=2.0)
 
-    def _context(self, channels: ChannelPool) -> Context:
+    def _context(self, turns: Turns) -> Context:
         """Make the context of the averager."""
+        member = self._membership
         return Context(
-            config=self._config, own=self.presence.record(), endpoints=lambda: self.presence.announced.endpoints,
-            peers=self._known.peers, transport=GrpcTransport(channels), clock=self._clock, events=self._options.events,
-            waits=self._membership.waits, turns=self._turns,
+            config=member.config, own=self.presence.record(), endpoints=lambda: self.presence.announced.endpoints,
+            peers=member.known.peers, transport=GrpcTransport(member.channels), clock=member.clock,
+            events=self._options.events, waits=member.waits, turns=turns,
         )  # fmt: skip
 
     async def _settle(self) -> None:
         """Wait until acknowledgements are passed on downstream: without them the peers there would roll back."""
-        deadline = self._clock.monotonic() + SETTLE_SECONDS
-        while self.stage.answers.num_settling and self._clock.monotonic() < deadline:
-            await self._clock.sleep(0.02)
+        clock = self._membership.clock
+        deadline = clock.monotonic() + SETTLE_SECONDS
+        while self.stage.answers.num_settling and clock.monotonic() < deadline:
+            await clock.sleep(0.02)
 
     async def _watch_connections(self) -> None:
         """Watch the connections to the peers of the next stage, if there is one."""
-        if self.stage.number + 1 < self._config.stages.num_stages:
+        member, next_stage = self._membership, self.stage.number + 1
+        if next_stage in member.stages:
             await watch_connections(
-                stage=self.stage.number + 1, router=self._known.router, channels=self._membership.channels,
-                clock=self._clock,
-            )  # fmt: skip
-
-    def _add_services(self, server: grpc.aio.Server) -> None:
-        stage_servicer = StageServicer(
-            self.stage, describe=self._describe, callers=self.callers, rival_of=self._rivals.of
-        )
-        lease_servicer = LeaseServicer(
-            config=self._config, stage=self.stage.number, clock=self._clock, rng=random.SystemRandom(),
-            lead=lambda: group_lead(self.averager), changed=self.averager.changed, events=self._options.events,
-        )  # fmt: skip
-        averaging_servicer = AveragingServicer(self.averager.handlers, own_id=self._membership.peer_id)
-        directory_servicer = DirectoryServicer(
-            store=self._membership.directory.store,
-            keys=keys.of_run(self._config.run_id, self._config.stages.num_stages),
-            clock=self._clock,
-        )
-        content_servicer = ContentServicer(
-            self._config.run_id, self._options.shelves, is_exchanging=lambda: self.averager.is_exchanging,
-            clock=self._clock, turns=self._turns,
-        )  # fmt: skip
-        probe_servicer = ProbeServicer(is_exchanging=lambda: self.averager.is_exchanging, clock=self._clock)
-        add_services(
-            server, stage=stage_servicer, generation=self._generation, lease=lease_servicer,
-            averaging=averaging_servicer, directory=directory_servicer, content=content_servicer,
-            meeting=self._meeting_point, probe=probe_servicer, health=self.presence.health,
-        )  # fmt: skip
+                stage=next_stage, router=member.known.router, channels=member.channels, clock=member.clock
+            )
 
     @property
     def round(self) -> int:
@@ -273,12 +231,12 @@ class StageServer:
             await self._end_of_round(seconds, quiet_seconds)
 
     async def _end_of_round(self, seconds: float, quiet_seconds: float) -> None:
-        number = self.stage.round
-        busy_at, deadline = self._clock.monotonic(), self._clock.monotonic() + seconds
+        number, clock = self.stage.round, self._membership.clock
+        busy_at, deadline = clock.monotonic(), clock.monotonic() + seconds
         while (
             self.stage.round == number
             and (self.member.progress().num_samples > 0 or self.stage.is_busy)
-            and all(self._known.others(stage) for stage in self._membership.stages)
+            and all(self._membership.known.others(stage) for stage in self._membership.stages)
         ):
             closed = self.stage.is_closed
             # Microbatches between the close and the commit belong to the next round, and would be lost with this peer.
@@ -286,14 +244,14 @@ class StageServer:
                 self.stage.admission.close()
             else:
                 self.stage.admission.open()
-            now = self._clock.monotonic()
+            now = clock.monotonic()
             if closed or self.stage.is_busy or self.averager.misses_member():
                 # While a round waits for a silent member, nothing is under way, though somebody trains.
                 busy_at = now
             quiet = min(now - busy_at, self.averager.view().quiet_seconds)
             if now >= deadline or quiet >= quiet_seconds:
                 return
-            await self._clock.sleep(0.05)
+            await clock.sleep(0.05)
 
     async def drain(self, seconds: float) -> bool:
         """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on.
@@ -304,10 +262,11 @@ class StageServer:
         self.stage.admission.close()
         await self.presence.leaves()
         await self.presence.announce()
-        deadline = self._clock.monotonic() + seconds
+        clock = self._membership.clock
+        deadline = clock.monotonic() + seconds
         with self._membership.waits.on("what is in flight here, to leave then"):
-            while self._clock.monotonic() < deadline and self.stage.is_busy:
-                await self._clock.sleep(0.1)
+            while clock.monotonic() < deadline and self.stage.is_busy:
+                await clock.sleep(0.1)
         return not self.stage.is_busy
 
     async def go_on(self) -> None:
@@ -323,7 +282,7 @@ class StageServer:
 
     def _waits_for_round(self, _: float) -> str:
         """What the peer waits for at the end of a synchronous round. With DiLoCo training goes on meanwhile."""
-        is_held_up = self._config.rounds.synchronous and self.stage.is_closed
+        is_held_up = self._membership.config.rounds.synchronous and self.stage.is_closed
         return f"the commit of round {self.stage.round}" if is_held_up else ""
 
     def _waits_for_stage(self, _: float) -> str:
@@ -338,12 +297,3 @@ class StageServer:
             is_behind=self.averager.is_behind,
         )
         self.checkpoints.committed()
-
-    def _describe(self) -> pb.DescribeReply:
-        announced, point = self.presence.announced, self._meeting_point
-        lines = pb.Lines(
-            punched=announced.num_punched, relayed=announced.num_relayed, waiting=point.num_waiting,
-            carried=point.budget.num_connections, carried_bytes=point.budget.num_bytes,
-            is_hidden=not direct(announced.endpoints),
-        )  # fmt: skip
-        return self.presence.describe(self.averager, self._generation.counters(), lines)

@@ -1,17 +1,30 @@
-"""Adds each service of a stage peer to its gRPC server. Used by server.py, which makes the servicers."""
+"""The services of a stage peer on its gRPC server, and what it answers to Describe.
+
+Made by server.py once the stage's state is here, and before the server starts.
+"""
+
+import random
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from peers.stage_peer.presence import Health
+from peers.shared.membership import Membership
+from peers.stage_peer.incarnation import Rivals
+from peers.stage_peer.presence import Presence
+from peers.stage_peer.server_options import ServerOptions
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.content.servicer import ContentServicer
+from swarm.dht import keys
 from swarm.dht.lookup import DirectoryServicer
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
+from swarm.rpc.callers import Callers
+from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
+from swarm.rpc.turns import Turns
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
@@ -22,24 +35,75 @@ from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.generation import GenerationServicer
 from swarm.stage.servicer import StageServicer
+from swarm.stage.stage import Stage
 from swarm.types import PeerId
 
 
-def add_services(
-    server: grpc.aio.Server, *, stage: StageServicer, generation: GenerationServicer, lease: LeaseServicer,
-    averaging: AveragingServicer, directory: DirectoryServicer, content: ContentServicer, meeting: MeetingPoint,
-    probe: ProbeServicer, health: Health,
-) -> None:  # fmt: skip
-    """Add these servicers to a server, before it starts."""
-    add_StageServiceServicer_to_server(stage, server)
-    add_GenerationServiceServicer_to_server(generation, server)
-    add_LeaseServiceServicer_to_server(lease, server)
-    add_AveragingServiceServicer_to_server(averaging, server)
-    add_DirectoryServiceServicer_to_server(directory, server)
-    add_ContentServiceServicer_to_server(content, server)
-    add_MeetingServiceServicer_to_server(meeting, server)
-    add_ProbeServiceServicer_to_server(probe, server)
-    add_HealthServicer_to_server(health, server)
+class Services:
+    """The services of one peer while it stays at its stage."""
+
+    def __init__(
+        self, membership: Membership, stage: Stage, averager: Averager, presence: Presence, options: ServerOptions, *,
+        callers: Callers, turns: Turns,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            turns: whose turn it is to download from this peer, its state included.
+        """
+        self._membership = membership
+        self._stage = stage
+        self._averager = averager
+        self._presence = presence
+        self._options = options
+        self._callers = callers
+        self._turns = turns
+        self._generation = GenerationServicer(stage, options.sessions)
+        self._meeting_point = MeetingPoint(
+            membership.identity.peer_id, options.meeting, membership.clock, insecure=options.insecure,
+            is_exchanging=self._is_exchanging,
+        )  # fmt: skip
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add each service to a server that has not started yet."""
+        config, clock = self._membership.config, self._membership.clock
+        averager, options = self._averager, self._options
+        rivals = Rivals(self._membership, own=options.incarnation, endpoint=lambda: self._presence.endpoint)
+        stage = StageServicer(self._stage, describe=self.describe, callers=self._callers, rival_of=rivals.of)
+        lease = LeaseServicer(
+            config=config, stage=self._stage.number, clock=clock, rng=random.SystemRandom(),
+            lead=lambda: group_lead(averager), changed=averager.changed, events=options.events,
+        )  # fmt: skip
+        directory = DirectoryServicer(
+            store=self._membership.directory.store,
+            keys=keys.of_run(config.run_id, config.stages.num_stages),
+            clock=clock,
+        )
+        content = ContentServicer(
+            config.run_id, options.shelves, is_exchanging=self._is_exchanging, clock=clock, turns=self._turns
+        )
+        averaging = AveragingServicer(averager.handlers, own_id=self._membership.peer_id)
+        add_StageServiceServicer_to_server(stage, server)
+        add_GenerationServiceServicer_to_server(self._generation, server)
+        add_LeaseServiceServicer_to_server(lease, server)
+        add_AveragingServiceServicer_to_server(averaging, server)
+        add_DirectoryServiceServicer_to_server(directory, server)
+        add_ContentServiceServicer_to_server(content, server)
+        add_MeetingServiceServicer_to_server(self._meeting_point, server)
+        add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=self._is_exchanging, clock=clock), server)
+        add_HealthServicer_to_server(self._presence.health, server)
+
+    def describe(self) -> pb.DescribeReply:
+        """This peer's answer to Describe."""
+        announced, point = self._presence.announced, self._meeting_point
+        lines = pb.Lines(
+            punched=announced.num_punched, relayed=announced.num_relayed, waiting=point.num_waiting,
+            carried=point.budget.num_connections, carried_bytes=point.budget.num_bytes,
+            is_hidden=not direct(announced.endpoints),
+        )  # fmt: skip
+        return self._presence.describe(self._averager, self._generation.counters(), lines)
+
+    def _is_exchanging(self) -> bool:
+        return self._averager.is_exchanging
 
 
 def group_lead(averager: Averager) -> GroupLead:
