@@ -5,22 +5,20 @@ with this process's certificate, on the other a listener that sends only the fir
 """
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from peers.doctor.finding import Finding, fine, not_checked, wrong
 from peers.stage_peer.listen import Outside
-from peers.stage_peer.own_port import answering
+from peers.stage_peer.own_port import answering, answering_as_node
 from swarm.credentials.identity import Identity
 from swarm.dht import addresses
 from swarm.errors import SwarmError
 from swarm.machine.words import counted
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.endpoint import endpoint_of
-from swarm.rpc.meeting.check import ANSWER_SECONDS, MAX_ENDPOINTS, MULTISTREAM, check
+from swarm.rpc.meeting.check import ANSWER_SECONDS, MAX_ENDPOINTS, check
 from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord
@@ -56,7 +54,7 @@ class Ports:
         return self._free(self.port), self._free(self.dht_port)
 
     def _free(self, port: int) -> int:
-        for host in [self.host] if self.host else addresses.everywhere():
+        for host in addresses.hosts(self.host):
             port = addresses.free_port(host, port)
         return port
 
@@ -91,7 +89,7 @@ async def from_outside(
             fault = str(error)
             return pb.CheckReply()
 
-    async with _answering(ports.host, port, dht_port, own, insecure=insecure):
+    async with answering(ports.host, port, own, insecure=insecure), answering_as_node(ports.host, dht_port):
         asked = [peer for peer in peers if direct(peer.endpoints)][:NUM_ASKED]
         replies = [reply for reply in await asyncio.gather(*map(ask, asked)) if reply.observed_host]
     if not replies:
@@ -131,18 +129,3 @@ def _named(outside: Sequence[Outside], port: int) -> list[str]:
     """The endpoints to dial: those that --announce names, and `:PORT` for the address from which the caller is seen."""
     named = [endpoint_of(one.host, one.port or port) for one in outside]
     return [*named, f":{port}"][:MAX_ENDPOINTS]
-
-
-@asynccontextmanager
-async def _answering(host: str, port: int, dht_port: int, own: Identity, *, insecure: bool) -> AsyncIterator[None]:
-    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            writer.write(MULTISTREAM)
-            await writer.drain()
-            writer.close()
-
-    async with (
-        answering(host, port, own, insecure=insecure),
-        await asyncio.start_server(greet, host or None, dht_port),
-    ):
-        yield

@@ -99,12 +99,14 @@ class Listen:
         port: TCP port for gRPC; 0 takes a free one.
         outside: where others reach that port, the best first.
         dht_addresses: where others enter the DHT, the best first.
+        dht_port: TCP port at which the DHT's node listens; 0 if there is none that others can ask.
     """
 
     host: str
     port: int
     outside: tuple[Outside, ...]
     dht_addresses: tuple[str, ...]
+    dht_port: int = 0
 
     def endpoints(self, own_port: int) -> tuple[str, ...]:
         """HOST:PORT of each address, for a server that listens on `own_port`."""

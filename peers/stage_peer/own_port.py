@@ -1,10 +1,11 @@
 """Keeps a TCP port of this machine for a process while none of its servers listens there.
 
-Used by reach.py, because others dial a peer back at its port before its server begins, and between two servers; and by
-swarm-doctor, which never serves.
+Used by reach.py and dht_reach.py, because others dial a peer back at its ports before its server begins, between two
+servers, and while its node of the DHT does not listen; and by swarm-doctor, which never serves.
 """
 
 import asyncio
+import contextlib
 import errno
 import socket
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ import grpc
 
 from swarm.credentials.identity import Identity
 from swarm.rpc import tls
+from swarm.rpc.meeting.check import MULTISTREAM
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 
 
@@ -42,6 +44,24 @@ async def answering(host: str, port: int, own: Identity, *, insecure: bool) -> A
         # gRPC closes its socket a moment later, and the next server needs the port.
         while is_listened_on(host, port):  # noqa: ASYNC110 - nothing tells of it.
             await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def answering_as_node(host: str, port: int) -> AsyncIterator[None]:
+    """Answer at a port inside the block with the first line of a DHT node's protocol, and nothing else.
+
+    Raises:
+        OSError: the port is in use.
+    """
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(MULTISTREAM)
+            await writer.drain()
+            writer.close()
+
+    async with await asyncio.start_server(greet, host or None, port):
+        yield
 
 
 def is_listened_on(host: str, port: int) -> bool:

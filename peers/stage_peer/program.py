@@ -114,7 +114,10 @@ def main(argv: Sequence[str]) -> int:
     outside, outside_dht = outside_of(options.host, options.outside, options.outside_dht, addresses)
     node = enter_dht(options, addresses, outside_dht, member, identity.libp2p_path)
     try:
-        listen = Listen(host=options.host, port=options.port, outside=outside, dht_addresses=tuple(node.addresses()))
+        listen = Listen(
+            host=options.host, port=options.port, outside=outside, dht_addresses=tuple(node.addresses()),
+            dht_port=node.port,
+        )  # fmt: skip
         start = Start(
             options=options, config=own, model=model, entrance=entrance, addresses=addresses, identity=member,
             node=node, listen=listen, device=device, checkpoints=checkpoints, events=events, returns=returns,

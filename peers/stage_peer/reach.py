@@ -6,25 +6,22 @@ is a peer from which only short messages reach the others. What meeting points d
 """
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Never
 
 from peers.shared.membership import Membership
+from peers.stage_peer.dht_reach import DhtReach
 from peers.stage_peer.inquiry import BUSY, Inquiry
 from peers.stage_peer.listen import Announced, Listen
 from peers.stage_peer.own_port import answering, reserved
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
-from swarm.dht import addresses
 from swarm.dht.node import DhtNode
-from swarm.errors import SwarmError
 from swarm.machine.repeats import Repeats
-from swarm.rpc.endpoint import endpoint_of, host_and_port
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import Kind
 from swarm.rpc.meeting.check import GAP_SECONDS, MAX_ENDPOINTS
@@ -63,16 +60,14 @@ class Reach:
             router_ports: asks the router to forward the ports if nobody reaches them; None never asks it.
         """
         self._membership = membership
-        self._node = node
         self._listen = listen
+        self._dht = DhtReach(node, listen)
         self._insecure = insecure
         self._router_ports = router_ports
         self._reserved = None if listen.port else reserved(listen.host)
         self.port: int = listen.port if self._reserved is None else self._reserved.getsockname()[1]
         self._found: Verdict | None = None
         """None while it is not known which endpoints others reach."""
-        self._dht_addresses = listen.dht_addresses
-        """Where others enter the DHT at this peer, as far as is known; none once others do not reach its node."""
         self._announced: tuple[str, ...] = ("",)
         self._serves = False
         self._inquiry = Inquiry(membership, random.Random(membership.peer_id), insecure=insecure)
@@ -107,7 +102,7 @@ class Reach:
         self._announced = self.endpoints or self._announced
         return Announced(
             endpoints=self._announced,
-            dht_addresses=self._dht_addresses,
+            dht_addresses=self._dht.addresses,
             num_punched=self._waiting.num_lines(Kind.PUNCHED),
             num_relayed=self._waiting.num_lines(Kind.RELAYED),
         )
@@ -151,14 +146,14 @@ class Reach:
                         if self._found is None and (not self._inquiry.hindrance or num_busy >= MOST_BUSY):
                             self._found = Verdict.unchecked(self._candidates)
                     else:
-                        differs = former is not None and former.endpoints != verdict.endpoints
-                        is_doubtful = differs or (former is None and not verdict.endpoints)
-                        former, seconds = verdict, DOUBT_SECONDS if is_doubtful else AGAIN_SECONDS
-                        if not differs:
+                        seconds = DOUBT_SECONDS if verdict.is_doubtful(former) else AGAIN_SECONDS
+                        if former is None or former.endpoints == verdict.endpoints:
                             self._conclude(verdict)
                             if verdict.needs_tunnels and waiting is None:
                                 waiting = tasks.create_task(self._waiting.run())
-                            await self._conclude_dht(verdict)
+                        if former is None or bool(former.dht_endpoints) == bool(verdict.dht_endpoints):
+                            await self._dht.conclude(verdict.dht_endpoints)
+                        former = verdict
                     await self._membership.clock.sleep(seconds)
         finally:
             if self._router_ports is not None:
@@ -169,8 +164,7 @@ class Reach:
     async def _with_router(self, verdict: Verdict, tasks: asyncio.TaskGroup) -> Verdict:
         """Ask the router to forward the ports, and then the peers again; gives what they reach."""
         assert self._router_ports is not None
-        ports = [self.port, *(port for _, port in _nodes(self._listen.dht_addresses))]
-        if not await self._router_ports.ask(list(dict.fromkeys(ports))):
+        if not await self._router_ports.ask([port for port in (self.port, self._dht.port) if port]):
             return verdict
         # Peers that were asked a moment ago do not dial back again so soon.
         await self._membership.clock.sleep(GAP_SECONDS + 0.1)
@@ -182,9 +176,9 @@ class Reach:
         tasks.create_task(self._router_ports.keep())
         return forwarded
 
-    def _outer(self, port: int) -> int:
-        """The router's port that leads to this one."""
-        return port if self._router_ports is None else self._router_ports.outer.get(port, port)
+    def _forwarded(self, port: int) -> int | None:
+        """The router's port that leads to this one; None if the router has not been asked, or does not do it."""
+        return None if self._router_ports is None else self._router_ports.outer.get(port)
 
     def _conclude(self, verdict: Verdict) -> None:
         former, self._found = self._found, verdict
@@ -198,31 +192,11 @@ class Reach:
         else:
             logger.warning("others reach this peer by way of further peers alone, since %s", self._what_to_do(verdict))
 
-    async def _conclude_dht(self, verdict: Verdict) -> None:
-        if not self._dht_addresses:
-            return
-        if not verdict.dht_endpoints:
-            tried = self._tried_nodes
-            logger.info("others do not reach its node of the DHT at %s: from now on it asks, and is not asked", tried)
-            self._dht_addresses = ()
-            try:
-                await self._node.become_client()
-            except (SwarmError, OSError) as error:
-                logger.debug("it stays a node that others would ask: %s", error)
-            return
-        _, libp2p_id = addresses.split(self._dht_addresses[0])
-        ends = map(host_and_port, verdict.dht_endpoints)
-        self._dht_addresses = tuple(f"{addresses.at(host, port)}/p2p/{libp2p_id}" for host, port in ends)
-
-    @property
-    def _tried_nodes(self) -> str:
-        return ", ".join(endpoint_of(*node) for node in _nodes(self._listen.dht_addresses))
-
     def _what_to_do(self, verdict: Verdict) -> str:
         ends = f"{', '.join(self._candidates)} (gRPC)"
         these, them, fix = "that TCP port", "it", "--port fixes"
         if not verdict.dht_endpoints:
-            ends += f" and {self._tried_nodes} (DHT)"
+            ends += f" and {self._dht.named} (DHT)"
             these, them, fix = "these TCP ports", "them", "--port and --dht-port fix"
         return (
             f"those that dialled back got no answer at {ends}. To be reached directly, open {these} in the firewall or "
@@ -233,16 +207,14 @@ class Reach:
         """Ask some peers to dial back; gives None if none of them answers. Raises ValueError if the port is in use."""
         own = versions(self._candidates)
         others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
-        nodes = _nodes(self._dht_addresses)[: MAX_ENDPOINTS - 1]
-        seen = [f":{self._outer(port)}" for _, port in nodes[:1]]
-        request = pb.CheckRequest(
-            peer_id=self._membership.peer_id,
-            endpoints=[*self._candidates, f":{self._outer(self.port)}"],
-            dht_endpoints=[*(endpoint_of(*node) for node in nodes), *seen],
-        )
-        async with contextlib.AsyncExitStack() as stack:
-            if others:
-                await stack.enter_async_context(self._answering())
+        if not others:
+            return await self._inquiry.verdict(others, pb.CheckRequest())
+        async with self._answering(), self._dht.answering(self._forwarded(self._dht.port)) as dht_endpoints:
+            request = pb.CheckRequest(
+                peer_id=self._membership.peer_id,
+                endpoints=[*self._candidates, f":{self._forwarded(self.port) or self.port}"],
+                dht_endpoints=dht_endpoints,
+            )
             return await self._inquiry.verdict(others, request)
 
     @asynccontextmanager
@@ -267,8 +239,3 @@ class Reach:
         return [
             Entry(peer_id, end) for peer_id, found in ends if is_hidden or len(versions(found)) == 2 for end in found
         ]
-
-
-def _nodes(addresses: Iterable[str]) -> list[tuple[str, int]]:
-    """The host and port in each multiaddress of the DHT."""
-    return [(host, int(port)) for _, _, host, _, port, *_ in (address.split("/") for address in addresses)]

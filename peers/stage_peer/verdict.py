@@ -61,6 +61,13 @@ class Verdict:
             num_reached=sum(bool(reply.endpoints) for reply in replies),
         )
 
+    def is_doubtful(self, former: Self | None) -> bool:
+        """Whether others should soon be asked again: something is not reached for the first time, or is reached by now.
+        Either may be an accident."""
+        if former is None:
+            return not (self.endpoints and self.dht_endpoints)
+        return self.endpoints != former.endpoints or bool(self.dht_endpoints) != bool(former.dht_endpoints)
+
 
 def _reached(
     named: Sequence[str], told: Sequence[tuple[str, Sequence[str]]], untried: Sequence[str]

@@ -98,8 +98,11 @@ def is_host(name: str) -> bool:
     return len(name) < 254 and all(re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", label) for label in labels)
 
 
-def everywhere() -> list[str]:
-    """The hosts to listen on for all addresses of this machine: of IPv4, and of IPv6 where the system has it."""
+def hosts(host: str) -> list[str]:
+    """The hosts on which a node listens that is to listen on this one. For an empty one these stand for all addresses
+    of this machine: of IPv4, and of IPv6 where the system has it."""
+    if host:
+        return [host]
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.bind(("::", 0))
@@ -129,11 +132,16 @@ def free_port(host: str, port: int) -> int:
 
 
 def require_free_port(host: str, port: int) -> int:
-    """Check as `free_port` does, for a port of the DHT: libp2p would silently share its port with another node."""
-    try:
-        return free_port(host, port)
-    except ValueError as error:
-        raise ValueError(f"the DHT cannot listen on {host} port {port}: {error}; choose another host or port") from None
+    """Check as `free_port` does, on all hosts on which a node of the DHT would listen: libp2p would silently share its
+    port with another node."""
+    for one in hosts(host):
+        try:
+            port = free_port(one, port)
+        except ValueError as error:
+            raise ValueError(
+                f"the DHT cannot listen on {one} port {port}: {error}; choose another host or port"
+            ) from None
+    return port
 
 
 def _family(host: str) -> str:

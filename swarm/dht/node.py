@@ -67,13 +67,16 @@ class DhtNode:
         launch: Launch,
         validator: RecordValidator,
         known: Sequence[Node],
+        port: int,
     ) -> None:
         """Must run in `thread`.
 
         Args:
             launch: starts p2pd and hivemind's node once more.
             known: other nodes.
+            port: the TCP port at which this node is asked; 0 if it began as a client.
         """
+        self.port = port
         self._thread = thread
         self._kademlia = kademlia
         self._launch = launch
@@ -153,8 +156,9 @@ class DhtNode:
             finally:
                 self._thread.close()
 
-    async def become_client(self) -> None:
-        """Go on as a node that asks others and is not asked, because others do not reach it and would wait in vain.
+    async def become(self, *, client_mode: bool) -> None:
+        """Go on as a client, because others do not reach this node and would wait in vain; or, if they reach its port
+        later, as the node that it was, at its old address.
 
         Raises:
             PeerUnavailable: this peer has left the DHT.
@@ -162,15 +166,14 @@ class DhtNode:
         """
         if not self._thread.is_open:
             raise PeerUnavailable("this peer has left the DHT")
-        await self._thread.run_async(self._replace_by_client())
+        await self._thread.run_async(self._replace(client_mode))
 
-    async def _replace_by_client(self) -> None:
+    async def _replace(self, client_mode: bool) -> None:
         former = self._kademlia
-        if former.is_client:
+        if former.is_client == client_mode:
             return
-        # The client starts, with a libp2p id of its own, while the former node still answers.
-        client = await self._launch(list(self._known), client_mode=True)
-        self._kademlia = client
+        # A client has a libp2p id of its own and no port, so the next node starts while the former one still works.
+        self._kademlia = await self._launch(list(self._known), client_mode=client_mode)
         await former.stop()
 
     async def _close(self) -> None:
@@ -215,7 +218,7 @@ class DhtNode:
             began_at, present = clock(), self._kademlia
             await asyncio.wait({present.ended})
             if present is not self._kademlia:
-                continue  # A client has taken its place.
+                continue  # Another node has taken its place.
             logger.warning(
                 "the DHT's process, p2pd, has died: going on with the peers known so far, and starting it again"
             )
@@ -293,6 +296,7 @@ def start(
         OSError: p2pd cannot be started.
     """
     addresses.require_all(initial_peers)
+    port = 0 if client_mode else addresses.require_free_port(host, port)
     options = [] if client_mode else _server_options(host, port, announce)
     kademlia = _import_kademlia()
     if identity_path is not None:
@@ -315,7 +319,7 @@ def start(
                 first = await launch(nodes, client_mode=client_mode, must_join=True)
         except TimeoutError:
             raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
-        return DhtNode(thread, first, launch, validator, nodes)
+        return DhtNode(thread, first, launch, validator, nodes, port)
 
     try:
         return thread.run(open_node())
@@ -336,11 +340,8 @@ def _import_kademlia() -> Any:
 
 
 def _server_options(host: str, port: int, announce: Sequence[tuple[str, int]]) -> list[str]:
-    """Options of p2pd for a node that others can ask. Raises ValueError if the port is in use."""
-    hosts = [host] if host else addresses.everywhere()
-    for one in hosts:
-        port = addresses.require_free_port(one, port)
-    options = ["-dhtServer=1", f"-hostAddrs={','.join(addresses.at(one, port) for one in hosts)}"]
+    """Options of p2pd for a node that others can ask."""
+    options = ["-dhtServer=1", f"-hostAddrs={','.join(addresses.at(one, port) for one in addresses.hosts(host))}"]
     if announce:
         outside = (addresses.at(name, outer_port or port) for name, outer_port in announce)
         options.append(f"-announceAddrs={','.join(outside)}")

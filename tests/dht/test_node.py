@@ -409,6 +409,20 @@ def test_a_restart_keeps_the_address(start: Start, tmp_path: Path) -> None:
     again.shutdown()
 
 
+async def test_a_node_that_has_become_a_client_can_become_the_node_that_it_was(start: Start, tmp_path: Path) -> None:
+    witness = start()
+    node = start(witness.addresses(), identity_path=tmp_path / "libp2p.key")
+    before = node.addresses()
+    assert before[0].split("/")[4] == str(node.port)
+    await node.become(client_mode=True)
+    assert node.addresses() == []
+    await node.become(client_mode=False)
+    assert node.addresses() == before
+    # Another node joins there.
+    for one in (start(before), node, witness):
+        one.shutdown()
+
+
 def test_several_addresses_are_announced_in_the_order_in_which_they_are_given(start: Start) -> None:
     hosts = ["198.18.0.9", "10.9.0.7", "127.0.0.1"]
     assert [address.split("/")[2] for address in start(announce=[(host, 0) for host in hosts]).addresses()] == hosts

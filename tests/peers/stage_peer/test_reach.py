@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import grpc
@@ -14,6 +14,7 @@ from peers.stage_peer import inquiry
 from peers.stage_peer import reach as reaches
 from peers.stage_peer.listen import Listen, Outside
 from peers.stage_peer.reach import Reach
+from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
@@ -28,24 +29,41 @@ from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.meeting import Host, meeting_point
 from tests.support.memory_store import MemoryStore
+from tests.support.ports import free_ports
 from tests.support.proxy import Direction, Proxy
 
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=1, d_model=32, num_heads=2, vocab_size=64), stages=StagesConfig(num_stages=1)
 )
 CLOCK = SystemClock()
+NODE_ID = "12D3KooWGRUVh6WhGUE1NEHGbHPhc3nCWzYLWvQYYTLvMaFRRxMH"
 NAMED = pb.CheckRequest(endpoints=["peer.example:41001", ":5001"], dht_endpoints=["peer.example:41002", ":5002"])
 
 
 @dataclass
 class Node:
-    """A DHT's node that notes that it is no longer asked."""
+    """A DHT's node that notes whether it is asked."""
 
     is_client: bool = False
 
-    async def become_client(self) -> None:
+    async def become(self, *, client_mode: bool) -> None:
         """Do as DhtNode does."""
-        self.is_client = True
+        self.is_client = client_mode
+
+
+@dataclass
+class Router:
+    """A router that forwards every port, and notes which ones it was asked for."""
+
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
+        """Do as a router does."""
+        self.asked.append((port, outer_port))
+        return outer_port
+
+    def end(self, port: int, outer_port: int) -> None:
+        """Do as a router does."""
 
 
 @asynccontextmanager
@@ -55,11 +73,14 @@ async def _reach(
     is_known: bool = True,
     others: Sequence[str] = (),
     largest_bytes: int | None = None,
+    dht_ports: tuple[int, int] = (5002, 5002),
+    router: Router | None = None,
 ) -> AsyncIterator[tuple[Reach, Node, Host]]:
     """The reach of a peer that finds one other peer in the run (at further endpoints too), or no peer.
 
     Args:
         largest_bytes: what is written at once is lost on its way there if it is more than that.
+        dht_ports: the port of the DHT's node, and the one that the user says others reach.
     """
     own, other, node = generate(), generate(), Node()
     async with meeting_point(other, limits=limits) as host, Proxy(host.entry.host, host.entry.port) as path:
@@ -75,9 +96,10 @@ async def _reach(
         member.known.update(0, [record] if is_known else [])
         listen = Listen(
             host="127.0.0.1", port=0, outside=(Outside("127.0.0.1"),),
-            dht_addresses=("/ip4/127.0.0.1/tcp/5002/p2p/12D3KooWGRUVh6WhGUE1NEHGbHPhc3nCWzYLWvQYYTLvMaFRRxMH",),
+            dht_addresses=(f"/ip4/127.0.0.1/tcp/{dht_ports[1]}/p2p/{NODE_ID}",), dht_port=dht_ports[0],
         )  # fmt: skip
-        reach = Reach(member, cast(DhtNode, node), listen, insecure=False)
+        router_ports = None if router is None else RouterPorts(CLOCK, [router])
+        reach = Reach(member, cast(DhtNode, node), listen, insecure=False, router_ports=router_ports)
         keeping = asyncio.create_task(reach.keep())
         try:
             yield reach, node, host
@@ -136,6 +158,36 @@ async def test_a_peer_that_was_not_reached_by_accident_is_soon_reached_directly(
     async with _reach() as (reach, _, _):
         await eventually(lambda: reach.endpoints[:1] == (f"127.0.0.1:{reach.port}",))
         assert not answers
+
+
+async def test_a_node_of_the_dht_that_was_not_reached_by_accident_is_soon_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers, is_node = [False], checks._is_node
+
+    async def check(host: str, port: int) -> bool:
+        return answers.pop() if answers else await is_node(host, port)
+
+    monkeypatch.setattr(checks, "_is_node", check)
+    monkeypatch.setattr(reaches, "DOUBT_SECONDS", 0.05)
+    monkeypatch.setattr(checks, "GAP_SECONDS", 0.0)
+    (port,) = free_ports(1)
+    async with _reach(dht_ports=(port, port)) as (reach, node, _):
+        await eventually(lambda: node.is_client)
+        assert reach.announced(reach.port).dht_addresses == ()
+        await eventually(lambda: not node.is_client)
+        assert reach.announced(reach.port).dht_addresses == (f"/ip4/127.0.0.1/tcp/{port}/p2p/{NODE_ID}",)
+
+
+@pytest.mark.usefixtures("nobody_gets_through")
+async def test_a_router_is_asked_for_the_ports_of_this_machine_and_not_for_outer_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reaches, "GAP_SECONDS", 0.0)
+    router = Router()
+    async with _reach(dht_ports=(5002, 41002), router=router) as (reach, _, _):
+        await reach.found_out()
+        assert router.asked == [(reach.port, reach.port), (5002, 5002)]
 
 
 @pytest.mark.usefixtures("nobody_gets_through")

@@ -1,0 +1,96 @@
+"""Whether others reach this peer's node of the DHT, and what follows: a node that nobody reaches goes on as a client.
+
+Used by reach.py, which has other peers dial the node's port along with the peer's own. While the node is a client,
+something else answers at its port for as long as they dial: if they reach that, the node is asked again from then on.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from peers.stage_peer.listen import Listen
+from peers.stage_peer.own_port import answering_as_node
+from swarm.dht import addresses
+from swarm.dht.node import DhtNode
+from swarm.errors import SwarmError
+from swarm.rpc.endpoint import endpoint_of, host_and_port
+from swarm.rpc.meeting.check import MAX_ENDPOINTS
+
+logger = logging.getLogger(__name__)
+
+
+class DhtReach:
+    """How others reach one peer's node of the DHT.
+
+    Attributes:
+        addresses: where others are told to enter the DHT, the best first; none while the node is a client.
+        port: the TCP port of this machine at which the node listens; 0 if it has never been asked.
+    """
+
+    def __init__(self, node: DhtNode, listen: Listen) -> None:
+        self.addresses = listen.dht_addresses
+        self.port = listen.dht_port if listen.dht_addresses else 0
+        self._node = node
+        self._host = listen.host
+        self._named = listen.dht_addresses
+
+    @property
+    def named(self) -> str:
+        """Where others were asked to try, as text for people."""
+        return ", ".join(endpoint_of(*place) for place in map(_host_and_port, self._named))
+
+    @asynccontextmanager
+    async def answering(self, forwarded_port: int | None) -> AsyncIterator[Sequence[str]]:
+        """Have the node's port answered inside the block; gives the endpoints that others are to dial, if it is.
+
+        Args:
+            forwarded_port: the router's port that leads to the node's; None if the router forwards none.
+        """
+        places = [_host_and_port(address) for address in self.addresses or self._named][: MAX_ENDPOINTS - 1]
+        # Others also try the address from which they see this peer call.
+        seen = [f":{forwarded_port or port}" for _, port in places[:1]]
+        ends = [*(endpoint_of(*place) for place in places), *seen]
+        async with AsyncExitStack() as stack:
+            if places and not self.addresses:
+                try:
+                    await stack.enter_async_context(answering_as_node(self._host, self.port))
+                except OSError as error:
+                    logger.debug("the port of the DHT's node is taken: %s", error)
+                    ends = []
+            yield ends
+
+    async def conclude(self, reached: Sequence[str]) -> None:
+        """Have the node be asked where others reach it, and by nobody if they reach it nowhere.
+
+        Args:
+            reached: the endpoints at which others reached the node's port, the best first.
+        """
+        if not reached and self.addresses:
+            self.addresses = ()
+            logger.info(
+                "others do not reach its node of the DHT at %s: from now on it asks, and is not asked", self.named
+            )
+            await self._become(client_mode=True)
+        if not reached or not self._named:
+            return
+        if not self.addresses:
+            if not await self._become(client_mode=False):
+                return
+            logger.info("others reach its node of the DHT at %s by now: from now on it is asked again", reached[0])
+        _, libp2p_id = addresses.split(self._named[0])
+        ends = map(host_and_port, reached)
+        self.addresses = tuple(f"{addresses.at(host, port)}/p2p/{libp2p_id}" for host, port in ends)
+
+    async def _become(self, *, client_mode: bool) -> bool:
+        try:
+            await self._node.become(client_mode=client_mode)
+        except (SwarmError, OSError) as error:
+            logger.debug("the node of the DHT stays what it is: %s", error)
+            return False
+        return True
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """The host and port in a multiaddress of the DHT."""
+    _, _, host, _, port, *_ = address.split("/")
+    return host, int(port)
