@@ -47,7 +47,8 @@ class Judgement:
 
     def first_choice(self, records: Records, claims: Sequence[ClaimRecord], closed: Collection[int]) -> int | None:
         """The stage that this newcomer should claim; None if there is none that it can enter."""
-        return choose_stage(layout_of(records, claims, self._costs), closed=closed)
+        others = [claim for claim in claims if claim.peer_id != self._own_id]
+        return choose_stage(layout_of(self._without_own(records), others, self._costs), closed=closed)
 
     def choice(
         self, records: Records, claims: Sequence[ClaimRecord], own: ClaimRecord, closed: Collection[int]
@@ -56,8 +57,13 @@ class Judgement:
 
         Each of several newcomers that start together places those before it by the same rule.
         """
-        layout = layout_of(records, without_choosing(claims), self._costs, own=own)
+        layout = layout_of(self._without_own(records), without_choosing(claims), self._costs, own=own)
         return choose_stage(layout, num_before=len(newcomers_before(claims, own, layout)), closed=closed)
+
+    def _without_own(self, records: Records) -> Records:
+        """The records without those of this peer's id. A newcomer has none: they are left from a process that was
+        killed, and whose stage may be the very one that needs a peer."""
+        return {stage: [r for r in row if r.peer_id != self._own_id] for stage, row in records.items()}
 
     # -- moving ------------------------------------------------------------------------------------------------------
 

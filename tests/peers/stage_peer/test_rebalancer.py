@@ -183,6 +183,29 @@ def test_newcomers_that_start_together_spread(monkeypatch: pytest.MonkeyPatch, s
     run(scene())
 
 
+@pytest.mark.parametrize("stage", range(3))
+def test_a_peer_that_was_killed_and_is_back_at_once_fills_the_gap_that_it_left(
+    monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """Its record from before is there for some seconds more, as if somebody served its stage."""
+
+    async def scene() -> None:
+        world = World()
+        _answers(monkeypatch, world)
+
+        async def then() -> None:
+            world.peers[stage].kill()
+            async with asyncio.TaskGroup() as tasks:
+                world.peers[stage].start(tasks)
+                await world.clock.sleep(10.0)
+                assert world.counts() == [1, 1, 1]
+                world.peers[stage].kill()
+
+        await _live(world, [0, 1, 2], then)
+
+    run(scene())
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
     monkeypatch: pytest.MonkeyPatch, seed: int
