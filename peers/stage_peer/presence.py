@@ -61,6 +61,8 @@ class Presence:
         self._trainers: Sequence[TrainerRecord] = ()
         """The trainers' records that were last read from the DHT."""
         self._will_leave = False
+        self._is_refused = False
+        """Whether the last announcement failed."""
 
     def listens(self, announced: Callable[[], Announced]) -> None:
         """Announce from now on that others reach this peer in the ways that a call of `announced` gives."""
@@ -121,21 +123,28 @@ class Presence:
         )
 
     async def announce(self) -> None:
-        """Announce the record once; a failure is logged."""
+        """Announce the record once. The first of several failures is logged."""
         try:
             await self._membership.directory.announce_peer(self.record(), RECORD_SECONDS)
+            if self._is_refused:
+                logger.info("this peer is announced again")
+            self._is_refused = False
         except PeerUnavailable as error:
-            logger.warning("this peer is not announced: %s", error)
+            if not self._is_refused:
+                logger.warning("this peer is not announced: %s", error)
+            self._is_refused = True
 
     async def keep_announced(self) -> None:
         """Announce the record at intervals; at once after a commit, with new endpoints, and when the DHT is back."""
-        while True:
-            announced = self._occasion
-            await self.announce()
-            for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
-                await self._membership.clock.sleep(0.5)
-                if self._occasion != announced:
-                    break
+        unheard = "a node of the DHT that takes this peer's record, without which others do not find it"
+        with self._membership.waits.on(lambda _: unheard if self._is_refused else ""):
+            while True:
+                announced = self._occasion
+                await self.announce()
+                for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
+                    await self._membership.clock.sleep(0.5)
+                    if self._occasion != announced:
+                        break
 
     async def look_around(self, news: StageNews) -> None:
         """Tell the user at intervals what concerns this peer in what others say, until cancelled."""
