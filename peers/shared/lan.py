@@ -55,6 +55,8 @@ class LanOptions(Protocol):
     def invite(self) -> str | None: ...
     @property
     def lan(self) -> bool: ...
+    @property
+    def insecure(self) -> bool: ...
 
 
 Options = TypeVar("Options", bound=LanOptions)
@@ -62,17 +64,22 @@ Options = TypeVar("Options", bound=LanOptions)
 
 def with_invite(options: Options) -> Options:
     """The options, with --lan replaced by the invite to the only run in this network. Raises as found_invite does."""
-    return dataclasses.replace(options, invite=found_invite(), lan=False) if options.lan else options
+    if not options.lan:
+        return options
+    return dataclasses.replace(options, invite=found_invite(insecure=options.insecure), lan=False)
 
 
-def found_invite() -> str:
+def found_invite(*, insecure: bool) -> str:
     """The invite to the only run in this network.
+
+    Args:
+        insecure: whether the user wants a run that does without TLS. Of several runs the other kind is left out.
 
     Raises:
         ValueError: there are several runs, or as of `find`.
         PeerUnavailable: there is none.
     """
-    runs = _found()
+    runs = _found(insecure=insecure)
     if len(runs) > 1:
         found = ", ".join(f"{name}: {invite}" for name, invite in sorted(runs.items()))
         raise ValueError(f"several runs are in this network; give one of these invites instead of --lan: {found}")
@@ -81,31 +88,46 @@ def found_invite() -> str:
     return str(invite)
 
 
-def found_invites() -> list[str]:
-    """The invites to all runs in this network, in the order of their ids. Raises PeerUnavailable if there are none."""
-    return [str(invite) for _, invite in sorted(_found().items())]
+def found_invites(*, insecure: bool) -> list[str]:
+    """The invites to all runs in this network, in the order of their ids. Raises PeerUnavailable if there are none.
+
+    Args:
+        insecure: as in `found_invite`.
+    """
+    return [str(invite) for _, invite in sorted(_found(insecure=insecure).items())]
 
 
-def _found() -> dict[str, Invite]:
+def _found(*, insecure: bool) -> dict[str, Invite]:
     runs = run_loop(find())
     if not runs:
         raise PeerUnavailable(
             f"no run was found in this network in {LOOK_SECONDS:.0f} s: start one of its peers with --lan, or give "
             "its INVITE, which is needed also where the network passes on no multicast"
         )
-    return runs if len(runs) == 1 else run_loop(answering(runs)) or runs
+    return runs if len(runs) == 1 else run_loop(answering(runs, insecure=insecure)) or runs
 
 
-async def answering(runs: Mapping[str, Invite]) -> dict[str, Invite]:
-    """Leave out runs that no peer of their invites shows: anybody can announce a run that does not exist."""
+async def answering(runs: Mapping[str, Invite], *, insecure: bool) -> dict[str, Invite]:
+    """Leave out runs that no peer of their invites shows: anybody can announce a run that does not exist.
+
+    Args:
+        insecure: whether runs without TLS are wanted, and not those with it. An invite does not tell which one it is;
+            runs of the other kind are left out as well, and named in the log.
+    """
     async with asyncio.TaskGroup() as tasks:
-        answers = {run_id: tasks.create_task(_answers(invite)) for run_id, invite in runs.items()}
-    return {run_id: invite for run_id, invite in runs.items() if answers[run_id].result()}
+        answers = {run_id: tasks.create_task(_answers(invite, insecure=insecure)) for run_id, invite in runs.items()}
+        others = {run_id: tasks.create_task(_answers(invite, insecure=not insecure)) for run_id, invite in runs.items()}
+    wanted = {run_id: invite for run_id, invite in runs.items() if answers[run_id].result()}
+    for run_id in sorted(runs.keys() - wanted.keys()):
+        if others[run_id].result():
+            way = "with TLS: leave --insecure out to enter it" if insecure else "without TLS: enter it with --insecure"
+            logger.warning("run %s is in this network as well, %s", run_id, way)
+    return wanted
 
 
-async def _answers(invite: Invite) -> bool:
+async def _answers(invite: Invite, *, insecure: bool) -> bool:
     """Whether some peer shows the run. Of a locked run, a peer that refuses to is enough."""
-    entrance = Entrance(entries=invite.entries, run=invite.run, token=None, insecure=False)
+    entrance = Entrance(entries=invite.entries, run=invite.run, token=None, insecure=insecure)
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             await entrance.look(SystemClock())

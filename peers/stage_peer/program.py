@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     if options.lan:
         require_installed()
     if options.seeks:
-        options = dataclasses.replace(options, invite=found_invite())
+        options = dataclasses.replace(options, invite=found_invite(insecure=options.insecure))
     entrance = find_entrance(options, os.environ, role=Role.PEER, clock=clock)
     token = entrance.token
     options = dataclasses.replace(options, name=name)

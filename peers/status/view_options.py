@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class ViewOptions:
     """Where the runs are."""
 
-    invites: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="INVITE ...")]] = ()
+    invites: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[INVITE ...]")]] = ()
     """The invite to the run, swarm://..., as every swarm-peer prints it: the first of its peers that answers is asked.
     Several invites show several runs side by side."""
     lan: bool = False
@@ -69,8 +69,9 @@ class ViewOptions:
         from peers.shared.lan import found_invite, found_invites
 
         if self.lan and self.runs:
-            return self._enterable(found_invites(), environment, clock)
-        invites: Sequence[str | None] = [found_invite()] if self.lan else self.invites or [None]
+            return self._enterable(found_invites(insecure=self.insecure), environment, clock)
+        found = [found_invite(insecure=self.insecure)] if self.lan else []
+        invites: Sequence[str | None] = found or self.invites or [None]
         return [self._entrance(invite, environment, clock) for invite in invites]
 
     def _enterable(self, invites: Sequence[str], environment: Mapping[str, str], clock: "Clock") -> "list[Entrance]":

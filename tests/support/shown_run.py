@@ -38,7 +38,7 @@ class ShownRun:
 @asynccontextmanager
 async def shown_run(
     config: RunConfig, own: Identity, dht_address: str, *, port: int = 0, clock: Clock | None = None,
-    software_version: str = "",
+    software_version: str = "", insecure: bool = False,
 ) -> AsyncIterator[ShownRun]:  # fmt: skip
     """A run whose one peer says that the DHT is entered at `dht_address`, and what its clock shows."""
     shown_clock, clock = clock or SystemClock(), SystemClock()
@@ -48,16 +48,17 @@ async def shown_run(
     add_DirectoryServiceServicer_to_server(DirectoryServicer(store=dht, keys=run_keys, clock=clock), server)
     add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=shown_clock), server)
     dialling_back = MeetingPoint(
-        PeerId(own.peer_id), MeetingLimits(), clock, insecure=False, is_exchanging=lambda: False
+        PeerId(own.peer_id), MeetingLimits(), clock, insecure=insecure, is_exchanging=lambda: False
     )
     add_MeetingServiceServicer_to_server(dialling_back, server)
-    endpoint = f"127.0.0.1:{bind_server(server, '127.0.0.1', port, tls.server_credentials(own))}"
+    credentials = None if insecure else tls.server_credentials(own)
+    endpoint = f"127.0.0.1:{bind_server(server, '127.0.0.1', port, credentials)}"
     await server.start()
     directory = Directory(dht, own, config.run_id, clock)
     await directory.publish_config(configs.to_json(config), 100.0)
     record = PeerRecord(
         peer_id=own.peer_id, name="first", announced_at=clock.time(), stage=0, endpoint=endpoint,
-        certificate_pem=own.certificate_pem, state=PeerState.SERVING, dht_address=dht_address,
+        certificate_pem="" if insecure else own.certificate_pem, state=PeerState.SERVING, dht_address=dht_address,
         software_version=software_version,
     )  # fmt: skip
     await directory.announce_peer(record, 100.0)

@@ -1,5 +1,6 @@
 """What is announced in the local network: what of it is believed, and which run a program takes."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -74,23 +75,23 @@ def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: p
     async def find() -> dict[str, Invite]:
         return dict(runs)
 
-    async def answering(runs: Mapping[str, Invite]) -> dict[str, Invite]:
+    async def answering(runs: Mapping[str, Invite], *, insecure: bool) -> dict[str, Invite]:
         return dict(runs)
 
     monkeypatch.setattr(lan, "find", find)
     monkeypatch.setattr(lan, "answering", answering)
-    assert lan.found_invite() == str(runs[RUN])
-    assert lan.found_invites() == [str(runs[RUN])]
+    assert lan.found_invite(insecure=False) == str(runs[RUN])
+    assert lan.found_invites(insecure=False) == [str(runs[RUN])]
     assert lan.with_invite(DoctorOptions(lan=True)) == DoctorOptions(invite=str(runs[RUN]))
     assert lan.with_invite(DoctorOptions(invite="swarm://x")) == DoctorOptions(invite="swarm://x")
     runs[OTHER_RUN] = _invite(OTHER_RUN, "192.0.2.2")
     both = f"{OTHER_RUN}: {runs[OTHER_RUN]}, {RUN}: {runs[RUN]}"
     with pytest.raises(ValueError, match=f"^several runs are in this network; give one of .*{re.escape(both)}$"):
-        lan.found_invite()
-    assert lan.found_invites() == [str(runs[OTHER_RUN]), str(runs[RUN])]
+        lan.found_invite(insecure=False)
+    assert lan.found_invites(insecure=False) == [str(runs[OTHER_RUN]), str(runs[RUN])]
     runs.clear()
     with pytest.raises(PeerUnavailable, match=r"^no run was found in this network in 5 s: start one of its peers with"):
-        lan.found_invite()
+        lan.found_invite(insecure=False)
 
 
 async def test_runs_of_which_no_peer_answers_are_left_out() -> None:
@@ -103,7 +104,24 @@ async def test_runs_of_which_no_peer_answers_are_left_out() -> None:
             RUN: _invite(RUN, "127.0.0.1"),
             OTHER_RUN: Invite.fitting(OTHER_RUN, [shown.entry], is_locked=False),
         }
-        assert await lan.answering(runs) == {config.run_id: real}
+        assert await lan.answering(runs, insecure=False) == {config.run_id: real}
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+async def test_a_run_without_tls_is_found_by_those_who_want_one_and_named_to_others(
+    caplog: pytest.LogCaptureFixture, *, insecure: bool
+) -> None:
+    config, other = configs.load_preset("tiny"), dataclasses.replace(configs.load_preset("tiny"), run="plain")
+    async with shown_run(config, generate(), NODE) as safe, shown_run(other, generate(), NODE, insecure=True) as plain:
+        runs = {
+            shown.config.run_id: Invite.fitting(shown.config.run_id, [shown.entry], is_locked=False)
+            for shown in (safe, plain)
+        }
+        wanted, left_out = (other, config) if insecure else (config, other)
+        assert await lan.answering(runs, insecure=insecure) == {wanted.run_id: runs[wanted.run_id]}
+        [line] = [record.message for record in caplog.records if "as well" in record.message]
+        assert line.startswith(f"run {left_out.run_id} is in this network as well, ")
+        assert "--insecure" in line
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_all_runs_of_the_network_are_shown_but_those_that_need_a_token(
         return str(Invite.fitting(config.run_id, [NOBODY], is_locked=is_locked))
 
     found = [invite(OTHER), invite(dataclasses.replace(CONFIG, run="theirs"), is_locked=True), invite(CONFIG)]
-    monkeypatch.setattr(lan, "found_invites", lambda: found)
+    monkeypatch.setattr(lan, "found_invites", lambda *, insecure: found)
     options = ViewOptions(lan=True, runs=True)
     entrances = options.entrances({}, SystemClock())
     assert [entrance.run for entrance in entrances] == [one.run_id.rpartition(".")[2] for one in (OTHER, CONFIG)]
