@@ -11,9 +11,10 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from peers.shared.process import EXIT_USAGE
 from swarm.dht.addresses import free_port
@@ -33,7 +34,7 @@ _SIMILAR = ("Perhaps you meant", "Arguments similar to")
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 MOST_THREADS = 1024
 """The largest value of --threads: more than any machine has cores."""
-_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
+_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff, tyro.conf.DisallowNone)
 
 
 def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
@@ -45,12 +46,48 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(options, prog=prog, args=argv, config=_CONFIG)
+            return tyro.cli(options, prog=prog, args=argv, config=_CONFIG, registry=_registry())
     except SystemExit as stop:
         if stop.code != EXIT_USAGE:
             raise
         print(f"{prog}: error: {_one_line(complaint.getvalue(), options)} (see {prog} --help)", file=sys.stderr)
         raise
+
+
+def _registry() -> ConstructorRegistry:
+    """tyro's rules, but with fields that are explained briefly."""
+    registry, is_asking = ConstructorRegistry(), False
+
+    @registry.struct_rule
+    def explained_briefly(info: StructTypeInfo) -> StructConstructorSpec | None:
+        nonlocal is_asking
+        if is_asking or not dataclasses.is_dataclass(info.type):
+            return None
+        # This rule holds back meanwhile, so tyro's own one for dataclasses answers.
+        is_asking = True
+        try:
+            spec = ConstructorRegistry.get_struct_spec(info)
+        finally:
+            is_asking = False
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+        return dataclasses.replace(spec, fields=tuple(map(_explained_briefly, spec.fields)))
+
+    return registry
+
+
+def _explained_briefly(field: StructFieldSpec) -> StructFieldSpec:
+    """A field as --help shows it: its docstring without the source's line breaks, and no default that is empty."""
+
+    def text() -> str | None:
+        told = field.helptext() if callable(field.helptext) else field.helptext
+        return None if told is None else " ".join(told.split())
+
+    field_type: Any = field.type
+    # In the place of its default, --help says of a repeated option that it is one.
+    if field.default in (None, "", ()) and not _is_repeated(field_type):
+        field_type = Annotated[field_type, tyro.conf.arg(help_behavior_hint="")]
+    return dataclasses.replace(field, type=field_type, helptext=text)
 
 
 def arguments(options: Any) -> list[str]:
@@ -201,7 +238,7 @@ def _one_line(box: str, options: type[object]) -> str:
     message = " ".join(section.split()).removeprefix(f"Error parsing {options.__name__}: ")
     if found := _NO_TYPE.match(message):
         option, types, value = found.groups()
-        kinds = [_KINDS.get(name, name.strip("{}")) for name in types.split("|") if name != "{None}"]
+        kinds = [_KINDS.get(name, name.strip("{}")) for name in types.split("|")]
         return f"{option} takes {' or '.join(kinds)}, not {value!r}"
     if found := _NO_NUMBER.match(message):
         option, kind, value = found.groups()

@@ -7,7 +7,7 @@ from typing import Annotated, Protocol
 
 import tyro
 
-InviteOption = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="INVITE")]]
+InviteOption = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[INVITE]")]]
 """swarm://..., perhaps followed by #TOKEN, or @FILE, where the file holds that; None if it is left out."""
 
 

@@ -6,7 +6,7 @@ It imports neither torch nor hivemind, because swarm-local, which starts peers, 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -63,7 +63,7 @@ class PeerOptions:
     """An adapter's output is multiplied by this over the rank."""
     lora_dropout: float | None = None
     """Probability with which each input of an adapter is zeroed."""
-    lora_targets: tuple[str, ...] | None = None
+    lora_targets: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="STR [STR ...]")] = None
     """Matrices of each layer that have an adapter: q_proj, v_proj, ..., of a GPT-2 c_attn, ..., or all-linear."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most

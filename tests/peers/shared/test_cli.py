@@ -8,7 +8,15 @@ from typing import Literal
 import pytest
 import tyro
 
+from peers.dashboard.options import DashboardOptions
+from peers.doctor.options import DoctorOptions
+from peers.generate.options import GenerateOptions
+from peers.local.options import LocalOptions
+from peers.model.options import ExportModelOptions, ImportModelOptions
 from peers.shared.cli import arguments, parse, require_distinct, require_ports, require_positive
+from peers.stage_peer.options import PeerOptions
+from peers.static.options import StaticOptions
+from peers.trainer.options import TrainerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +131,42 @@ def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "Addresses of peers." in captured.out
     assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        _Options, DashboardOptions, DoctorOptions, ExportModelOptions, GenerateOptions, ImportModelOptions,
+        LocalOptions, PeerOptions, StaticOptions, TrainerOptions,
+    ],
+)  # fmt: skip
+def test_help_names_neither_nothing_as_a_value_nor_as_a_default(
+    options: type[object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        parse(options, prog="swarm-x", argv=["--help"])
+    said = capsys.readouterr().out
+    assert "None" not in said
+    assert "(default: )" not in said
+    assert "(default: '')" not in said
+
+
+def test_help_shows_what_an_option_takes_and_what_may_be_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for options in (PeerOptions, StaticOptions):
+        with pytest.raises(SystemExit):
+            parse(options, prog="swarm-x", argv=["--help"])
+    said = capsys.readouterr().out
+    assert "without one a new run begins." in said, "it has no line breaks of its own"
+    lines = " ".join(said.split())
+    for shown in (
+        "[INVITE]", "--preset STR", "--stage INT|{auto}", "--fsdp {zero3,zero2}", "--lora-targets STR [STR ...]",
+        "(repeatable)", "(default: 127.0.0.1)",
+    ):  # fmt: skip
+        assert shown in lines
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
