@@ -1,7 +1,7 @@
-"""Downloads models' files from Hugging Face's hub. Nothing of them is executed.
+"""Downloads models' files from Hugging Face's hub, and says in one line why that fails. Nothing of them is executed.
 
-Used by data/tokenizer_files, interchange/source and swarm-model. The library huggingface_hub is installed with
-tokenizers. It keeps downloads in a cache of its own, and finds them there without a network.
+Used by data/tokenizer_files, data/rows, interchange/source and swarm-model. The library huggingface_hub is installed
+with tokenizers. It keeps downloads in a cache of its own, and finds them there without a network.
 """
 
 import re
@@ -31,10 +31,39 @@ def download(name: str, patterns: Sequence[str]) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # noqa: BLE001 - the library raises its own and those of its HTTP client
         raise PeerUnavailable(
-            f"{name} is no folder here, and cannot be downloaded from the hub: {one_line(error)}"
+            f"{name} is no folder here, and cannot be downloaded from the hub: {reason(error, name)}"
         ) from None
 
 
-def one_line(error: Exception) -> str:
-    """The message of one of the library's errors, on one line, cut to 300 characters."""
+def reason(error: Exception, page: str) -> str:
+    """What is wrong, and what to do about it, in a few words: the library explains its errors at length.
+
+    Args:
+        page: where the hub shows what was asked for: the model's name, or `datasets/NAME`.
+    """
+    from huggingface_hub import errors
+
+    # If the library finds nothing in its cache either, it hides why it has not asked the hub.
+    cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    if isinstance(cause, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE forbids to ask the hub, and the files are not in its cache: unset it"
+    if isinstance(cause, errors.GatedRepoError):
+        return f"one has to ask for it: do that at https://huggingface.co/{page}, and set HF_TOKEN"
+    if isinstance(cause, errors.RepositoryNotFoundError) or type(cause).__name__ == "DatasetNotFoundError":
+        return "the hub has nothing of that name, or does not show it to you: check the name, or set HF_TOKEN"
+    if status in (401, 403):
+        return "the hub does not let you: set HF_TOKEN to a token with that right"
+    if status == 429:
+        return "the hub has had too many requests from here: wait a few minutes, or set HF_TOKEN"
+    if status is not None:
+        return f"the hub answers with code {status}: try again later"
+    if cause is None or _is_of_the_network(cause):
+        return "the hub cannot be reached from here: check the network, or name a folder"
     return in_one_line(error)[:300]
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    """Whether no answer came, or a part of one. The library has used several HTTP clients."""
+    of_client = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+    return of_client or isinstance(error, ConnectionError | TimeoutError)

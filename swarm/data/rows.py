@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import DataConfig
-from swarm.errors import in_one_line
+from swarm.data import hub
 from swarm.machine import json_file
 from swarm.machine.extras import missing
 
@@ -73,8 +73,7 @@ def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
         for number, values in enumerate(rows, start=1):
             yield Row(f"data.dataset {dataset!r}, row {number}", values)
     except Exception as error:  # noqa: BLE001 - the library raises many kinds, and as late as at the last row
-        reason = in_one_line(error)
-        raise ValueError(f"cannot load data.dataset {dataset!r}: {reason}") from None
+        raise ValueError(f"cannot load data.dataset {dataset!r}: {hub.reason(error, f'datasets/{name}')}") from None
 
 
 def _jsonl(path: Path) -> Iterator[Row]:

@@ -87,9 +87,9 @@ def test_a_hub_that_is_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch,
     import huggingface_hub
 
     def fail(*arguments: object, **more: object) -> str:
-        raise OSError("no\nnetwork")
+        raise OSError("no\ndisk")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PeerUnavailable, match=r"^me/mine is no folder here, .* from the hub: no network$"):
+    with pytest.raises(PeerUnavailable, match=r"^me/mine is no folder here, .* from the hub: no disk$"):
         tokenizers.load("me/mine")
