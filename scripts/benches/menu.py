@@ -3,12 +3,13 @@
 Used by scripts/bench and scripts/simulate. Progress goes to stderr; with --json the last line of stdout is one JSON
 object, else a table follows. Each thing to run is a module with a class `Options` and a function
 `run(options) -> figures`. The exit code is 1 if the figures say that it has not `passed`, unless the module has an
-`exit_code(figures)` of its own. Never measures anything.
+`exit_code(figures)` of its own. SIGTERM ends it as Ctrl-C does, so that it removes what it has made. Never measures
+anything.
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,15 +17,20 @@ from rich.console import Console
 from rich.table import Table
 
 from peers.shared import cli, process
+from scripts.benches.shared.company import Company
 
 
-def run_named(prog: str, kind: str, known: Mapping[str, str], module_of: Callable[[str], ModuleType]) -> int:
+def run_named(
+    prog: str, kind: str, known: Mapping[str, str], module_of: Callable[[str], ModuleType], *,
+    measuring: Collection[str] = (),
+) -> int:  # fmt: skip
     """Run what the command line names; gives the exit code.
 
     Args:
         kind: what the things are called, in the plural.
         known: the names of the things, and what each is for.
         module_of: imports the module of a name.
+        measuring: those whose figures depend on what else this machine does; `others_cpu_share` is put beside them.
     """
     name, *arguments = sys.argv[1:] or [""]
     if name not in known:
@@ -34,7 +40,11 @@ def run_named(prog: str, kind: str, known: Mapping[str, str], module_of: Callabl
     module = module_of(name)
     options = cli.parse(module.Options, prog=f"{prog} {name}", argv=arguments)
     process.setup_logging(f"{prog.rpartition('/')[2]} {name}", "warning")
-    figures: dict[str, Any] = module.run(options)
+    others = Company()
+    with process.interruptible():
+        figures: dict[str, Any] = module.run(options)
+    if name in measuring:
+        figures = {**figures, "others_cpu_share": others.share()}
     if options.json:
         print(json.dumps(figures))
     else:

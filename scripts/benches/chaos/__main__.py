@@ -32,6 +32,7 @@ from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.figures import Struck
 from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, with_corpus, write_config
+from scripts.benches.shared.company import Company
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE
 from swarm.config import (
@@ -243,7 +244,10 @@ def _small_disk(folder: Path) -> Iterator[Path | None]:
 def main() -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(Options, prog="scripts/chaos", argv=sys.argv[1:])
-    found = run(options)
+    others = Company()
+    with process.interruptible():
+        found = run(options)
+    found["others_cpu_share"] = others.share()
     print(json.dumps(found) if options.json else json.dumps(found, indent=2))
     return 0 if figures.passed(found) else 1
 

@@ -6,10 +6,12 @@ block that is reserved by the IETF (RFC 6890) and nobody's.
 """
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -81,7 +83,10 @@ def missing() -> str:
 
 
 class Internet:
-    """An internet of namespaces. It is laid when entered, and removed when left, with all that runs inside."""
+    """An internet of namespaces. It is laid when entered, and removed when left, with all that runs inside.
+
+    What processes that were killed have left behind is removed first.
+    """
 
     def __init__(self) -> None:
         self._prefix = f"swarm{os.getpid()}-"
@@ -93,6 +98,7 @@ class Internet:
         self._with_ipv6: list[str] = []
 
     def __enter__(self) -> Self:
+        _sweep()
         self._add("net")
         self._in("net", "ip link add br0 type bridge")
         self._in("net", "ip link set br0 up")
@@ -102,10 +108,7 @@ class Internet:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for name in self._names:
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            for pid in pids.stdout.split():
-                subprocess.run(["kill", "-9", pid], check=False, capture_output=True)
-            subprocess.run(["ip", "netns", "del", name], check=False)
+            _remove(name)
 
     def public_host(self, *, has_ipv6: bool = True) -> Host:
         """Add a host with a public address, of IPv4 and of IPv6."""
@@ -195,8 +198,9 @@ class Internet:
                     self._in(f"r{router}", f"ip route replace 2001:db8:{number}::/64 via {_SHARED6}::{number}")
 
     def _add(self, name: str) -> None:
-        _run(f"ip netns add {self._prefix}{name}")
+        # It is noted first, since a signal may come between the two.
         self._names.append(self._prefix + name)
+        _run(f"ip netns add {self._prefix}{name}")
         self._in(name, "ip link set lo up")
 
     def _link(self, inner: str, interface: str, outer: str, bridge: str) -> None:
@@ -208,6 +212,23 @@ class Internet:
 
     def _in(self, name: str, command: str) -> None:
         _run(f"ip netns exec {self._prefix}{name} {command}")
+
+
+def _sweep() -> None:
+    """Remove the namespaces of processes that are gone."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    for line in listed.stdout.splitlines():
+        made_by = re.fullmatch(r"(swarm(\d+)-\w+)( .*)?", line)
+        if made_by and not Path("/proc", made_by[2]).exists():
+            _remove(made_by[1])
+
+
+def _remove(name: str) -> None:
+    """Remove a namespace, and end what runs in it."""
+    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for pid in pids.stdout.split():
+        subprocess.run(["kill", "-9", pid], check=False, capture_output=True)
+    subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def _run(command: str, text: str = "") -> None:
