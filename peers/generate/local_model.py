@@ -12,6 +12,7 @@ import torch
 from peers.generate.options import GenerateOptions
 from peers.generate.terminal import tell
 from peers.shared.cache import cache_folder
+from peers.shared.option_names import naming_options
 from peers.stage_peer.own_model import open_model
 from swarm.data import tokenizer_files, tokenizers
 from swarm.data.tokenizers import ByteTokenizer
@@ -34,7 +35,8 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     found = _origin(options)
     config = found.config
     data = dataclasses.replace(config.data, tokenizer=options.tokenizer or found.tokenizer)
-    tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
+    with naming_options(options):
+        tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
     longest = config.model.max_positions or data.sequence_length
     num_positions = int(options.cache_gib * 2**30 / cache_bytes(config.model, config.model.num_layers))
     room = Room(options.max_sequences, max(longest, num_positions))

@@ -13,6 +13,7 @@ from peers.shared.cache import cache_folder
 from peers.shared.entrance import find_entrance
 from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS
+from peers.shared.option_names import naming_options
 from peers.shared.reader import reading
 from peers.shared.tokenizer import have_tokenizer
 from swarm.credentials.certificates import Role
@@ -42,7 +43,8 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
         await member.known.look_first(member.directory, member.stages, clock)
         named = options.tokenizer or await have_tokenizer(member, cache_folder())
         data = dataclasses.replace(config.data, tokenizer=named)
-        tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
+        with naming_options(options):
+            tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         async with _engine(member) as engine:
             yield read_text_model(config, engine, tokenizer, folders=_beside(data.tokenizer), now=datetime.now)
 

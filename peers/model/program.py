@@ -21,6 +21,7 @@ from peers.model.options import (
 )
 from peers.shared import process, subcommands
 from peers.shared.cache import cache_folder
+from peers.shared.option_names import naming_options
 from peers.shared.subcommands import Command
 from peers.stage_peer.own_model import open_model
 from swarm.checkpoint import file
@@ -57,7 +58,8 @@ def import_(options: ImportModelOptions) -> None:
         format=options.format,
         run=options.run or name,
     )
-    config = import_model(source, options.output, wanted)
+    with naming_options(options):
+        config = import_model(source, options.output, wanted)
     print(f"{options.output}: the run {config.run} in {config.stages.num_stages} stages, {config.model.weights}")
     print(f"  begin:  swarm-peer --model {options.output}")
 
@@ -95,7 +97,8 @@ def _export(found: Origin, options: ExportModelOptions, losses: Sequence[Measure
         _say_exported(options.output, found, files, "peft.PeftModel.from_pretrained(model, {})")
         return
     target = Target(dtype=dtype, tokenizer=options.tokenizer)
-    files = export_model(found, options.output, target)
+    with naming_options(options):
+        files = export_model(found, options.output, target)
     _say_exported(options.output, found, files, "transformers.AutoModelForCausalLM.from_pretrained({})")
 
 
@@ -198,7 +201,7 @@ def push(options: PushModelOptions) -> None:
         repository = api.create_repo(options.repository, private=options.private, exist_ok=True).repo_id
         api.upload_folder(repo_id=repository, folder_path=options.folder)
     except Exception as error:  # noqa: BLE001 - the library raises its own and those of its HTTP client
-        raise PeerUnavailable(f"the hub did not take it: {hub.one_line(error)}") from None
+        raise PeerUnavailable(f"the hub did not take it: {hub.reason(error, options.repository)}") from None
     print(f"https://huggingface.co/{repository}")
 
 

@@ -29,6 +29,7 @@ from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.lan import Announcer, found_invite, require_installed
 from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS, agree_on_config, default_name
+from peers.shared.option_names import naming_options
 from peers.shared.own_figures import OwnFigures, exporting, require_exporter
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     addresses = run_loop(entrance.dht_addresses(clock))
-    with process.interruptible():
+    with process.interruptible(), naming_options(options):
         model = open_model(options.model) if options.model is not None else None
         own = own_config(options, token, cache, model=model)
     identity = claim_identity(options.identity, cache / "identities", options.label.replace(" ", "-"))

@@ -19,6 +19,7 @@ import torch
 
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
+from peers.shared.option_names import naming_options
 from peers.shared.own_text import with_text
 from peers.shared.reporting import require_reporters
 from peers.static import run_config, workers
@@ -45,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     argv, environment = with_fsdp_named(argv), os.environ
     if workers.is_first_here(environment):
-        return run(cli.parse(StaticOptions, prog=PROG, argv=argv), environment)
+        options = cli.parse(StaticOptions, prog=PROG, argv=argv)
+        with naming_options(options):
+            return run(options, environment)
     # All workers of a machine find the same faults of the user's, and only the first one prints them.
     with contextlib.redirect_stderr(io.StringIO()):
         options = cli.parse(StaticOptions, prog=PROG, argv=argv)

@@ -24,6 +24,7 @@ from peers.shared.joining import Joining, remedy
 from peers.shared.lan import with_invite
 from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS, default_name, say_who_may_join
+from peers.shared.option_names import naming_options
 from peers.shared.own_figures import OwnFigures, exporting, require_exporter
 from peers.shared.reader import reading
 from peers.shared.reporting import Reporting
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
             if options.tokenizer is None:
                 options = dataclasses.replace(options, tokenizer=runner.run(have_tokenizer(member, cache_folder())))
             # This runs in the main thread, outside the loop: it may take minutes, and Ctrl-C could not end a thread.
-            with process.interruptible():
+            with process.interruptible(), naming_options(options):
                 corpus, data = open_corpus(member.config, options.dataset, options.tokenizer)
             process.require_addresses(process.THREAD_BYTES)
             return runner.run(run(options, member, corpus, data, events))
