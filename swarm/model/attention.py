@@ -21,6 +21,9 @@ from swarm.model.norms import make_norm
 from swarm.model.projection import Projection, WritingProjection
 from swarm.model.shards import Shards
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Computes attention from queries, keys and values."""
+
 
 def rotary_tables(model: ModelConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles of positions, [T, J] float32 each (arXiv 2104.09864).
@@ -100,7 +103,7 @@ class Documents:
         """The positions of all tokens: [B, T]."""
         return self._positions_BT
 
-    def attend(self, layer: str, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+    def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
         """Attention of each token to itself and the earlier tokens of its document."""
         return attention(q_BHTK, k_BHTK, v_BHTK, self._mask_B1TT)
 
@@ -223,7 +226,7 @@ class CausalSelfAttention(nn.Module):
         hidden_BTD: Tensor,
         cos_TJ: Tensor | None,
         sin_TJ: Tensor | None,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attention,
+        attend: Attend = attention,
         key: DropoutKey | None = None,
     ) -> Tensor:
         """

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
-from swarm.model.attention import CacheRows, CausalSelfAttention, Documents, KeyValueCache, attention
+from swarm.model.attention import Attend, CacheRows, CausalSelfAttention, Documents, KeyValueCache, attention
 from swarm.model.functions import product, swiglu
 from swarm.model.loss import summed_loss
-from swarm.model.masks import DropoutKey, dropout, key_digest
+from swarm.model.masks import Dropout, DropoutKey, key_digest
 from swarm.model.norms import make_norm
 from swarm.model.projection import Projection, WritingProjection
 from swarm.model.shards import SUBLAYERS, Shards, Sublayer
@@ -96,11 +96,12 @@ class TransformerLayer(nn.Module):
         self.writes_all = layer == model.num_layers - 1
         width = model.d_model if self.writes_all else model.hidden_width
         self.site = f"layers.{layer}"
-        self.probability = model.dropout
         self.attention_norm = make_norm(model, model.d_model)
         self.attention = CausalSelfAttention(model, width, shards)
+        self.attention_dropout = Dropout(model.dropout, f"{self.site}.attention")
         self.feed_forward_norm = make_norm(model, model.d_model)
         self.feed_forward = FEED_FORWARDS[model.feed_forward](model, width, shards)
+        self.feed_forward_dropout = Dropout(model.dropout, f"{self.site}.feed_forward")
 
     def forward(
         self,
@@ -120,17 +121,22 @@ class TransformerLayer(nn.Module):
                 None, all earlier positions of their row.
             sublayers: the parts of the layer that are computed.
         """
-        if self.writes_all:
+        if fixed_BTC is not None and self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
         if "attention" in sublayers:
-            attend = attention if reach is None else functools.partial(reach.attend, self.site)
             normed_BTD = self.attention_norm(all_columns(hidden_BTR, fixed_BTC))
-            mixed_BTR = self.attention(normed_BTD, cos_TJ, sin_TJ, attend, key)
-            hidden_BTR = hidden_BTR + dropout(mixed_BTR, self.probability, key, f"{self.site}.attention")
+            mixed_BTR = self.attention(normed_BTD, cos_TJ, sin_TJ, self._attend(reach), key)
+            hidden_BTR = hidden_BTR + self.attention_dropout(mixed_BTR, key)
         if "feed_forward" in sublayers:
             wide_BTR = self.feed_forward(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)), key)
-            hidden_BTR = hidden_BTR + dropout(wide_BTR, self.probability, key, f"{self.site}.feed_forward")
+            hidden_BTR = hidden_BTR + self.feed_forward_dropout(wide_BTR, key)
         return hidden_BTR
+
+    def _attend(self, reach: KeyValueCache | CacheRows | Documents | None) -> Attend:
+        # The layer's name is read for a cache alone: compiled code that depends on it holds for a single layer.
+        if reach is None:
+            return attention
+        return reach.attend if isinstance(reach, Documents) else functools.partial(reach.attend, self.site)
 
 
 def all_columns(hidden_BTR: Tensor, fixed_BTC: Tensor | None) -> Tensor:

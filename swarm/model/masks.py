@@ -1,8 +1,8 @@
 """Dropout that can be computed again, with random masks that are the same on every device.
 
-Called by layers.py and stage_module.py. A microbatch may be computed again by another peer, on another device, and the
-numbers of torch's generators depend on the device. So a mask is a hash of a key and of each element's place, computed
-with integers of 32 bits, whose overflow is the same everywhere. Nothing is kept.
+Used by layers.py, projection.py and stage_module.py. A microbatch may be computed again by another peer, on another
+device, and the numbers of torch's generators depend on the device. So a mask is a hash of a key and of each element's
+place, computed with integers of 32 bits, whose overflow is the same everywhere. Nothing is kept.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 """The multipliers of lowbias32, as signed numbers. Of hashes with two multiplications it had the least bias in Chris
@@ -31,16 +31,29 @@ class DropoutKey:
     microbatch: int
 
 
-def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site: str) -> Tensor:
-    """Zero each element with `probability` and scale the rest to keep the mean; without a key, do nothing.
+class Dropout(nn.Module):
+    """Zeroes each element with `probability` and scales the rest to keep the mean; without a key, it does nothing.
 
     The mask follows from the key, the site's name and an element's place, whatever the device. Streams of several
     shards [N, B, T, D] have one mask, so that their sum has it too.
     """
-    if key is None or probability == 0.0:
-        return hidden_BTD
-    dropped_BTD = random_mask(hidden_BTD.shape[-3:], probability, hidden_BTD.device, key.seed, key.microbatch, site)
-    return hidden_BTD.masked_fill(dropped_BTD, 0.0) * (1.0 / (1.0 - probability))
+
+    def __init__(self, probability: float, site: str) -> None:
+        """
+        Args:
+            site: where it is in the model.
+        """
+        super().__init__()
+        self.probability, self.site = probability, site
+
+    def forward(self, hidden_BTD: Tensor, key: DropoutKey | None) -> Tensor:
+        """Drop elements of hidden_BTD, or of streams_NBTD."""
+        # The site is read last: compiled code that depends on it holds for a single layer.
+        if key is None or self.probability == 0.0:
+            return hidden_BTD
+        shape, device = hidden_BTD.shape[-3:], hidden_BTD.device
+        dropped_BTD = random_mask(shape, self.probability, device, key.seed, key.microbatch, self.site)
+        return hidden_BTD.masked_fill(dropped_BTD, 0.0) * (1.0 / (1.0 - self.probability))
 
 
 def key_digest(*key: int | str) -> bytes:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from swarm.config import LoraConfig
 from swarm.model.functions import product
-from swarm.model.masks import DropoutKey, dropout
+from swarm.model.masks import Dropout, DropoutKey
 from swarm.model.shards import Shards
 
 
@@ -30,19 +30,18 @@ class Adapter(nn.Module):
             site: names the dropout before A, which those adapters have in common too.
         """
         super().__init__()
-        self._scale, self._probability, self._site = lora.scale, lora.dropout, site
+        self._scale, self._dropout = lora.scale, Dropout(lora.dropout, site)
         self.a = a_RD
         self.b = nn.Parameter(torch.empty(num_outputs, lora.rank, device=a_RD.device))
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None) -> Tensor:
         """Map hidden_BTD to output_BTE, or streams_NBTD to all shards' outputs side by side."""
-        narrow_BTR = F.linear(dropout(hidden_BTD, self._probability, key, self._site), self.a)
+        narrow_BTR = F.linear(self._dropout(hidden_BTD, key), self.a)
         return _side_by_side(narrow_BTR, self.b) * self._scale
 
     def apart(self, hidden_BTD: Tensor, key: DropoutKey | None, num_parts: int) -> Tensor:
         """Map hidden_BTD, the inputs of several shards side by side, to each shard's output [N, B, T, E]."""
-        kept_BTD = dropout(hidden_BTD, self._probability, key, self._site)
-        return F.linear(_apart(kept_BTD, self.a, num_parts), self.b) * self._scale
+        return F.linear(_apart(self._dropout(hidden_BTD, key), self.a, num_parts), self.b) * self._scale
 
 
 class Projection(nn.Linear):

@@ -8,7 +8,7 @@ A model of your own
 
 - is a torch.nn.Module, constructed as `Class(config, stage, layer_range)`, once for each stage;
 - has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward without targets, which
-  takes all randomness from the key (`swarm.model.masks.dropout`), keeps nothing between calls, and changes no buffer;
+  takes all randomness from the key (`swarm.model.masks.Dropout`), keeps nothing between calls, and changes no buffer;
 - holds float32 parameters, named by their place in the whole model, so that under any cut the stages together have the
   parameters of the single-stage model; those that do not require a gradient are not trained, and follow from the seed;
   optimizer.name = "muon" steps matrices whose names begin with `layers.`, and AdamW the others;
@@ -37,7 +37,7 @@ from swarm.model.attention import CacheRows, Documents, KeyValueCache, rotary_ta
 from swarm.model.functions import as_cast
 from swarm.model.layers import Embedding, FixedColumns, Head, Positions, TransformerLayer
 from swarm.model.loss import summed_loss_of_logits
-from swarm.model.masks import DropoutKey, dropout
+from swarm.model.masks import Dropout, DropoutKey
 from swarm.model.shards import Shards, Span, spans
 
 
@@ -69,6 +69,7 @@ class StageModule(nn.Module):
         self.embedding = Embedding(config.model) if has_embedding else None
         has_positions = self.is_first and config.model.positions == "learned"
         self.positions = Positions(config.model) if has_positions else None
+        self.embedding_dropout = Dropout(config.model.dropout, "embedding")
         held = config.model if shards is None else shards.held(config.model)
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(held, layer, shards) for layer in layer_range})
         self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
@@ -118,7 +119,7 @@ class StageModule(nn.Module):
                 hidden_BTR, tokens_BT = self.embedding(inputs), inputs
                 if self.positions is not None:
                     hidden_BTR = self.positions(hidden_BTR, positions_T)
-                hidden_BTR = dropout(hidden_BTR, self.model.dropout, dropout_key, "embedding")
+                hidden_BTR = self.embedding_dropout(hidden_BTR, dropout_key)
             fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
             is_rotary = self.model.positions == "rope"
             tables = rotary_tables(self.model, positions_T) if is_rotary else (None, None)

