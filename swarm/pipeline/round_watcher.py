@@ -18,6 +18,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
+from swarm.training.round_member import RoundCost
 from swarm.types import PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
@@ -30,36 +31,25 @@ _ANSWER_SECONDS = 2.0
 class StepReport:
     """One committed round of the whole swarm."""
 
-    step: int
-    """The round's number, from 0."""
     run_samples: int
     """How many samples the run has committed, this round included."""
     gradient_norm: float
     """The norm of the whole model's gradient, or with DiLoCo of the whole model's averaged pseudo-gradient."""
     learning_rate: float
-    aggregate_seconds: float
-    """How long the slowest stage's averaging took."""
     num_members: int
     """How many peers took part, over all stages."""
     num_alive: int
     """How many peers were alive at the time, over all stages."""
-    num_bytes: int
-    """How many bytes the peers that were asked, one for each stage, sent and received."""
-    compression_ratio: float
     averaged_fraction: float
     """The share of its parameters that a stage averaged in the round, as a mean over the stages."""
-    contribution_norm: float
-    """The norm of what the asked peers contributed, over all stages."""
-    exchange_seconds: float
-    """How long the slowest stage's exchange took."""
+    cost: RoundCost
+    """What averaging cost the peers that were asked, one for each stage, together; times are those of the slowest."""
     wait_seconds: float
     """The longest time that a stage waited before and after its exchange, with its contribution closed."""
     num_attempts: int
     """The most attempts that a stage needed."""
     num_aborted: int
     """How many attempts have failed since the peers that were asked started."""
-    residual_bytes: int
-    """How many bytes error feedback keeps at the peers that were asked."""
     device_bytes: int
     """Largest amount of device memory that a peer reported; 0 without an accelerator."""
     inner_steps: tuple[InnerSteps, ...]
@@ -134,22 +124,24 @@ class RoundWatcher:
         sent = sum(entry.bytes_sent for entry in rounds)
         plain = sum(entry.bytes_sent * entry.compression_ratio for entry in rounds)
         return StepReport(
-            step=step,
             run_samples=min(entry.run_samples for entry in rounds),
             gradient_norm=norms[0] if self._synchronous else math.hypot(*norms),
             learning_rate=rounds[0].learning_rate,
-            aggregate_seconds=max(entry.aggregate_seconds for entry in rounds),
             num_members=sum(entry.num_members for entry in rounds),
             num_alive=sum(entry.num_alive for entry in rounds),
-            num_bytes=sent + sum(entry.bytes_received for entry in rounds),
-            compression_ratio=plain / sent if sent else 1.0,
             averaged_fraction=sum(entry.averaged_fraction for entry in rounds) / len(rounds),
-            contribution_norm=math.hypot(*(entry.contribution_norm for entry in rounds)),
-            exchange_seconds=max(entry.exchange_seconds for entry in rounds),
+            cost=RoundCost(
+                bytes_sent=sent,
+                bytes_received=sum(entry.bytes_received for entry in rounds),
+                compression_ratio=plain / sent if sent else 1.0,
+                seconds=max(entry.aggregate_seconds for entry in rounds),
+                exchange_seconds=max(entry.exchange_seconds for entry in rounds),
+                contribution_norm=math.hypot(*(entry.contribution_norm for entry in rounds)),
+                residual_bytes=sum(entry.residual_bytes for entry in rounds),
+            ),
             wait_seconds=max(entry.wait_seconds for entry in rounds),
             num_attempts=max(entry.attempts for entry in rounds),
             num_aborted=sum(self._aborted.values()),
-            residual_bytes=sum(entry.residual_bytes for entry in rounds),
             device_bytes=self._device_bytes,
             inner_steps=() if self._synchronous else tuple(InnerSteps.read(entry.inner_steps) for entry in rounds),
         )

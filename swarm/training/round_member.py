@@ -73,7 +73,7 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCost:
-    """What a committed round cost one member; used only in reports.
+    """What a committed round cost one member, or one member of each stage together; used only in reports.
 
     Attributes:
         bytes_sent: payload that the member sent.

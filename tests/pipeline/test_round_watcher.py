@@ -10,6 +10,7 @@ from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
+from swarm.training.round_member import RoundCost
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import DILOCO, Chain, running_chain
 
@@ -38,7 +39,7 @@ async def test_norms_too_large_to_be_squared_are_figures_like_others() -> None:
         report = watcher.report(0)
         assert report is not None
         assert report.gradient_norm == pytest.approx(math.sqrt(3) * 1e200)
-        assert report.contribution_norm == math.inf
+        assert report.cost.contribution_norm == math.inf
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
@@ -70,10 +71,12 @@ async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
             chain.peers[stage].servicer._describe = lambda reply=reply: reply  # type: ignore[misc]
             await watcher.poll()
     assert watcher.report(1) == StepReport(
-        step=1, run_samples=32, gradient_norm=3.0 if synchronous else 7.0, learning_rate=0.2, aggregate_seconds=3.5,
-        num_members=9, num_alive=18, num_bytes=460, compression_ratio=4.75, averaged_fraction=0.5,
-        contribution_norm=9.0, exchange_seconds=0.75, wait_seconds=8.0, num_attempts=4, num_aborted=33,
-        residual_bytes=24, device_bytes=30,
+        run_samples=32, gradient_norm=3.0 if synchronous else 7.0, learning_rate=0.2, num_members=9, num_alive=18,
+        averaged_fraction=0.5, wait_seconds=8.0, num_attempts=4, num_aborted=33, device_bytes=30,
+        cost=RoundCost(
+            bytes_sent=400, bytes_received=60, compression_ratio=4.75, seconds=3.5, exchange_seconds=0.75,
+            contribution_norm=9.0, residual_bytes=24,
+        ),
         inner_steps=() if synchronous else tuple(InnerSteps(count=stage, configured_samples=16) for stage in range(3)),
     )  # fmt: skip
     assert watcher.report(2) is None

@@ -18,6 +18,7 @@ from swarm.pipeline.round_watcher import StepReport
 from swarm.pipeline.tally import StepTotals
 from swarm.pipeline.train_loop import Step
 from swarm.training.inner_steps import InnerSteps
+from swarm.training.round_member import RoundCost
 from tests.support.manual_clock import ManualClock
 
 
@@ -45,7 +46,8 @@ def _step(
     number: int, run_samples: int, losses: Sequence[float] = (1.0,), inner_steps: tuple[InnerSteps, ...] = ()
 ) -> Step:
     figures: dict[str, Any] = {name: 0 for name in StepReport.__dataclass_fields__}
-    report = StepReport(**{**figures, "run_samples": run_samples, "inner_steps": inner_steps})
+    known = {"run_samples": run_samples, "cost": RoundCost(), "inner_steps": inner_steps}
+    report = StepReport(**{**figures, **known})
     return Step(number=number, seconds=2.0, totals=StepTotals(losses=[(loss, 1) for loss in losses]), report=report)
 
 
