@@ -72,20 +72,23 @@ def train(
         gradients = run.model.gradients()
 
         # In one exchange: the norm of the whole gradient, the mean loss, the next step's targets, and who was stopped.
-        batch = run.batches.of_step(progress.step + 1)
+        next_batch = run.batches.of_step(progress.step + 1)
         own_norm = run.model.squared_norm(gradients)
-        scaled_norm, scaled_loss, all_targets, num_stopping = run.workers.total(
-            own_norm, float(own_loss), batch.num_targets, stops()
+        scaled_norm, scaled_loss, next_targets, num_stopping = run.workers.total(
+            own_norm, float(own_loss), next_batch.num_targets, stops()
         )
-        squared_norm, loss = scaled_norm / scale.factor**2, scaled_loss / (weight * shape.tp)
-
-        # Clip, and step, unless float16 has overflowed.
-        rate = optim.learning_rate(config.optimizer, progress.run_samples)
+        squared_norm = scaled_norm / scale.factor**2
         factor = optim.clip_factor(squared_norm, config.optimizer.clip_norm) / scale.factor
-        if scale.accepts(squared_norm, progress.step):
-            torch._foreach_mul_(list(gradients.values()), factor)
-            optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
+        if not scale.accepts(squared_norm, progress.step):
+            run.model.clear_gradients()
+            continue
+
+        # Clip, and step.
+        loss, rate = scaled_loss / (weight * shape.tp), optim.learning_rate(config.optimizer, progress.run_samples)
+        torch._foreach_mul_(list(gradients.values()), factor)
+        optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
         run.model.clear_gradients()
+        batch, all_targets = next_batch, next_targets
 
         # The next step begins with this state. If it is due, write a checkpoint of it, and evaluate it.
         progress = progress.after(config.rounds.round_samples)

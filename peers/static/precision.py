@@ -17,14 +17,18 @@ FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000
 
 def computing_in(dtype: str | None, device: torch.device) -> AbstractContextManager[object]:
     """A context for forwards: autocast to float16 for fp16; otherwise the model does what its configuration says."""
-    return torch.autocast(device.type, torch.float16) if dtype == "fp16" else contextlib.nullcontext()
+    if dtype != "fp16":
+        return contextlib.nullcontext()
+    # Without a cache: if one microbatch used what another one had cast, a backward would add a weight's gradient only
+    # after FSDP had exchanged the layer's gradients, which would then lack it.
+    return torch.autocast(device.type, torch.float16, cache_enabled=False)
 
 
 class LossScale:
     """The factor by which losses are multiplied, so that their gradients neither vanish nor overflow in float16.
 
-    A step whose gradients are not finite is left out, and the scale is halved (Micikevicius et al., arXiv 1710.03740).
-    With other types the factor stays 1.
+    A step whose gradients are not finite is computed again with half the scale. Micikevicius et al. (arXiv 1710.03740)
+    leave it out, and then take fewer steps than with other types. With those the factor stays 1.
     """
 
     def __init__(self, dtype: str | None) -> None:
@@ -47,5 +51,5 @@ class LossScale:
             remedy = "a smaller optimizer.learning_rate" + (", or --dtype bf16" if self._is_on else "")
             raise Fatal(f"the gradient of step {step} is not finite: take {remedy}")
         self.factor, self._num_good = self.factor / 2, 0
-        logger.info("step %d overflows float16 and is left out: the loss scale is now %g", step, self.factor)
+        logger.info("step %d overflows float16 and is computed again: the loss scale is now %g", step, self.factor)
         return False

@@ -14,7 +14,7 @@ import torch
 
 from peers.shared import process
 from peers.shared.process import run_program
-from peers.static import program, run_config
+from peers.static import precision, program, run_config
 from peers.static.options import PROG, StaticOptions
 from peers.static.workers import Shape
 from scripts.benches.shared.common import with_corpus, write_config
@@ -240,6 +240,19 @@ def test_narrow_types_learn_as_fp32_does(dtype: str, config_file: Path) -> None:
         return float([row["train/loss"] for row in rows if "train/loss" in row][-1])
 
     assert last_loss("--dtype", dtype) == pytest.approx(last_loss(), rel=0.01)
+
+
+def test_a_step_that_overflows_float16_is_computed_again(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**24)
+    with caplog.at_level("INFO"):
+        assert trained(config_file, "--steps", 5, "--dtype", "fp16") == 0
+    assert "overflows float16 and is computed again: the loss scale is now 8.38861e+06" in caplog.text
+    reference = Reference(*with_corpus(CONFIG))
+    rows = log.read_current(config_file.parent / "metrics.jsonl")
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert losses == pytest.approx([reference.step(step) for step in range(5)], rel=5e-3)
 
 
 def test_diloco_is_trained_by_inner_batches(config_file: Path) -> None:
