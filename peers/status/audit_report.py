@@ -19,16 +19,15 @@ _FIGURES = (
 def render(report: Report) -> RenderableType:
     """The table, and below it the violations and the verdict."""
     table = Table("figure", "value", title=f"{report.setting} run {report.run}, {counted(report.files, 'file')}")
+    figures, found = report.to_json(), report.findings
     for name in _FIGURES:
-        table.add_row(name, str(getattr(report, name)))
+        table.add_row(name, str(figures[name]))
     table.add_row("lost_share", f"{report.lost_share:.4f}")
     for stage in report.stages:
         microbatches = counted(stage.microbatches, "microbatch")
         counts = f"{counted(stage.rounds, 'round')}, {stage.first_attempt} at the first attempt, {microbatches}"
         table.add_row(f"stage {stage.stage}", counts + (f", {stage.lost} lost" if stage.lost else ""))
-    lines = [escape(violation) for violation in report.violations]
-    if (more := report.num_violations - len(lines)) > 0:
+    lines = [escape(violation) for violation in found.violations]
+    if (more := found.num_violations - len(lines)) > 0:
         lines.append(f"and {more} more")
-    return Group(
-        table, *lines, "proven" if report.proven else f"refuted: {counted(report.num_violations, 'violation')}"
-    )
+    return Group(table, *lines, "proven" if report.proven else f"refuted: {counted(found.num_violations, 'violation')}")

@@ -122,21 +122,22 @@ def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, refer
         planted = _plant(logs, Path(name) / "planted", random.Random(options.seed))
     figures = differences(trained, reference)
     found = planted["duplicate"] == 1 and planted["loss"] == 1
-    exactly_once = report.proven and (report.duplicates, report.missing) == (0, 0)
+    findings = report.findings
+    exactly_once = report.proven and (findings.duplicates, findings.missing) == (0, 0)
     complete = report.rounds_committed == options.steps and report.lost_share == 0.0
     return {
         **figures,
-        "duplicates": report.duplicates,
-        "missing": report.missing,
+        "duplicates": findings.duplicates,
+        "missing": findings.missing,
         "replayed": report.replayed,
-        "rolled_back": report.rolled_back,
+        "rolled_back": findings.rolled_back,
         "faults": faulty.faults.total(),
         "faults_by_kind": dict(faulty.faults),
         "skipped_faults": faulty.owed,
         "aborted_attempts": report.rounds_aborted,
         "audit": report.proven,
-        "violations": list(report.violations[:10]),
-        "digests_compared": report.digests_compared,
+        "violations": list(findings.violations[:10]),
+        "digests_compared": findings.digests_compared,
         "found_planted": planted,
         "passed": max(figures.values()) < BOUND and exactly_once and complete and found and _was_put_to_test(faulty),
     }
@@ -206,8 +207,8 @@ def _plant(logs: Sequence[Path], folder: Path, rng: random.Random) -> dict[str, 
     copied = json.loads(lines[stolen.accumulate]) | {"bucket": json.loads(others[thief.accumulate])["bucket"]}
     others[thief.accumulate : thief.accumulate] = [json.dumps(copied), lines[stolen.ack]]
     (folder / thief.path.name).write_text("\n".join(others) + "\n")
-    duplicates = audit(sorted(folder.iterdir())).duplicates
+    duplicates = audit(sorted(folder.iterdir())).findings.duplicates
     shutil.copy(thief.path, folder)
     kept = [text for number, text in enumerate(lines) if number not in (stolen.accumulate, stolen.ack)]
     (folder / stolen.path.name).write_text("\n".join(kept) + "\n")
-    return {"duplicate": duplicates, "loss": audit(sorted(folder.iterdir())).missing}
+    return {"duplicate": duplicates, "loss": audit(sorted(folder.iterdir())).findings.missing}

@@ -11,7 +11,7 @@ MAX_LINES = 1000
 _NAMED = 8
 
 
-@dataclass(eq=False)
+@dataclass
 class Findings:
     """Counters, and violations in the order in which they were found."""
 
@@ -22,7 +22,7 @@ class Findings:
     rolled_back: int = 0
     digests_compared: int = 0
     digests_differing: int = 0
-    num_events: int = 0
+    events: int = 0
     num_violations: int = 0
     violations: list[str] = field(default_factory=list)
 

@@ -68,7 +68,7 @@ class History:
 
     def feed(self, line: Line) -> None:
         """Take the next event of the file."""
-        self._findings.num_events += 1
+        self._findings.events += 1
         event: Event = line.event
         match event:
             case Start():

@@ -34,38 +34,33 @@ class StageReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of an audit. What the counters mean is in audit/findings."""
+    """The result of an audit."""
 
     run: str
     setting: str
     files: int
-    events: int
+    findings: Findings
     rounds_committed: int
     """Rounds that all stages have committed, on whatever branches."""
     rounds_aborted: int
     """Attempts that came to nothing, at all stages."""
-    duplicates: int
-    missing: int
     replayed: int
     """Microbatches of committed rounds that were accumulated at one stage alone."""
-    rolled_back: int
     lost_share: float
     """The share of acknowledged microbatches that are lost, mean over the stages. What living peers held at the end is
     not lost."""
-    digests_compared: int
-    digests_differing: int
     stages: tuple[StageReport, ...]
-    num_violations: int
-    violations: tuple[str, ...]
 
     @property
     def proven(self) -> bool:
         """Whether everything that was promised is proven."""
-        return not self.num_violations
+        return not self.findings.num_violations
 
     def to_json(self) -> dict[str, Any]:
-        """The report as a JSON object."""
-        return asdict(self) | {"proven": self.proven}
+        """The report as a JSON object, in which the findings are figures like the others."""
+        figures = asdict(self)
+        del figures["findings"]
+        return figures | asdict(self.findings) | {"proven": self.proven}
 
 
 def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: int, seen: Set[int]) -> Report:
@@ -95,13 +90,11 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
     for (stage, _), round_ in rounds.rounds.items():
         committed[stage].add(round_.number)
     return Report(
-        run=start.run, setting=start.setting, files=files, events=findings.num_events,
+        run=start.run, setting=start.setting, files=files, findings=findings,
         rounds_committed=len(set.intersection(*committed)), rounds_aborted=rounds.num_aborted(),
-        duplicates=findings.duplicates, missing=findings.missing,
-        replayed=sum(r.num_replayed for branch in branches for r in branch), rolled_back=findings.rolled_back,
+        replayed=sum(r.num_replayed for branch in branches for r in branch),
         lost_share=sum(report.lost for report in reports) / max(1, len(reports) * len(acknowledged)),
-        digests_compared=findings.digests_compared, digests_differing=findings.digests_differing,
-        stages=tuple(reports), num_violations=findings.num_violations, violations=tuple(findings.violations),
+        stages=tuple(reports),
     )  # fmt: skip
 
 

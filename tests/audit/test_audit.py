@@ -24,7 +24,7 @@ def honest(folder: Path, setting: str = "synchronous") -> HonestRun:
 
 def one_violation(report: Report, text: str) -> str:
     """The only violation, which has to say this."""
-    (found,) = [violation for violation in report.violations if text in violation]
+    (found,) = [violation for violation in report.findings.violations if text in violation]
     assert not report.proven
     return found
 
@@ -37,12 +37,13 @@ def test_an_honest_run_is_proven(tmp_path: Path, setting: str) -> None:
     run = honest(tmp_path, setting)
     report = audit(run.files)
     assert report.proven
-    assert report.violations == ()
+    assert report.findings.violations == []
     assert (report.run, report.setting, report.files) == ("run.1", setting, 5)
     assert (report.rounds_committed, report.rounds_aborted) == (ROUNDS, 0)
-    assert (report.duplicates, report.missing, report.replayed, report.rolled_back) == (0, 0, 0, 0)
+    found = report.findings
+    assert (found.duplicates, found.missing, report.replayed, found.rolled_back) == (0, 0, 0, 0)
     # Two peers of each stage, at the beginning and after every round.
-    assert (report.digests_compared, report.digests_differing) == (2 * (ROUNDS + 1), 0)
+    assert (report.findings.digests_compared, report.findings.digests_differing) == (2 * (ROUNDS + 1), 0)
     assert report.lost_share == 0.0
     assert [stage.first_attempt for stage in report.stages] == [ROUNDS] * 2
 
@@ -54,7 +55,7 @@ def test_the_order_of_the_files_does_not_matter(tmp_path: Path) -> None:
 
 def test_files_of_one_name_in_folders_of_their_own_are_told_apart(tmp_path: Path) -> None:
     files = [path.rename(_made(tmp_path / path.stem) / "events.jsonl") for path in honest(tmp_path).files]
-    assert audit(files).digests_compared == 2 * (ROUNDS + 1)
+    assert audit(files).findings.digests_compared == 2 * (ROUNDS + 1)
 
 
 def _made(folder: Path) -> Path:
@@ -69,15 +70,15 @@ def test_what_was_rolled_back_does_not_count(tmp_path: Path, setting: str) -> No
     run.roll_back("peer-1b", 4)
     run.round(0)
     report = audit(run.files)
-    assert report.violations == ()
-    assert report.rolled_back == 1
+    assert report.findings.violations == []
+    assert report.findings.rolled_back == 1
 
 
 def test_replays_are_counted(tmp_path: Path) -> None:
     run = HonestRun(tmp_path)
     run.round(0, replayed=[(1, 3), (0, 7)])
     report = audit(run.files)
-    assert report.violations == ()
+    assert report.findings.violations == []
     assert report.replayed == 2
 
 
@@ -89,7 +90,7 @@ def test_an_attempt_that_came_to_nothing_is_counted(tmp_path: Path) -> None:
         run.write("peer-0b", Abort(round=number, attempt=1, leader=leader, reason="a member is slow"))
         run.round(number)
     report = audit(run.files)
-    assert report.violations == ()
+    assert report.findings.violations == []
     assert report.rounds_aborted == 1, "the second one has a higher ballot than the one that succeeded: it came later"
     assert [stage.first_attempt for stage in report.stages] == [1, 2]
 
@@ -133,8 +134,8 @@ def test_a_process_goes_on_in_the_file_of_one_that_was_killed(tmp_path: Path) ->
     run.write("peer-1b", Install(round=1, lineage=run.lineages[1], state="state 1 1", source="download"))
     run.round(1)
     report = audit(run.files)
-    assert report.violations == ()
-    assert (report.duplicates, report.rounds_committed) == (0, 2)
+    assert report.findings.violations == []
+    assert (report.findings.duplicates, report.rounds_committed) == (0, 2)
 
 
 def test_a_peer_that_was_started_again_commits_what_it_had_prepared_before(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_a_peer_that_was_started_again_commits_what_it_had_prepared_before(tmp_p
         lines[prepared + 1 : prepared + 1] = [lines[0], took_over]
 
     edit(tmp_path / "peer-1b.jsonl", start_again)
-    assert audit(run.files).violations == ()
+    assert audit(run.files).findings.violations == []
 
 
 def test_a_commit_of_what_was_never_begun_is_found(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_a_commit_of_what_was_never_begun_is_found(tmp_path: Path) -> None:
         del lines[max(number for number, line in enumerate(lines) if line["event"] == "begin")]
 
     edit(tmp_path / "peer-1b.jsonl", forget)
-    assert "had not begun its attempt" in str(audit(run.files).violations)
+    assert "had not begun its attempt" in str(audit(run.files).findings.violations)
 
 
 def test_who_never_had_an_exchanges_result_is_judged_by_what_it_had_closed_for_it(tmp_path: Path) -> None:
@@ -169,8 +170,8 @@ def test_who_never_had_an_exchanges_result_is_judged_by_what_it_had_closed_for_i
     run.round(0)
     run.round(1, lost=["peer-1b"])
     report = audit(run.files)
-    assert report.violations == ()
-    assert (report.rounds_committed, report.duplicates, report.missing) == (2, 0, 0)
+    assert report.findings.violations == []
+    assert (report.rounds_committed, report.findings.duplicates, report.findings.missing) == (2, 0, 0)
 
 
 def test_a_loss_in_what_such_a_member_had_closed_is_found(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_a_peer_that_moves_begins_afresh_at_its_new_stage(tmp_path: Path) -> Non
     run.write("peer-1b", Install(round=0, lineage="genesis 0", state="initial", source="initial"))
     run.write("peer-1b", Install(round=1, lineage=run.lineages[0], state="state 0 1", source="download"))
     run.write("peer-1b", Leave())
-    assert audit(run.files).violations == ()
+    assert audit(run.files).findings.violations == []
 
 
 # -- what counts twice, or not at all ----------------------------------------------------------------------------------
@@ -207,19 +208,19 @@ def test_a_planted_duplicate_is_found(tmp_path: Path, setting: str) -> None:
     run = HonestRun(tmp_path, setting)
     run.train("peer-1a", 3)
     run.round(0)
-    found = audit(run.files)
-    assert found.duplicates == 1
-    violation = next(line for line in found.violations if "counts more than once" in line)
+    report = audit(run.files)
+    assert report.findings.duplicates == 1
+    violation = next(line for line in report.findings.violations if "counts more than once" in line)
     assert violation.startswith("stage 1, round 0, microbatch 3: ")
     assert violation.endswith("(peer-1a.jsonl, peer-1b.jsonl)")
-    assert one_violation(found, "said to hold") if setting == "synchronous" else True
+    assert one_violation(report, "said to hold") if setting == "synchronous" else True
     # Now as if the program had counted it, too: every figure fits, and it is found all the same.
     edit(tmp_path / "peer-1a.jsonl", lambda lines: claim(lines, close={"samples": 10, "microbatches": "0 2-4 6"}))
     for peer in run.members(1):
         edit(tmp_path / f"{peer}.jsonl", lambda lines: claim(lines, commit={"samples": 18}))
-    found = audit(run.files)
-    assert found.duplicates == 1
-    assert len(found.violations) == 1
+    report = audit(run.files)
+    assert report.findings.duplicates == 1
+    assert len(report.findings.violations) == 1
 
 
 def claim(lines: Lines, **figures: dict[str, object]) -> None:
@@ -238,15 +239,15 @@ def test_what_is_accumulated_twice_at_one_peer_is_found(tmp_path: Path, setting:
     run.accumulate("peer-0a", 2)
     run.round(0)
     report = audit(run.files)
-    assert report.duplicates == 1
-    assert any("microbatch 2" in line and "counts more than once" in line for line in report.violations)
+    assert report.findings.duplicates == 1
+    assert any("microbatch 2" in line and "counts more than once" in line for line in report.findings.violations)
 
 
 def test_a_planted_loss_is_found(tmp_path: Path) -> None:
     run = honest(tmp_path)
     edit(tmp_path / "peer-1b.jsonl", lambda lines: [line for line in lines if line.get("microbatch") != 11])
     report = audit(run.files)
-    assert report.missing == 1
+    assert report.findings.missing == 1
     assert one_violation(report, "missing").startswith("stage 1, round 1, microbatch 11: missing in a committed round")
     one_violation(report, "said to hold 9 11 13 15, not 9 13 15")
 
@@ -285,8 +286,8 @@ def test_what_one_learnt_while_it_was_away_may_count_later(tmp_path: Path, *, do
     run.average(2, later | {"peer-1b": [9, 11]}, stepped={"peer-1b"})
     report = audit(run.files)
     if said == 4:
-        assert report.violations == ()
-        assert report.duplicates == 0
+        assert report.findings.violations == []
+        assert report.findings.duplicates == 0
     else:
         assert "6 samples were carried over, and 4 learnt from" in one_violation(report, "carried over")
 
@@ -302,7 +303,7 @@ def test_with_diloco_a_loss_is_a_share(tmp_path: Path) -> None:
     for peer in run.members(0):
         edit(tmp_path / f"{peer}.jsonl", lambda lines: claim(lines, commit={"samples": 18}))
     report = audit(run.files)
-    assert report.violations == ()
+    assert report.findings.violations == []
     assert [stage.lost for stage in report.stages] == [0, 1]
     assert report.lost_share == pytest.approx(0.5 / 9)
 
@@ -322,14 +323,14 @@ def test_with_diloco_a_microbatch_of_an_earlier_round_is_found(tmp_path: Path) -
     run.train("peer-0b", 4)
     run.average(1, {"peer-0b": [4]})
     report = audit(run.files)
-    assert report.duplicates == 1
+    assert report.findings.duplicates == 1
     assert one_violation(report, "earlier round").startswith("stage 0, round 1, microbatch 4: ")
 
 
 def test_what_no_trainer_acknowledged_is_found(tmp_path: Path) -> None:
     run = honest(tmp_path)
     edit(tmp_path / "trainer.jsonl", lambda lines: [line for line in lines if line.get("microbatch") != 5])
-    assert len([line for line in audit(run.files).violations if "no trainer acknowledged" in line]) == 2
+    assert len([line for line in audit(run.files).findings.violations if "no trainer acknowledged" in line]) == 2
 
 
 @BOTH
@@ -349,7 +350,7 @@ def test_a_planted_difference_of_digests_is_found(tmp_path: Path) -> None:
     run = honest(tmp_path)
     edit(tmp_path / "peer-0b.jsonl", lambda lines: lines[-1].update(digest="another") or lines)
     report = audit(run.files)
-    assert (report.digests_compared, report.digests_differing) == (2 * (ROUNDS + 1), 1)
+    assert (report.findings.digests_compared, report.findings.digests_differing) == (2 * (ROUNDS + 1), 1)
     assert one_violation(report, "digest").startswith("stage 0, round 3: the state of lineage")
 
 
@@ -389,7 +390,7 @@ def test_a_stage_that_goes_on_alone_is_found(tmp_path: Path) -> None:
 def test_a_missing_file_leaves_its_peers_contributions_unproven(tmp_path: Path) -> None:
     run = honest(tmp_path)
     report = audit([path for path in run.files if path.name != "peer-1a.jsonl"])
-    unproven = [line for line in report.violations if "no file tells what peer-1a contributed" in line]
+    unproven = [line for line in report.findings.violations if "no file tells what peer-1a contributed" in line]
     assert len(unproven) == ROUNDS
 
 
@@ -406,7 +407,7 @@ def test_a_stage_without_any_file_leaves_the_run_unproven(tmp_path: Path, settin
 def test_a_run_without_a_trainers_file_is_unproven(tmp_path: Path, setting: str) -> None:
     run = honest(tmp_path, setting)
     report = audit([path for path in run.files if path.name != "trainer.jsonl"])
-    (violation,) = report.violations
+    (violation,) = report.findings.violations
     assert violation == "trainer: no file of any was given, so nothing tells what they acknowledged"
     assert not report.proven
 
@@ -434,8 +435,8 @@ def test_two_branches_are_judged_by_themselves(tmp_path: Path) -> None:
     run.bucket -= 1
     run.average(1, {"peer-0b": ids, "peer-1b": ids})
     report = audit(run.files)
-    assert report.violations == ()
-    assert (report.rounds_committed, report.duplicates) == (2, 0)
+    assert report.findings.violations == []
+    assert (report.rounds_committed, report.findings.duplicates) == (2, 0)
 
 
 def test_who_committed_without_the_others_is_judged_by_what_they_had_closed_for_it(tmp_path: Path) -> None:
@@ -459,8 +460,8 @@ def test_who_committed_without_the_others_is_judged_by_what_they_had_closed_for_
     run.bucket -= 1
     run.average(1, given, stepped=["peer-0a", "peer-1a"], silent=["peer-0a", "peer-1a"])
     report = audit(run.files)
-    assert report.violations == ()
-    assert (report.rounds_committed, report.duplicates) == (2, 0)
+    assert report.findings.violations == []
+    assert (report.rounds_committed, report.findings.duplicates) == (2, 0)
 
 
 def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_path: Path) -> None:
@@ -473,7 +474,7 @@ def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_
         run.write(peer, install)
     run.round(ROUNDS)
     report = audit(run.files)
-    assert report.violations == ()
+    assert report.findings.violations == []
     assert [stage.lost for stage in report.stages] == [0, 8 * (ROUNDS - 1)]
 
 
@@ -485,7 +486,7 @@ def test_a_synchronous_stage_that_began_again_is_found(tmp_path: Path) -> None:
         run.write(peer, start(peer, 1, "synchronous"))
         run.write(peer, Install(round=ROUNDS, lineage="again", state="initial", source="initial", parent="genesis 1"))
     run.round(ROUNDS)
-    assert any("with an older state" in violation for violation in audit(run.files).violations)
+    assert any("with an older state" in violation for violation in audit(run.files).findings.violations)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -41,10 +41,10 @@ async def test_a_run_is_proven_and_copies_that_were_tampered_with_are_not(config
         await swarm.start(1)
         await training
     report = audit(swarm.logs)
-    assert report.violations == ()
+    assert report.findings.violations == []
     assert report.rounds_committed >= STEPS
-    assert (report.duplicates, report.missing, report.digests_differing) == (0, 0, 0)
-    assert report.digests_compared > STEPS
+    assert (report.findings.duplicates, report.findings.missing, report.findings.digests_differing) == (0, 0, 0)
+    assert report.findings.digests_compared > STEPS
     synchronous = config.rounds.synchronous
     if synchronous:
         assert report.lost_share == 0.0
@@ -68,11 +68,11 @@ async def test_a_run_is_proven_and_copies_that_were_tampered_with_are_not(config
         lost = lines[index_of(lines, "accumulate")]["microbatch"]
         return [line for line in lines if line.get("microbatch") != lost]
 
-    found = tampered(twice)
-    assert found.duplicates == 1
-    assert any("counts more than once" in line and "stage 2" in line for line in found.violations)
-    found = tampered(less)
-    assert any("samples" in line and "stage 2" in line for line in found.violations)
-    assert found.missing == synchronous
-    found = tampered(lambda lines: lines[index_of(lines, "commit")].update(lineage="another") or lines)
-    assert not found.proven
+    report = tampered(twice)
+    assert report.findings.duplicates == 1
+    assert any("counts more than once" in line and "stage 2" in line for line in report.findings.violations)
+    report = tampered(less)
+    assert any("samples" in line and "stage 2" in line for line in report.findings.violations)
+    assert report.findings.missing == synchronous
+    report = tampered(lambda lines: lines[index_of(lines, "commit")].update(lineage="another") or lines)
+    assert not report.proven

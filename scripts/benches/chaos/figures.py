@@ -179,13 +179,14 @@ def passed(figures: Mapping[str, Any]) -> bool:
 
 
 def _audit_figures(audited: Report, setting: str) -> dict[str, Any]:
-    lost = {"missing": audited.missing} if setting == "synchronous" else {"lost_share": audited.lost_share}
+    found = audited.findings
+    lost = {"missing": found.missing} if setting == "synchronous" else {"lost_share": audited.lost_share}
     return {
-        "duplicates": audited.duplicates,
+        "duplicates": found.duplicates,
         **lost,
-        "digests_compared": audited.digests_compared,
-        "digests_differing": audited.digests_differing,
-        "violations": list(audited.violations),
+        "digests_compared": found.digests_compared,
+        "digests_differing": found.digests_differing,
+        "violations": list(found.violations),
     }
 
 
