@@ -10,7 +10,7 @@ from typing import Self
 from peers.shared.network import KnownPeers
 from swarm.config import RunConfig
 from swarm.content.fetcher import Fetcher
-from swarm.content.line import GrpcLine, Kind
+from swarm.content.line import Kind, Line
 from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory
 from swarm.dht.record_store import RecordStore
@@ -51,7 +51,7 @@ class Membership:
 
     def fetcher(self, kind: Kind) -> Fetcher:
         """Make a fetcher of content (what the run's configuration names by digest) from the run's peers."""
-        line, rng = GrpcLine(self.config.run_id, self.channels, own_id=self.peer_id), random.Random(self.peer_id)
+        line, rng = Line(self.config.run_id, self.channels, own_id=self.peer_id), random.Random(self.peer_id)
         return Fetcher(line, kind, self.known.everyone, self.clock, rng)
 
     @property

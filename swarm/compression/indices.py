@@ -6,27 +6,12 @@ Shapes: R tiles, G elements of the group.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from swarm.compression.layout import TILE
 from swarm.compression.packing import Field, Numbers
 from swarm.errors import MalformedMessage
-
-
-class IndexCoder(Protocol):
-    """One way to write the indices."""
-
-    fields: tuple[Field, ...]
-
-    def encode(self, indices_RG: Numbers) -> list[Numbers]:
-        """Write rising numbers below 4096 as the columns of `fields`."""
-        ...
-
-    def decode(self, columns: Sequence[Numbers]) -> Numbers:
-        """The inverse of `encode`. Raises MalformedMessage for columns that no encoder writes."""
-        ...
 
 
 class TwelveBit:
@@ -36,11 +21,11 @@ class TwelveBit:
         self.fields: tuple[Field, ...] = (Field(count, (TILE - 1).bit_length()),)
 
     def encode(self, indices_RG: Numbers) -> list[Numbers]:
-        """The indices as they are."""
+        """The columns of `fields`: rising numbers below 4096 as they are."""
         return [indices_RG]
 
     def decode(self, columns: Sequence[Numbers]) -> Numbers:
-        """The indices as they are, if they rise."""
+        """The inverse of `encode`. Raises MalformedMessage for columns that no encoder writes."""
         return _check_rising(columns[0])
 
 
@@ -59,7 +44,7 @@ class EliasFano:
         self.fields: tuple[Field, ...] = (Field(count, int(self._low_bits)), Field(self._unary_bits, 1))
 
     def encode(self, indices_RG: Numbers) -> list[Numbers]:
-        """The low bits, and the unary rows."""
+        """The columns of `fields`: the low bits, and the unary rows."""
         unary = np.zeros((len(indices_RG), self._unary_bits), dtype=np.uint16)
         np.put_along_axis(unary, (indices_RG >> self._low_bits) + self._ranks_G, 1, axis=1)
         return [indices_RG & ((1 << self._low_bits) - 1), unary]
@@ -72,6 +57,9 @@ class EliasFano:
         # A row with the right number of ones has u / 2^l - 1 zeros, so no rest can exceed its range.
         places_RG = np.nonzero(unary)[1].reshape(low_RG.shape).astype(np.uint16)
         return _check_rising((places_RG - self._ranks_G << self._low_bits) | low_RG)
+
+
+IndexCoder = TwelveBit | EliasFano
 
 
 def _check_rising(indices_RG: Numbers) -> Numbers:

@@ -11,7 +11,6 @@ import math
 import operator
 import struct
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,27 +28,6 @@ LEVELS = np.array(_POWERS, dtype=np.float32)
 """Magnitudes relative to the largest one: 2 ** (-code / 16), and zero for the last code."""
 
 
-class ValueCoder(Protocol):
-    """One way to write the values."""
-
-    groups: list[int]
-    """How many elements each group of a tile has. The first group has the largest ones."""
-    header_bytes: int
-    fields: tuple[Field, ...]
-
-    def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
-        """The header, and the columns of `fields`. Values that are not real are padding, whose codes do not matter."""
-        ...
-
-    def read_header(self, header: Bytes) -> Floats:
-        """The table of 256 values. Raises MalformedMessage unless they are finite."""
-        ...
-
-    def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
-        """Values of some tiles, shape (R, K)."""
-        ...
-
-
 class Signs:
     """A sign for each element, and the mean magnitude of each group of a tile.
 
@@ -60,11 +38,18 @@ class Signs:
     header_bytes = 4
 
     def __init__(self, groups: list[int]) -> None:
+        """
+        Args:
+            groups: how many elements each group of a tile has. The first group has the largest ones.
+        """
         self.groups = groups
         self.fields: tuple[Field, ...] = (Field(len(groups), 8), Field(sum(groups), 1))
 
     def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
-        """The largest magnitude as header; codes and signs. One magnitude for a group errs least if it is the mean."""
+        """The largest magnitude as header; codes and signs, the columns of `fields`.
+
+        Values that are not real are padding. One magnitude for a group errs least if it is the mean.
+        """
         # No sum overflows in float64.
         sums = torch.split(values_TK.abs().double() * is_real_TK, self.groups, 1)
         counts = torch.split(is_real_TK, self.groups, 1)
@@ -80,7 +65,7 @@ class Signs:
         ]
 
     def read_header(self, header: Bytes) -> Floats:
-        """The levels times the largest magnitude."""
+        """The 256 values: the levels times the largest magnitude. Raises MalformedMessage unless that is finite."""
         largest = header.view("<f4")[0]
         if not (np.isfinite(largest) and largest >= 0):
             raise MalformedMessage("the largest magnitude is not a finite number")
@@ -109,14 +94,14 @@ class Table:
         self.fields: tuple[Field, ...] = (Field(count, 8),)
 
     def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
-        """The table, and the codes."""
+        """The table as header, and the codes. Values that are not real are padding."""
         codes, table = quantize_statistically(values_TK[is_real_TK].numpy(), 256)
         all_codes_TK = np.zeros(values_TK.shape, dtype=np.uint16)
         all_codes_TK[is_real_TK.numpy()] = codes
         return table.astype("<f4").tobytes(), [all_codes_TK]
 
     def read_header(self, header: Bytes) -> Floats:
-        """The table."""
+        """The table of 256 values. Raises MalformedMessage unless they are finite."""
         table = header.view("<f4").astype(np.float32)
         if not np.isfinite(table).all():
             raise MalformedMessage("a table of values holds NaN or infinity")
@@ -125,6 +110,9 @@ class Table:
     def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
         """Look the codes up in the table."""
         return table[columns[0]]
+
+
+ValueCoder = Signs | Table
 
 
 def quantize_statistically(values: Floats, num_bins: int) -> tuple[Numbers, Floats]:

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 from contextlib import aclosing
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from swarm.errors import IntegrityError, MalformedMessage
 from swarm.rpc.channels import ChannelPool
@@ -27,8 +27,13 @@ class Kind(StrEnum):
     TOKENIZER = "Tokenizer"
 
 
-class Line(Protocol):
-    """Calls to other peers."""
+class Line:
+    """Calls to other peers, on the connections for bulk transfers."""
+
+    def __init__(self, run_id: str, channels: ChannelPool, *, own_id: str) -> None:
+        self._run_id = run_id
+        self._own_id = own_id
+        self._channels = channels
 
     async def ask(self, peer: PeerRecord, kind: Kind, sha256: str, *, max_bytes: int) -> bytes:
         """Get the content that has this digest.
@@ -39,18 +44,6 @@ class Line(Protocol):
             IntegrityError, MalformedMessage: the peer sent something else.
             PeerUnavailable, DeadlineExceeded: the peer is gone, or was silent.
         """
-        ...
-
-
-class GrpcLine:
-    """Calls over gRPC, on the connections for bulk transfers."""
-
-    def __init__(self, run_id: str, channels: ChannelPool, *, own_id: str) -> None:
-        self._run_id = run_id
-        self._own_id = own_id
-        self._channels = channels
-
-    async def ask(self, peer: PeerRecord, kind: Kind, sha256: str, *, max_bytes: int) -> bytes:
         stub = ContentServiceStub(self._channels.channel(peer, bulk=True))
         request = pb.ContentRequest(run_id=self._run_id, sha256=bytes.fromhex(sha256), peer_id=self._own_id)
         call: Any = getattr(stub, kind.value)(request)

@@ -7,7 +7,7 @@ bytes of UTF-8 or any tokenizer.json. No tokenizer adds tokens of its own to a t
 import hashlib
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,27 +32,22 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
-class Tokenizer(Protocol):
-    """What corpora and the programs need of a tokenizer."""
+class ByteTokenizer:
+    """Each byte of the UTF-8 text is a token. Documents end in a newline."""
 
-    @property
-    def identity(self) -> str:
-        """`bytes`, or the SHA-256 of the tokenizer.json: tokenizers with equal identities encode alike."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
+    identity = "bytes"
+    """Tokenizers with equal identities encode alike."""
+    vocab_size = 256
+    """One more than the largest id."""
 
     @property
     def separator(self) -> TokenIds:
         """The tokens that follow each text of a corpus."""
-        ...
+        return self.encode("\n")
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids [num_tokens] of `text`. Raises ValueError for a text that the tokenizer cannot encode."""
-        ...
+        """Token ids [num_tokens] of `text`."""
+        return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_parts(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
         """The tokens, as `encode` gives them, and for each token whether it overlaps one of the parts.
@@ -60,27 +55,6 @@ class Tokenizer(Protocol):
         Args:
             parts: parts of the text, as characters [first, last), in order.
         """
-        ...
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
-        """The text of `ids`; ids that the tokenizer doesn't know are left out."""
-        ...
-
-
-class ByteTokenizer:
-    """Each byte of the UTF-8 text is a token. Documents end in a newline."""
-
-    identity = "bytes"
-    vocab_size = 256
-
-    @property
-    def separator(self) -> TokenIds:
-        return self.encode("\n")
-
-    def encode(self, text: str) -> TokenIds:
-        return np.frombuffer(text.encode(), dtype=np.uint8)
-
-    def encode_parts(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
         ids = self.encode(text)
         is_in_part = np.zeros(len(ids), dtype=bool)
         for first, last in parts:
@@ -89,12 +63,16 @@ class ByteTokenizer:
         return ids, is_in_part
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
+        """The text of `ids`; ids that the tokenizer doesn't know are left out."""
         known = np.asarray(ids, dtype=np.int64)
         return known[known < self.vocab_size].astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class JsonTokenizer:
-    """A tokenizer.json, in the format of the `tokenizers` library.
+    """A tokenizer.json, in the format of the `tokenizers` library. It has all that ByteTokenizer has.
+
+    Its identity is the SHA-256 of the tokenizer.json. `encode` and `encode_parts` raise ValueError for a text that it
+    cannot encode.
 
     Documents end in the end-of-text token if the vocabulary has one by a usual name, else in an encoded newline.
     """
@@ -146,6 +124,9 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load(spec: str) -> Tokenizer:

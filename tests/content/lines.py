@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 
-from swarm.content.line import Kind
+from swarm.content.line import Kind, Line
 from swarm.content.servicer import Shelf
 from swarm.errors import IntegrityError, NotReady, SwarmError
 from swarm.types import PeerRecord, PeerState
@@ -23,7 +23,7 @@ def record(name: str, endpoint: str = "memory:1", *, stage: int = 0) -> PeerReco
     )
 
 
-class FakeLine:
+class FakeLine(Line):
     """Peers by name, and what each has sent.
 
     Attributes:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from swarm.content.fetcher import Fetcher, Piece
-from swarm.content.line import GrpcLine, Kind
+from swarm.content.line import Kind, Line
 from swarm.content.servicer import MOST_CALLS_OF_ONE, ContentServicer, Shelf, Shelves, nothing
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import SystemClock
@@ -53,7 +53,7 @@ async def channels() -> AsyncIterator[ChannelPool]:
 
 
 async def test_content_comes_whole_and_by_its_kind(channels: ChannelPool) -> None:
-    line = GrpcLine("run", channels, own_id="a")
+    line = Line("run", channels, own_id="a")
     async with _serving(shelf_of(LARGE), shelf_of(b"words")) as donor:
         assert await line.ask(donor, Kind.WEIGHTS, digest_of(LARGE), max_bytes=len(LARGE)) == LARGE
         assert await line.ask(donor, Kind.TOKENIZER, digest_of(b"words"), max_bytes=99) == b"words"
@@ -80,7 +80,7 @@ async def test_what_is_not_what_was_asked_for_is_refused(
 ) -> None:
     async with _serving(shelf) as donor:
         with pytest.raises(fault, match=message):
-            await GrpcLine(run, channels, own_id="a").ask(donor, Kind.WEIGHTS, digest_of(LARGE), max_bytes=max_bytes)
+            await Line(run, channels, own_id="a").ask(donor, Kind.WEIGHTS, digest_of(LARGE), max_bytes=max_bytes)
 
 
 async def test_one_caller_has_only_so_many_at_once(channels: ChannelPool) -> None:
@@ -94,7 +94,7 @@ async def test_one_caller_has_only_so_many_at_once(channels: ChannelPool) -> Non
         go_on.wait(20.0)
         return shelf_of(b"x")(sha256)
 
-    line = GrpcLine("run", channels, own_id="a")
+    line = Line("run", channels, own_id="a")
 
     async def ask() -> bytes:
         return await line.ask(donor, Kind.WEIGHTS, digest_of(b"x"), max_bytes=1)
@@ -116,7 +116,7 @@ async def test_training_comes_first(channels: ChannelPool) -> None:
     is_exchanging = True
     async with _serving(shelf_of(b"x"), is_exchanging=lambda: is_exchanging) as donor, asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(
-            GrpcLine("run", channels, own_id="a").ask(donor, Kind.WEIGHTS, digest_of(b"x"), max_bytes=1)
+            Line("run", channels, own_id="a").ask(donor, Kind.WEIGHTS, digest_of(b"x"), max_bytes=1)
         )
         await asyncio.sleep(0.3)
         assert not asking.done()
@@ -125,7 +125,7 @@ async def test_training_comes_first(channels: ChannelPool) -> None:
 
 
 async def test_a_donor_that_dies_in_mid_piece_is_unavailable_and_another_one_sends_it(channels: ChannelPool) -> None:
-    line, is_exchanging = GrpcLine("run", channels, own_id="a"), False
+    line, is_exchanging = Line("run", channels, own_id="a"), False
 
     def begin_exchange() -> bool:
         # The exchange begins with the second part of the piece, which then does not come.

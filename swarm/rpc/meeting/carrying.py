@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import grpc
 
@@ -31,29 +31,15 @@ class Kind(StrEnum):
     RELAYED = "relayed"
 
 
-class Line(Protocol):
-    """An open connection to a peer, or a call that stands for one."""
-
-    @property
-    def kind(self) -> Kind: ...
-
-    async def carry(self, stream: TcpStream) -> None:
-        """Pass bytes between this line and a connection until one of them ends. Closes both, also when cancelled."""
-        ...
-
-    async def close(self) -> None:
-        """Close the line; nothing happens if it is closed already."""
-        ...
-
-
 class TcpLine:
-    """A TCP connection."""
+    """A TCP connection to a peer."""
 
     def __init__(self, stream: TcpStream, kind: Kind) -> None:
         self.kind = kind
         self._stream = stream
 
     async def carry(self, stream: TcpStream) -> None:
+        """Pass bytes between this line and a connection until one of them ends. Closes both, also when cancelled."""
         try:
             await first_of(_pump(stream[0], self._stream[1]), _pump(self._stream[0], stream[1]))
         finally:
@@ -61,6 +47,7 @@ class TcpLine:
             self._stream[1].close()
 
     async def close(self) -> None:
+        """Close the line; nothing happens if it is closed already."""
         self._stream[1].close()
 
 
@@ -94,6 +81,7 @@ class CallLine:
         return cls(call, channel)
 
     async def carry(self, stream: TcpStream) -> None:
+        """Do as TcpLine.carry does."""
         try:
             await first_of(self._send(stream[0]), self._receive(stream[1]))
         finally:
@@ -101,6 +89,7 @@ class CallLine:
             await self.close()
 
     async def close(self) -> None:
+        """End the call; nothing happens if it has ended already."""
         self._call.cancel()
         await self._channel.close()
 
@@ -112,6 +101,9 @@ class CallLine:
         while (piece := await self._call.read()) is not grpc.aio.EOF:
             writer.write(piece.data)
             await writer.drain()
+
+
+Line = TcpLine | CallLine
 
 
 async def first_of(*work: Coroutine[Any, Any, None]) -> None:
