@@ -28,7 +28,7 @@ from swarm.averaging.catching_up.downloads import Downloads
 from swarm.averaging.catching_up.partial_snapshot import PartialSnapshot
 from swarm.averaging.catching_up.state_transfer import MAX_SOURCES, StateTransfer, Wanted
 from swarm.averaging.timing import Timing
-from swarm.averaging.transport import GrpcTransport, Transport
+from swarm.averaging.transport import Transport
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import StagesConfig
@@ -136,7 +136,7 @@ class LiveModel:
     def __init__(self, member: Membership, *, transport: Transport | None = None) -> None:
         self._member = member
         self._clock = member.clock
-        transport = transport or GrpcTransport(member.channels)
+        transport = transport or Transport(member.channels)
         self._readers = [StageReader(member, stage, transport) for stage in member.stages]
 
     async def write_checkpoints(self, folder: Path, round_number: int | None = None) -> int:

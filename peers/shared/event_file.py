@@ -10,7 +10,7 @@ from pathlib import Path
 import swarm
 from peers.shared.sole_writer import require_sole_writer
 from swarm.config import RunConfig
-from swarm.events.kinds import Events, NoEvents, Start
+from swarm.events.kinds import Events, Start
 from swarm.events.log import EventLog, boot_id
 from swarm.machine.clock import Clock
 
@@ -23,7 +23,7 @@ def open_events(path: Path | None, clock: Clock) -> Events:
         OSError: the file can neither be opened nor made.
     """
     if path is None:
-        return NoEvents()
+        return Events()
     path.parent.mkdir(parents=True, exist_ok=True)
     require_sole_writer(path, f"--events {path}")
     return EventLog(path, clock)

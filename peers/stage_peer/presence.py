@@ -191,7 +191,8 @@ class Presence:
         self, averager: Averager, generation: pb.GenerationCounters | None = None, lines: pb.Lines | None = None
     ) -> pb.DescribeReply:  # fmt: skip
         """This peer's answer to Describe."""
-        stage, progress, averaging = self._stage, self._member.progress(), averager.statistics()
+        stage, progress, averaging = self._stage, self._member.progress(), averager.counters()
+        averaging.exchanged_bytes = self._member.exchanged_bytes
         return pb.DescribeReply(
             peer_id=self._membership.peer_id,
             name=self._options.name,
@@ -207,15 +208,9 @@ class Presence:
             samples_per_second=stage.samples_per_second,
             queue_length=stage.context.runtime.queue_length,
             counters=pb.StageCounters(
-                **stage.counters.by_name(), recomputed_forwards=stage.context.backend.budget.num_recomputed
+                **stage.counters, recomputed_forwards=stage.context.backend.budget.num_recomputed
             ),
-            averaging=pb.AveragingCounters(
-                attempts=averaging.num_attempts,
-                aborted=averaging.aborted,
-                downloads=averaging.num_downloads,
-                refusals=averaging.refusals,
-                exchanged_bytes=self._member.exchanged_bytes,
-            ),
+            averaging=averaging,
             generation=generation,
             lines=lines,
             waiting_for=self._membership.waits.present[:LONGEST_WAIT],

@@ -26,7 +26,7 @@ from peers.stage_peer.services import Services
 from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
-from swarm.averaging.transport import GrpcTransport
+from swarm.averaging.transport import Transport
 from swarm.errors import Fatal
 from swarm.events.kinds import Join
 from swarm.hop.connections import watch_connections
@@ -96,7 +96,7 @@ class StageServer:
             ),
         )
         self.member = StageMember(
-            self.stage, num_alive=lambda: self.averager.statistics().num_alive, on_commit=self._committed,
+            self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed,
             events=options.events,
         )  # fmt: skip
         self.averager: Averager
@@ -177,7 +177,7 @@ class StageServer:
         member = self._membership
         return Context(
             config=member.config, own=self.presence.record(), endpoints=lambda: self.presence.announced.endpoints,
-            peers=member.known.peers, transport=GrpcTransport(member.channels), clock=member.clock,
+            peers=member.known.peers, transport=Transport(member.channels), clock=member.clock,
             events=self._options.events, waits=member.waits, turns=turns,
         )  # fmt: skip
 

@@ -33,7 +33,7 @@ from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.reference import Reference
 from swarm.averaging.catching_up.downloads import Downloads
 from swarm.averaging.catching_up.state_transfer import StateTransfer
-from swarm.averaging.transport import GrpcTransport
+from swarm.averaging.transport import Transport
 from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials import identity
 from swarm.errors import PeerUnavailable
@@ -238,7 +238,7 @@ async def download_weights(
     deadline = time.monotonic() + COMMIT_SECONDS
     address = pb.Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=record.stage)
     downloads = Downloads(
-        GrpcTransport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS
+        Transport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS
     )
     transfer = StateTransfer(downloads, Waits())
     while True:

@@ -16,7 +16,7 @@ from swarm.averaging.catching_up.downloads import Downloads
 from swarm.averaging.catching_up.entry import Entry
 from swarm.averaging.catching_up.replay import Replay
 from swarm.averaging.catching_up.state_transfer import StateTransfer
-from swarm.averaging.context import Context, wait
+from swarm.averaging.context import Context
 from swarm.averaging.exchanging.own_round import OwnRound
 from swarm.averaging.exchanging.participant import Participant
 from swarm.averaging.exchanging.shared import SharedBlocks
@@ -34,7 +34,9 @@ from swarm.averaging.members.reporter import Reporter
 from swarm.averaging.members.roster import Roster
 from swarm.averaging.members.survey import Survey
 from swarm.averaging.place import Place
-from swarm.averaging.view import AveragingStatistics, GroupView
+from swarm.averaging.view import GroupView
+from swarm.machine.tasks import wait
+from swarm.rpc.v1.stage_pb2 import AveragingCounters
 from swarm.training.round_member import RoundMember
 
 
@@ -144,12 +146,16 @@ class Averager:
         """Whether some serving peer that this one takes to be alive has not yet reported what it has of the round."""
         return self.roster.awaits_reports(self.place.standing)
 
-    def statistics(self) -> AveragingStatistics:
-        """The counters as they are now."""
-        return AveragingStatistics(
-            num_attempts=self.lead_loop.num_attempts,
-            aborted=dict(self.lead_loop.aborted),
-            num_downloads=self.catch_up.num_downloads,
-            num_alive=max(self.reporter.num_alive, len(self.roster.alive())),
+    @property
+    def num_alive(self) -> int:
+        """How many peers of the stage are alive now, this one included."""
+        return max(self.reporter.num_alive, len(self.roster.alive()))
+
+    def counters(self) -> AveragingCounters:
+        """What has happened since the peer started."""
+        return AveragingCounters(
+            attempts=self.lead_loop.num_attempts,
+            aborted=self.lead_loop.aborted,
+            downloads=self.catch_up.num_downloads,
             refusals=self.place.branches.refusals,
         )

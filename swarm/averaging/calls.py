@@ -4,6 +4,7 @@ Used by members/survey, leading/barrier and, through leading/broadcast, by leadi
 """
 
 import asyncio
+from dataclasses import dataclass
 
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.participant import Participant
@@ -13,14 +14,14 @@ from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
 from swarm.types import PeerId, PeerRecord
 
 
+@dataclass(eq=False)
 class Calls:
     """A Caller, see averaging/transport."""
 
-    def __init__(self, context: Context, roster: Roster, participant: Participant) -> None:
-        self._context = context
-        self._roster = roster
-        self._own = participant.answers
-        """Answers the calls that this peer, as the leader, makes to itself."""
+    context: Context
+    roster: Roster
+    participant: Participant
+    """Answers the calls that this peer, as the leader, makes to itself."""
 
     async def __call__(
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
@@ -29,22 +30,22 @@ class Calls:
 
         Raises the error that the peer answers with, PeerUnavailable or DeadlineExceeded.
         """
-        if peer.peer_id == self._context.own_id:
+        if peer.peer_id == self.context.own_id:
             return await self._ask_itself(method, request, timeout_seconds)
         try:
-            return await self._context.transport.call(peer, method, request, timeout_seconds=timeout_seconds)
+            return await self.context.transport.call(peer, method, request, timeout_seconds=timeout_seconds)
         except (PeerUnavailable, NotReady) as error:
-            if peer.stage == self._context.own.stage:
+            if peer.stage == self.context.own.stage:
                 is_gone = isinstance(error, PeerUnavailable) and error.is_gone
-                self._roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
-                self._context.changes.signal()  # Parts that wait for that peer need not wait any more.
+                self.roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
+                self.context.changes.signal()  # Parts that wait for that peer need not wait any more.
             raise
 
     async def _ask_itself(self, method: Method[Request, Reply], request: Request, timeout_seconds: float) -> Reply:
         try:
             async with asyncio.timeout(timeout_seconds):
-                reply: Reply = await self._own[method.name](request)
+                reply: Reply = await self.participant.answers[method.name](request)
         except TimeoutError:
             raise DeadlineExceeded(f"{method.name} took longer than {timeout_seconds:.1f} s here") from None
-        self._context.changes.signal()
+        self.context.changes.signal()
         return reply

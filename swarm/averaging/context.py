@@ -14,9 +14,9 @@ from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Transport
 from swarm.config import RunConfig
 from swarm.errors import NotReady
-from swarm.events.kinds import Events, NoEvents
+from swarm.events.kinds import Events
 from swarm.machine.clock import Clock
-from swarm.machine.tasks import spawn
+from swarm.machine.tasks import spawn, wait
 from swarm.machine.waits import Waits
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1.stage_pb2 import Address
@@ -95,15 +95,6 @@ class Changes:
         self._report_due.clear()
 
 
-async def wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, but no longer than `seconds`."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """One peer's surroundings.
@@ -121,7 +112,7 @@ class Context:
     transport: Transport
     clock: Clock
     timing: Timing = field(default_factory=Timing)
-    events: Events = field(default_factory=NoEvents)
+    events: Events = field(default_factory=Events)
     tasks: Tasks = field(default_factory=Tasks)
     endpoints: Callable[[], Sequence[str]] | None = None
     waits: Waits = field(default_factory=Waits)

@@ -5,6 +5,8 @@ Called by averaging/servicer, or by the transport of a test. Decides nothing.
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from swarm.averaging.catching_up.donor import Donor
@@ -22,6 +24,7 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 
 
+@dataclass(eq=False)
 class Handlers:
     """Answers the calls of other peers.
 
@@ -29,24 +32,16 @@ class Handlers:
     before this peer averages, and whatever the answering part raises.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        participant: Participant,
-        donor: Donor,
-        shared: SharedBlocks,
-        barrier: Barrier,
-        reports: ReportAnswers,
-    ) -> None:
-        self._context = context
-        self._participant = participant
-        self._donor = donor
-        self._shared = shared
-        self._answers: dict[str, Callable[[Any], Any]] = {
-            REPORT.name: reports.answer,
-            BARRIER.name: barrier.answer,
-            **participant.answers,
-        }
+    context: Context
+    participant: Participant
+    donor: Donor
+    shared_blocks: SharedBlocks
+    barrier: Barrier
+    reports: ReportAnswers
+
+    @cached_property
+    def _answers(self) -> dict[str, Callable[[Any], Any]]:
+        return {REPORT.name: self.reports.answer, BARRIER.name: self.barrier.answer, **self.participant.answers}
 
     async def handle(self, method: Method[Request, Reply], request: Request) -> Reply:
         """Answer one request with one reply."""
@@ -54,26 +49,26 @@ class Handlers:
         self._check(message.address)
         with self._ends_without_memory():
             reply: Reply = await self._answers[method.name](request)
-        self._context.changes.signal()
+        self.context.changes.signal()
         return reply
 
     async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
         """Answer as the owner of a part; see Participant.exchange."""
         self._check(opening.address)
         with self._ends_without_memory():
-            return await self._participant.exchange(opening, pieces)
+            return await self.participant.exchange(opening, pieces)
 
     async def download(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadReply, None]:
         """Answer a peer that is behind; see Donor.serve."""
         self._check(request.address)
-        async with aclosing(self._donor.serve(request)) as replies:
+        async with aclosing(self.donor.serve(request)) as replies:
             async for reply in replies:
                 yield reply
 
     async def shared(self, request: pb.SharedRequest) -> Buffer:
         """Give another stage this one's average of the blocks that both hold."""
         self._check(request.address)
-        return self._shared.answer(request)
+        return self.shared_blocks.answer(request)
 
     @contextmanager
     def _ends_without_memory(self) -> Iterator[None]:
@@ -85,12 +80,12 @@ class Handlers:
             yield
         except Exception as error:
             if is_out_of_memory(error):
-                self._context.tasks.spawn(_raise(error))
+                self.context.tasks.spawn(_raise(error))
             raise
 
     def _check(self, address: Address) -> None:
-        check_address(address, run_id=self._context.config.run_id, stage=self._context.own.stage)
-        self._context.tasks.require_running()
+        check_address(address, run_id=self.context.config.run_id, stage=self.context.own.stage)
+        self.context.tasks.require_running()
 
 
 async def _raise(error: Exception) -> None:

@@ -13,18 +13,7 @@ from typing import Any
 from swarm.averaging import messages
 from swarm.averaging.exchanging.reduction import MemberFailed
 from swarm.averaging.handlers import Handlers
-from swarm.averaging.transport import (
-    ABORT,
-    AVERAGE,
-    BARRIER,
-    BEGIN,
-    COMMIT,
-    REPORT,
-    Method,
-    Reply,
-    Request,
-    pieces_of,
-)
+from swarm.averaging.transport import ABORT, AVERAGE, BARRIER, BEGIN, COMMIT, REPORT, Method, Reply, Request, pieces_of
 from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotServed, PeerUnavailable, SwarmError
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import MESSAGE_SECONDS

@@ -1,4 +1,4 @@
-"""How averaging reaches other peers: the interface, and the one over gRPC.
+"""How averaging reaches other peers, over gRPC.
 
 Used by averaging/calls, participant, shared and downloads. Requests and replies are messages of the wire contract,
 at both ends; a test's transport passes them on as they are. Never retries.
@@ -51,14 +51,31 @@ ABORT = Method[pb.AbortRequest, pb.AbortReply]("Abort")
 BARRIER = Method[pb.BarrierRequest, pb.BarrierReply]("Barrier")
 
 
-class Transport(Protocol):
-    """Calls to other peers. Every call raises PeerUnavailable, DeadlineExceeded, or what the peer answered."""
+class Caller(Protocol):
+    """Calls a peer, or this peer itself without a network."""
+
+    async def __call__(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply: ...
+
+
+class Transport:
+    """Calls to other peers over gRPC. Every call raises PeerUnavailable, DeadlineExceeded, or what the peer answered.
+
+    Tensors have a connection of their own, so that reports never wait behind them.
+    """
+
+    def __init__(self, channels: ChannelPool) -> None:
+        self._channels = channels
 
     async def call(
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
     ) -> Reply:
         """Make one call: one request, one answer."""
-        ...
+        call: Any = getattr(self._stub(peer, bulk=False), method.name)
+        # A contribution's norm may be infinite, and then the leader has to hear that.
+        reply: Reply = await ask(call, request, seconds=timeout_seconds, finite=False)
+        return reply
 
     async def exchange(
         self,
@@ -75,61 +92,6 @@ class Transport(Protocol):
         Args:
             silence_seconds: longest wait for the next piece; None for no limit of its own.
         """
-        ...
-
-    def download(
-        self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
-    ) -> AsyncIterator[pb.DownloadReply]:
-        """The pieces of a snapshot; `silence_seconds` is the longest wait for the next."""
-        ...
-
-    async def shared(
-        self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
-    ) -> Buffer:
-        """Fetch a stage's average of the blocks that it shares with this one, `reply_bytes` long."""
-        ...
-
-    async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
-        """Get a sign of life from a peer."""
-        ...
-
-    def is_connected(self, peer: PeerRecord) -> bool:
-        """Whether there is a connection to a peer. When a peer's process dies, its connection breaks at once."""
-        ...
-
-
-class Caller(Protocol):
-    """Calls a peer, or this peer itself without a network."""
-
-    async def __call__(
-        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
-    ) -> Reply: ...
-
-
-class GrpcTransport:
-    """The transport over gRPC. Tensors have a connection of their own, so that reports never wait behind them."""
-
-    def __init__(self, channels: ChannelPool) -> None:
-        self._channels = channels
-
-    async def call(
-        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
-    ) -> Reply:
-        call: Any = getattr(self._stub(peer, bulk=False), method.name)
-        # A contribution's norm may be infinite, and then the leader has to hear that.
-        reply: Reply = await ask(call, request, seconds=timeout_seconds, finite=False)
-        return reply
-
-    async def exchange(
-        self,
-        peer: PeerRecord,
-        opening: pb.ExchangeOpen,
-        part: Buffer,
-        *,
-        reply_bytes: int,
-        timeout_seconds: float,
-        silence_seconds: float | None = None,
-    ) -> Payload:
         upload_seconds = 0.0
 
         async def requests() -> AsyncIterator[pb.ExchangeRequest]:
@@ -174,6 +136,7 @@ class GrpcTransport:
     async def shared(
         self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
     ) -> Buffer:
+        """Fetch a stage's average of the blocks that it shares with this one, `reply_bytes` long."""
         encoded = Received(reply_bytes)
         stub: Any = self._stub(peer, bulk=True)
         call = stub.Shared(request, timeout=timeout_seconds)
@@ -189,14 +152,17 @@ class GrpcTransport:
     def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:
+        """The pieces of a snapshot; `silence_seconds` is the longest wait for the next."""
         call: Any = self._stub(peer, bulk=True).Download(request)
         return download(call, peer.peer_id, silence_seconds=silence_seconds)
 
     async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
+        """Get a sign of life from a peer."""
         health: Any = HealthStub(self._channels.channel(peer))
         await ask(health.Check, HealthCheckRequest(), seconds=timeout_seconds)
 
     def is_connected(self, peer: PeerRecord) -> bool:
+        """Whether there is a connection to a peer. When a peer's process dies, its connection breaks at once."""
         return self._channels.is_connected(peer)
 
     def _stub(self, peer: PeerRecord, *, bulk: bool) -> AveragingServiceStub:

@@ -1,6 +1,6 @@
-"""What an averager tells the rest of its peer. The lease table, metrics and status read it."""
+"""What an averager tells the rest of its peer of the round. The lease table and the programs read it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarm.training.round_member import Progress
@@ -33,15 +33,3 @@ class GroupView:
     complete: bool
     highest_microbatch: int
     quiet_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class AveragingStatistics:
-    """Counts since the peer started; but `num_alive` peers are there now."""
-
-    num_attempts: int
-    aborted: Mapping[str, int]
-    num_downloads: int
-    num_alive: int
-    refusals: Sequence[str]
-    """A line for each holder that says it is elsewhere in the run, and is not followed."""

@@ -73,10 +73,7 @@ class LoraConfig:
             return
         require(not model.custom_class, "lora is for the built-in model, not for a model.custom_class")
         require(not model.bottleneck_dim, "lora is not for a model with a model.bottleneck_dim")
-        require(
-            self.rank <= model.d_model,
-            f"lora.rank ({self.rank}) must not exceed model.d_model ({model.d_model})",
-        )
+        require(self.rank <= model.d_model, f"lora.rank ({self.rank}) must not exceed model.d_model ({model.d_model})")
         known = targets_of(model)
         for target in self.targets:
             require(

@@ -114,10 +114,7 @@ class ModelConfig:
         )
         self._check_positions()
         self._check_special_tokens()
-        require(
-            self.head_width % 2 == 0,
-            f"model.head_width must be even, not {self.head_width}",
-        )
+        require(self.head_width % 2 == 0, f"model.head_width must be even, not {self.head_width}")
         require(
             bool(self.head_width) or self.d_model % (2 * self.num_heads) == 0,
             f"model.d_model ({self.d_model}) must be an even multiple of model.num_heads ({self.num_heads}), "

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.errors import NotReady, Overloaded, SwarmError, WrongRun
@@ -48,28 +48,23 @@ class Shelves:
     tokenizer: Shelf = nothing
 
 
+@dataclass(eq=False)
 class ContentServicer(ContentServiceServicer):
     """The servicer of one stage peer."""
 
-    def __init__(
-        self, run_id: str, shelves: Shelves, *, is_exchanging: Callable[[], bool], clock: Clock, turns: Turns
-    ) -> None:
-        """
-        Args:
-            turns: decide which peer may fetch weights now.
-        """
-        self._run_id = run_id
-        self._shelves = shelves
-        self._is_exchanging = is_exchanging
-        self._clock = clock
-        self._turns = turns
-        self._num_calls: Counter[Caller] = Counter()
+    run_id: str
+    shelves: Shelves
+    is_exchanging: Callable[[], bool]
+    clock: Clock
+    turns: Turns
+    """Decide which peer may fetch weights now."""
+    _num_calls: Counter[Caller] = field(default_factory=Counter, init=False)
 
     async def Weights(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
         try:
             async with (
-                self._turns.turn(request.peer_id or caller_of(context)),
-                aclosing(self._serve(self._shelves.weights, request, context)) as pieces,
+                self.turns.turn(request.peer_id or caller_of(context)),
+                aclosing(self._serve(self.shelves.weights, request, context)) as pieces,
             ):
                 async for piece in pieces:
                     yield piece
@@ -77,7 +72,7 @@ class ContentServicer(ContentServiceServicer):
             await abort(context, error)
 
     async def Tokenizer(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
-        async with aclosing(self._serve(self._shelves.tokenizer, request, context)) as pieces:
+        async with aclosing(self._serve(self.shelves.tokenizer, request, context)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -91,7 +86,7 @@ class ContentServicer(ContentServiceServicer):
         try:
             content = memoryview(await self._read(shelf, request))
             for start in range(0, len(content), CHUNK_BYTES):
-                await yield_to_exchange(self._is_exchanging, self._clock)
+                await yield_to_exchange(self.is_exchanging, self.clock)
                 yield pb.ContentPiece(data=bytes(content[start : start + CHUNK_BYTES]))
         except SwarmError as error:
             await abort(context, error)
@@ -99,8 +94,8 @@ class ContentServicer(ContentServiceServicer):
             subtract(self._num_calls, caller, 1)
 
     async def _read(self, shelf: Shelf, request: pb.ContentRequest) -> bytes:
-        if request.run_id != self._run_id:
-            raise WrongRun(f"run {request.run_id[:80]!r} is not {self._run_id!r}, which this peer serves")
+        if request.run_id != self.run_id:
+            raise WrongRun(f"run {request.run_id[:80]!r} is not {self.run_id!r}, which this peer serves")
         try:
             content = await asyncio.to_thread(shelf, request.sha256.hex())
         except (SwarmError, ValueError, OSError) as error:

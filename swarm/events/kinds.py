@@ -8,7 +8,6 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 FORMAT = 2
 """The format of the lines. An audit refuses others."""
@@ -237,19 +236,11 @@ NAMES: dict[str, type[Event]] = {
 """The kinds, as the lines name them."""
 
 
-class Events(Protocol):
-    """Takes events. Any thread may write to it."""
+class Events:
+    """Takes events, from any thread. This one keeps none of them."""
 
     def write(self, event: Event) -> None:
         """Put an event on record. Never raises."""
-        ...
-
-
-class NoEvents:
-    """Keeps no record."""
-
-    def write(self, event: Event) -> None:
-        pass
 
 
 def ranges(microbatches: Iterable[int]) -> str:

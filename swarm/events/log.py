@@ -8,7 +8,7 @@ import json
 import threading
 from pathlib import Path
 
-from swarm.events.kinds import NAMES, Event, Gap
+from swarm.events.kinds import NAMES, Event, Events, Gap
 from swarm.machine.clock import Clock
 from swarm.machine.line_file import LineFile
 
@@ -16,7 +16,7 @@ _NAME_OF = {event: name for name, event in NAMES.items()}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class EventLog:
+class EventLog(Events):
     """Appends to one file, from any thread."""
 
     def __init__(self, path: Path, clock: Clock) -> None:

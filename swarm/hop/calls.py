@@ -8,7 +8,7 @@ from typing import Any
 
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.hop.answers import HopListener, HopReply, Tensors, well_formed
-from swarm.hop.holds import HeldAt, OpenStub, pack_held
+from swarm.hop.holds import OpenStub
 from swarm.hop.obstacle import obstacle_of
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.route import pack_route, unpack_route
@@ -211,14 +211,13 @@ class EvaluateCalls:
         self._line = line
 
     async def evaluate(
-        self, record: PeerRecord, tensors: Tensors, held: Sequence[HeldAt], listener: HopListener
+        self, record: PeerRecord, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener
     ) -> float:
         """Ask one peer, as Hop.evaluate does. Raises any SwarmError that `translate` gives."""
         num_samples, num_tokens = tensors["tokens"].shape
-        own, *later = held
         request = pb.EvaluateOpen(
-            address=self._address, round=own.round, num_samples=num_samples, sequence_length=num_tokens - 1,
-            later=pack_held(later),
+            address=self._address, round=held[0].round, num_samples=num_samples, sequence_length=num_tokens - 1,
+            later=held[1:],
         )  # fmt: skip
         async with Stream(self._stub(record).Evaluate()) as call:
             await self._line.send(call, pb.EvaluateRequest(open=request), tensors)

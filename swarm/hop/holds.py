@@ -3,8 +3,8 @@
 Opened by the hop, which chooses the peers. The peers keep the weights until the stream ends.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from swarm.hop.answers import HopListener, well_formed
 from swarm.hop.obstacle import obstacle_of
@@ -12,17 +12,10 @@ from swarm.hop.retries import HopLimits
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerId, PeerRecord
+from swarm.types import PeerRecord
 
 OpenStub = Callable[[PeerRecord], Any]
 """Gives a StageServiceStub for a peer. It counts as Any: its generated type expects all requests when a call begins."""
-
-
-class HeldAt(NamedTuple):
-    """The peer that holds a round at a stage."""
-
-    peer_id: PeerId
-    round: int
 
 
 class Hold:
@@ -32,7 +25,7 @@ class Hold:
         held: which peer holds which round, from this stage to the last one.
     """
 
-    def __init__(self, stream: Stream, held: Sequence[HeldAt]) -> None:
+    def __init__(self, stream: Stream, held: Sequence[pb.HeldRound]) -> None:
         self.held = tuple(held)
         self._stream = stream
 
@@ -59,15 +52,6 @@ class HoldCalls:
                     listener.progress(reply.progress.stage, obstacle=obstacle_of(reply.progress))
             with well_formed():
                 require_bounds(reply.held, finite=True)
-        own = HeldAt(PeerId(record.peer_id), reply.held.round)
-        return Hold(stream, [own, *unpack_held(reply.held.later)])
-
-
-def pack_held(held: Iterable[HeldAt]) -> list[pb.HeldRound]:
-    """The held rounds in their wire form."""
-    return [pb.HeldRound(peer_id=peer_id, round=number) for peer_id, number in held]
-
-
-def unpack_held(packed: Iterable[pb.HeldRound]) -> list[HeldAt]:
-    """The held rounds in a message, unchecked: they may name peers that are not of these stages."""
-    return [HeldAt(PeerId(entry.peer_id), entry.round) for entry in packed]
+        # The answer may name peers that are not of these stages: they are no more than hints.
+        own = pb.HeldRound(peer_id=record.peer_id, round=reply.held.round)
+        return Hold(stream, [own, *reply.held.later])

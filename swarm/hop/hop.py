@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from swarm.errors import MalformedMessage, TryAnotherPeer, TryLater
-from swarm.events.kinds import Events, NoEvents
+from swarm.events.kinds import Events
 from swarm.events.kinds import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.calls import EvaluateCalls, Line, TrainCalls
 from swarm.hop.continuation import Continuation
-from swarm.hop.holds import HeldAt, Hold, HoldCalls
+from swarm.hop.holds import Hold, HoldCalls
 from swarm.hop.obstacle import Obstacle
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.session import Order
@@ -52,7 +52,7 @@ class Hop:
         self._router = router
         self._clock = clock
         self._limits = limits or HopLimits()
-        self._events = events or NoEvents()
+        self._events = events or Events()
         self._repeats = Repeats(clock)
         self._under_way: set[Retries] = set()
         self._line = Line(self._limits.silence_seconds)
@@ -130,7 +130,9 @@ class Hop:
             busy_seconds=HOLD_SECONDS,
         )
 
-    async def evaluate(self, tensors: Tensors, held: Sequence[HeldAt], listener: HopListener | None = None) -> float:
+    async def evaluate(
+        self, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener | None = None
+    ) -> float:
         """Compute the mean loss in nats per target, with a forward on the anchors of held rounds.
 
         Args:
@@ -142,7 +144,7 @@ class Hop:
             Fatal: a peer refused the request itself, or too many peers failed.
         Cancellation closes the stream.
         """
-        heard_by, retries = listener or HopListener(), self._retries({self.stage: held[0].peer_id})
+        heard_by, retries = listener or HopListener(), self._retries({self.stage: PeerId(held[0].peer_id)})
         return await self._until_answered(
             lambda record: self._evaluate_calls.evaluate(record, tensors, held, heard_by),
             tensors["tokens"].shape[0],

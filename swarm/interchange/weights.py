@@ -101,6 +101,7 @@ class Index:
         return places
 
 
+@dataclass(eq=False)
 class Weights:
     """A model's tensors at one place, each checked against the index when it is read.
 
@@ -108,20 +109,13 @@ class Weights:
         index: the index of the whole model, of which this place may lack some tensors.
     """
 
-    def __init__(
-        self, index: Index, read: Callable[[set[str]], Iterable[tuple[str, Tensor]]], *, place: Path,
-        has: Callable[[str], bool] = lambda _: True,
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            read: gives some tensors, unchecked; raises ValueError or IntegrityError.
-            place: named in error messages.
-            has: whether this place has a tensor.
-        """
-        self.index = index
-        self._read = read
-        self._place = place
-        self._has = has
+    index: Index
+    read: Callable[[set[str]], Iterable[tuple[str, Tensor]]]
+    """Gives some tensors, unchecked. Raises ValueError or IntegrityError."""
+    place: Path
+    """Named in error messages."""
+    holds: Callable[[str], bool] = lambda _: True
+    """Whether this place has a tensor."""
 
     def require(self, digest: str) -> None:
         """Raise IntegrityError if these are not the weights with which a run begins.
@@ -131,13 +125,13 @@ class Weights:
         """
         if self.index.digest != digest:
             raise IntegrityError(
-                f"{self._place} has other weights ({self.index.digest[:12]}) than the run begins with "
+                f"{self.place} has other weights ({self.index.digest[:12]}) than the run begins with "
                 f"({digest[:12] or 'random ones'})"
             )
 
     def has(self, names: Collection[str]) -> bool:
         """Whether this place has all these tensors."""
-        return all(name in self.index.entries and self._has(name) for name in names)
+        return all(name in self.index.entries and self.holds(name) for name in names)
 
     def load(self, names: Collection[str]) -> dict[str, Tensor]:
         """Read some tensors, in the types in which they are stored. Blocks.
@@ -146,13 +140,13 @@ class Weights:
             IntegrityError: a tensor is missing, damaged, or not what the index says.
         """
         if missing := sorted(set(names) - self.index.entries.keys()):
-            raise IntegrityError(f"{self._place} does not have the tensor {missing[0]}")
-        tensors = dict(self._read(set(names)))
+            raise IntegrityError(f"{self.place} does not have the tensor {missing[0]}")
+        tensors = dict(self.read(set(names)))
         for name, tensor in tensors.items():
             entry = self.index.entries[name]
             if (tuple(tensor.shape), digests_of(tensor)) != (entry.shape, entry.sha256):
                 raise IntegrityError(
-                    f"{self._place} is damaged, or is not what the run begins with: {name} does not match its digest"
+                    f"{self.place} is damaged, or is not what the run begins with: {name} does not match its digest"
                 )
         return tensors
 
@@ -166,11 +160,11 @@ class Weights:
         """
         if sha256 == self.index.digest:
             return self.index.content
-        here = [place for place in self.index.places.get(sha256, ()) if self._has(place[0])]
+        here = [place for place in self.index.places.get(sha256, ()) if self.holds(place[0])]
         if not here:
             return None
         name, number = here[0]
-        ((_, tensor),) = self._read({name})
+        ((_, tensor),) = self.read({name})
         return bytes(bytes_of(tensor)[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES])
 
 
@@ -229,7 +223,7 @@ def open_folder(folder: Path) -> Weights:
                     if _path(folder, name) == path:
                         yield name, file.get_tensor(name)
 
-    return Weights(index, read, place=folder, has=lambda name: _path(folder, name).is_file())
+    return Weights(index, read, place=folder, holds=lambda name: _path(folder, name).is_file())
 
 
 def describe(name: str, tensor: Tensor) -> TensorEntry:

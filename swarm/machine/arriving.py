@@ -4,27 +4,25 @@ Downloads count here, and waits show it. Fetches nothing.
 """
 
 import math
+from dataclasses import dataclass, field
 
 
+@dataclass(eq=False)
 class Arriving:
     """The progress of one download."""
 
-    def __init__(self, what: str, num_bytes: int) -> None:
-        """
-        Args:
-            what: names the download, for people.
-            num_bytes: how many bytes the whole download has.
-        """
-        self._what = what
-        self._num_bytes = num_bytes
-        self.num_arrived = 0
-        """How many bytes have come."""
-        self._spans = list[tuple[float, float]]()
-        """The spans of time in which a source was sending."""
-        self._num_timed = 0
-        """How many bytes came in these spans."""
-        self._sources: dict[str, str] = {}
-        """By source: why nothing comes from it now; empty if it sends."""
+    what: str
+    """Names the download, for people."""
+    num_bytes: int
+    """How many bytes the whole download has."""
+    num_arrived: int = field(default=0, init=False)
+    """How many bytes have come."""
+    _spans: list[tuple[float, float]] = field(default_factory=list, init=False)
+    """The spans of time in which a source was sending."""
+    _num_timed: int = field(default=0, init=False)
+    """How many bytes came in these spans."""
+    _sources: dict[str, str] = field(default_factory=dict, init=False)
+    """By source: why nothing comes from it now; empty if it sends."""
 
     def add(self, num_bytes: int, source: str) -> None:
         """Note that a piece has come from a source."""
@@ -62,9 +60,9 @@ class Arriving:
         """How far the download is `seconds` after it began, in words."""
         rate = self.num_arrived / max(seconds, 1e-3)
         # Segments that did not match are fetched again, so more bytes may come than the download has.
-        arrived = min(self.num_arrived, self._num_bytes)
+        arrived = min(self.num_arrived, self.num_bytes)
         sources = ", ".join(f"{name} ({why})" if why else name for name, why in self._sources.items())
         source = f" from {sources}" if sources else ""
-        left = f", {(self._num_bytes - arrived) / rate:.0f} s left" if rate and seconds >= 1.0 else ""
-        of = f"{arrived / 1e6:,.1f} of {self._num_bytes / 1e6:,.1f} MB"
-        return f"{self._what}: {of}{source}, {rate / 1e6:,.2f} MB/s{left}"
+        left = f", {(self.num_bytes - arrived) / rate:.0f} s left" if rate and seconds >= 1.0 else ""
+        of = f"{arrived / 1e6:,.1f} of {self.num_bytes / 1e6:,.1f} MB"
+        return f"{self.what}: {of}{source}, {rate / 1e6:,.2f} MB/s{left}"

@@ -1,7 +1,8 @@
-"""Tasks that outlive the call that asks for them. Used by stage/ and averaging/."""
+"""Tasks that outlive the call that asks for them, and waits that end in time. Used by pipeline, stage and averaging."""
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from swarm.errors import NotReady
@@ -21,3 +22,10 @@ def spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, Result]) -> asynci
         # What nobody awaits would be found by the garbage collector some time later, and reported as a fault.
         work.close()
         raise NotReady("this peer is stopping") from None
+
+
+async def wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, but no longer than `seconds`."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -7,7 +7,7 @@ lasted and how far it is, and then again at growing intervals. Knows nothing of 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Never
 
 from swarm.machine.clock import Clock
@@ -32,20 +32,17 @@ class _Wait:
     due_at: float = 0.0
 
 
+@dataclass(eq=False)
 class Waits:
     """The waits of one process."""
 
-    def __init__(self, *, first_seconds: float = FIRST_SECONDS, level: int = logging.INFO) -> None:
-        """
-        Args:
-            first_seconds: how long a wait lasts before it is logged.
-            level: the level at which waits are logged.
-        """
-        self._first_seconds = first_seconds
-        self._level = level
-        self._waits: list[_Wait] = []
-        """The newest wait comes last: if one is within another, the inner one says more."""
-        self._present: list[str] = []
+    first_seconds: float = FIRST_SECONDS
+    """How long a wait lasts before it is logged."""
+    level: int = logging.INFO
+    """The level at which waits are logged."""
+    _waits: list[_Wait] = field(default_factory=list, init=False)
+    """The newest wait comes last: if one is within another, the inner one says more."""
+    _present: list[str] = field(default_factory=list, init=False)
 
     @contextmanager
     def on(self, what: str | What) -> Iterator[None]:
@@ -71,13 +68,13 @@ class Waits:
                 wait.since = None
                 continue
             if wait.since is None:
-                wait.since, wait.due_at = now, now + self._first_seconds
+                wait.since, wait.due_at = now, now + self.first_seconds
             seconds = now - wait.since
             if seconds >= 1.0:
                 self._present.append(f"{text} ({seconds:.0f} s)")
             if now >= wait.due_at:
                 wait.due_at = now + min(LONGEST_GAP_SECONDS, 2.0 * seconds)
-                logger.log(self._level, "waiting for %s, %.0f s so far", text, seconds)
+                logger.log(self.level, "waiting for %s, %.0f s so far", text, seconds)
 
     async def run(self, clock: Clock) -> Never:
         """Look again and again, until cancelled."""

@@ -7,20 +7,13 @@ leader, and renews the leases that it was granted by asking again.
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.config import RunConfig
-from swarm.errors import (
-    IncompatibleVersion,
-    MalformedMessage,
-    NotAllowed,
-    SwarmError,
-    TryAnotherPeer,
-    TryLater,
-)
-from swarm.events.kinds import Events, NoEvents
+from swarm.errors import IncompatibleVersion, MalformedMessage, NotAllowed, SwarmError, TryAnotherPeer, TryLater
+from swarm.events.kinds import Events
 from swarm.events.kinds import Grant as GrantEvent
 from swarm.hop.obstacle import Obstacle, left_alone
 from swarm.machine.clock import Clock
@@ -66,26 +59,20 @@ class GroupLead:
     view: RoundView | None
 
 
+@dataclass(eq=False)
 class LeaseServicer(LeaseServiceServicer):
     """Answers trainers at one stage peer."""
 
-    def __init__(
-        self, *, config: RunConfig, stage: int, clock: Clock, rng: random.Random, lead: Callable[[], GroupLead],
-        changed: Callable[[float], Awaitable[None]], events: Events | None = None,
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            changed: waits until the result of `lead` may have changed, at most for the seconds that it is given.
-        """
-        self._config = config
-        self._stage = stage
-        self._clock = clock
-        self._rng = rng
-        self._lead = lead
-        self._changed = changed
-        self._events = events or NoEvents()
-        self._table: LeaseTable | None = None
-        self._num_waiting: Counter[Caller] = Counter()
+    config: RunConfig
+    stage: int
+    clock: Clock
+    rng: random.Random
+    lead: Callable[[], GroupLead]
+    changed: Callable[[float], Awaitable[None]]
+    """Waits until the result of `lead` may have changed, at most for the seconds that it is given."""
+    events: Events = field(default_factory=Events)
+    _table: LeaseTable | None = field(default=None, init=False)
+    _num_waiting: Counter[Caller] = field(default_factory=Counter, init=False)
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
         try:
@@ -102,31 +89,31 @@ class LeaseServicer(LeaseServiceServicer):
             subtract(self._num_waiting, caller, 1)
 
     async def _answer(self, request: pb.AcquireRequest, trainer: Trainer, wait_seconds: float) -> pb.AcquireReply:
-        deadline = self._clock.monotonic() + wait_seconds
+        deadline = self.clock.monotonic() + wait_seconds
         while True:
-            looked_at = self._clock.monotonic()
-            lead = self._lead()
+            looked_at = self.clock.monotonic()
+            lead = self.lead()
             if lead.view is None:
                 # Another peer leads and grants from its own table. If this peer leads again, its own table is out of
                 # date.
                 self._table = None
                 return pb.AcquireReply(leader_peer_id=lead.leader_id)
             grant = self._grant(lead.view, request, trainer)
-            if grant.microbatches or request.count == 0 or self._clock.monotonic() >= deadline:
+            if grant.microbatches or request.count == 0 or self.clock.monotonic() >= deadline:
                 return pb.AcquireReply(
                     microbatches=grant.microbatches, round=lead.view.round, round_complete=lead.view.complete,
                     accumulate_only_at=grant.accumulate_only_at, round_granted=grant.all_granted,
                     counted=[microbatch for microbatch in request.holding if microbatch in lead.view.committed],
                 )  # fmt: skip
-            await self._changed(LOOK_SECONDS)
-            await self._clock.sleep(max(0.0, looked_at + GAP_SECONDS - self._clock.monotonic()))
+            await self.changed(LOOK_SECONDS)
+            await self.clock.sleep(max(0.0, looked_at + GAP_SECONDS - self.clock.monotonic()))
 
     def _grant(self, view: RoundView, request: pb.AcquireRequest, trainer: Trainer) -> Grant:
         if self._table is None:
-            self._table = LeaseTable(self._config, self._stage, self._clock, self._rng)
+            self._table = LeaseTable(self.config, self.stage, self.clock, self.rng)
         # In a round that stage 0 has not begun yet, this stage lacks every microbatch, and no trainer can run any.
         too_new = request.HasField("newest_round") and view.round > request.newest_round
-        is_first, is_older = self._stage == 0, view.round < request.newest_round
+        is_first, is_older = self.stage == 0, view.round < request.newest_round
         grant = self._table.acquire(
             view, trainer, 0 if too_new else min(MAX_COUNT, request.count),
             holding=set(request.holding), released=set(request.released), acknowledged=set(request.acknowledged),
@@ -134,54 +121,34 @@ class LeaseServicer(LeaseServiceServicer):
             all_committed=is_first or is_older or request.newest_is_complete,
         )  # fmt: skip
         if grant.accumulate_only_at is not None:
-            self._events.write(GrantEvent(microbatches=tuple(grant.microbatches), trainer=request.trainer_id))
+            self.events.write(GrantEvent(microbatches=tuple(grant.microbatches), trainer=request.trainer_id))
         return grant
 
     def _check(self, request: pb.AcquireRequest) -> None:
-        check_address(request.address, run_id=self._config.run_id, stage=self._stage)
+        check_address(request.address, run_id=self.config.run_id, stage=self.stage)
         named = max(len(request.holding), len(request.released), len(request.acknowledged))
         if named > MAX_NAMED or len(request.trainer_id) > MAX_ID_LENGTH:
             raise MalformedMessage(f"a request names at most {MAX_NAMED} microbatches, and a trainer's id is short")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leased:
-    """Microbatches that a trainer may run, and the round that they belong to."""
-
-    stage: int
-    """The stage whose leader granted them."""
-    round: int
-    microbatches: Sequence[int]
-    accumulate_only_at: int | None
-    round_complete: bool
-    """Whether the stage itself has all that the round needs."""
-    round_granted: bool = False
-    """Whether stage 0 has granted all microbatches of the round, so that only replays may be left to grant."""
-    counted: Set[int]
-    """Those microbatches held by the trainer that the stage counts by now."""
-
-
+@dataclass(eq=False)
 class LeaseClient:
     """Asks the stages' leaders for leases, for one trainer."""
 
-    def __init__(
-        self, *, config: RunConfig, trainer_id: str, peers: Callable[[int], Sequence[PeerRecord]],
-        channels: ChannelPool, clock: Clock,
-    ) -> None:  # fmt: skip
-        self._config = config
-        self._trainer_id = trainer_id
-        self._peers = peers
-        self._channels = channels
-        self._clock = clock
-        self._leaders: dict[int, PeerId] = {}
-        self._failed_at: dict[PeerId, float] = {}
-        self._failed: dict[int, Sequence[LeftAlone]] = {}
-        """By stage: the peers that failed when its leader was last looked for, if it was not found."""
+    config: RunConfig
+    trainer_id: str
+    peers: Callable[[int], Sequence[PeerRecord]]
+    channels: ChannelPool
+    clock: Clock
+    _leaders: dict[int, PeerId] = field(default_factory=dict, init=False)
+    _failed_at: dict[PeerId, float] = field(default_factory=dict, init=False)
+    _failed: dict[int, Sequence[LeftAlone]] = field(default_factory=dict, init=False)
+    """By stage: the peers that failed when its leader was last looked for, if it was not found."""
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        acknowledged: Collection[int] = (), newest: Leased | None = None,
-    ) -> Leased | None:  # fmt: skip
+        acknowledged: Collection[int] = (), newest: pb.AcquireReply | None = None,
+    ) -> pb.AcquireReply | None:  # fmt: skip
         """Ask the leader of a stage for microbatches, and renew those in `holding`; None if no leader was reached.
 
         Args:
@@ -194,8 +161,8 @@ class LeaseClient:
             MalformedMessage: a peer finds the request itself wrong.
         """
         request = pb.AcquireRequest(
-            address=Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
-            trainer_id=self._trainer_id, count=count, wait_seconds=wait_seconds, holding=holding, released=released,
+            address=Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
+            trainer_id=self.trainer_id, count=count, wait_seconds=wait_seconds, holding=holding, released=released,
             acknowledged=acknowledged,
         )  # fmt: skip
         if newest is not None:
@@ -213,18 +180,13 @@ class LeaseClient:
             except (TryAnotherPeer, TryLater) as error:
                 self._note_failed(stage, record)
                 faults.append((record, error))
-                self._failed[stage] = [left_alone(*fault, self._clock.monotonic()) for fault in faults]
+                self._failed[stage] = [left_alone(*fault, self.clock.monotonic()) for fault in faults]
                 continue
             self._failed_at.pop(PeerId(record.peer_id), None)
             if not reply.leader_peer_id:
                 self._leaders[stage] = PeerId(record.peer_id)
                 self._failed.pop(stage, None)
-                only_at = reply.accumulate_only_at if reply.HasField("accumulate_only_at") else None
-                return Leased(
-                    stage=stage, round=reply.round, microbatches=list(reply.microbatches),
-                    accumulate_only_at=only_at, round_complete=reply.round_complete,
-                    round_granted=reply.round_granted, counted=frozenset(reply.counted),
-                )  # fmt: skip
+                return reply
             self._leaders[stage] = PeerId(reply.leader_peer_id)
             has_answer = True
         # One peer's clock may be wrong, or another release may have its port, so only a refusal by all of them counts.
@@ -235,8 +197,8 @@ class LeaseClient:
 
     def obstacle(self, stage: int) -> Obstacle:
         """Why the last request to a stage's leader failed."""
-        failed = Obstacle.of(self._failed.get(stage, ()), self._clock.monotonic())
-        num_serving = sum(record.state is PeerState.SERVING for record in self._peers(stage))
+        failed = Obstacle.of(self._failed.get(stage, ()), self.clock.monotonic())
+        num_serving = sum(record.state is PeerState.SERVING for record in self.peers(stage))
         if not num_serving:
             return Obstacle(num_peers=0)
         return dataclasses.replace(
@@ -247,10 +209,10 @@ class LeaseClient:
 
     def _note_failed(self, stage: int, record: PeerRecord) -> None:
         self._leaders.pop(stage, None)
-        self._failed_at[PeerId(record.peer_id)] = self._clock.monotonic()
+        self._failed_at[PeerId(record.peer_id)] = self.clock.monotonic()
 
     def _next_to_ask(self, stage: int, asked: Collection[str]) -> PeerRecord | None:
-        candidates = [record for record in self._peers(stage) if record.peer_id not in asked]
+        candidates = [record for record in self.peers(stage) if record.peer_id not in asked]
         leader = self._leaders.get(stage)
 
         def order(record: PeerRecord) -> tuple[bool, bool, float, str]:
@@ -263,9 +225,9 @@ class LeaseClient:
     def _has_failed(self, record: PeerRecord) -> bool:
         """Whether a peer failed within FAILED_SECONDS and has not answered since."""
         failed_at = self._failed_at.get(PeerId(record.peer_id), float("-inf"))
-        return self._clock.monotonic() - failed_at < FAILED_SECONDS
+        return self.clock.monotonic() - failed_at < FAILED_SECONDS
 
     async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
-        stub: Any = LeaseServiceStub(self._channels.channel(record))
+        stub: Any = LeaseServiceStub(self.channels.channel(record))
         reply: pb.AcquireReply = await ask(stub.Acquire, request, seconds=seconds)
         return reply

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from swarm.config import RunConfig
 from swarm.hop.obstacle import OnWaiting
 from swarm.machine.clock import Clock
+from swarm.machine.tasks import wait
 from swarm.machine.words import counted
-from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient, Leased
+from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.window import Window
+from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.microbatch import Microbatch
 
 logger = logging.getLogger(__name__)
@@ -52,13 +54,7 @@ class LeasedWork:
     """The microbatches that one trainer holds."""
 
     def __init__(
-        self,
-        *,
-        config: RunConfig,
-        leases: LeaseClient,
-        clock: Clock,
-        max_in_flight: int,
-        on_waiting: OnWaiting,
+        self, *, config: RunConfig, leases: LeaseClient, clock: Clock, max_in_flight: int, on_waiting: OnWaiting
     ) -> None:
         """
         Args:
@@ -75,7 +71,7 @@ class LeasedWork:
         """Microbatches to give back, by the stage whose leader granted them."""
         self._acknowledged: deque[tuple[float, int]] = deque(maxlen=MAX_NAMED)
         """The latest acknowledged microbatches, each with the time of its ack; the later stages are told."""
-        self._stage_0: Leased | None = None
+        self._stage_0: pb.AcquireReply | None = None
         """The last answer of stage 0."""
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
@@ -194,11 +190,7 @@ class LeasedWork:
                 # More is wanted, so stage 0 is asked again at once; it answers as soon as it has some.
                 await self._clock.sleep(GAP_SECONDS)
                 continue
-            try:
-                async with asyncio.timeout(RENEW_SECONDS):
-                    await self._wanted.wait()
-            except TimeoutError:
-                continue
+            await wait(self._wanted, RENEW_SECONDS)
 
     async def replay_lost(self, stage: int, last_round: int) -> None:
         """Synchronous: lease microbatches that a later stage has lost with a peer. Runs until it is cancelled."""
@@ -208,7 +200,7 @@ class LeasedWork:
                 room = 0 if self._is_paused else max(0, self._window.size - num_held)
                 lost = await self._ask(stage, room, wait_seconds=GRANT_WAIT_SECONDS, stage_0=self._stage_0)
                 if lost is not None:
-                    self._take(lost, last_round)
+                    self._take(stage, lost, last_round)
             await self._clock.sleep(LOST_GAP_SECONDS)
 
     async def give_back(self) -> None:
@@ -240,7 +232,7 @@ class LeasedWork:
                 self._on_waiting(0, self._leases.obstacle(0))
             return False
         self._stage_0 = leased
-        self._take(leased, last_round)
+        self._take(0, leased, last_round)
         return True
 
     def _room(self) -> int:
@@ -255,7 +247,9 @@ class LeasedWork:
         num_held = sum(work.microbatch.round <= newest for work in self._held() if not work.answered)
         return max(0, self._window.size + math.ceil(self._window.size / 2) - num_held)
 
-    async def _ask(self, stage: int, count: int, wait_seconds: float, stage_0: Leased | None = None) -> Leased | None:
+    async def _ask(
+        self, stage: int, count: int, wait_seconds: float, stage_0: pb.AcquireReply | None = None
+    ) -> pb.AcquireReply | None:
         holding = [work.microbatch.index for work in self._held() if work.granted_by == stage]
         released, self._released[stage] = self._released[stage], []
         # Acks are repeated for LEASE_SECONDS, because another peer may just be taking the lead.
@@ -272,43 +266,42 @@ class LeasedWork:
     def _held(self) -> list[Work]:
         return [*self._queue, *(work for work, _ in self._in_flight.values())]
 
-    def _take(self, leased: Leased, last_round: int) -> None:
-        self._drop_needless(leased)
+    def _take(self, stage: int, leased: pb.AcquireReply, last_round: int) -> None:
+        """Take in what the leader of a stage has granted, and drop what need not be run any more."""
+        self._drop_needless(stage, leased)
         # Answers to requests from before a pause are given back, or others would wait for these microbatches.
         if self._config.rounds.synchronous and (self._is_paused or leased.round > last_round):
-            self._released[leased.stage] += leased.microbatches
+            self._released[stage] += leased.microbatches
             return
-        known = {work.microbatch.index for work in self._held() if work.granted_by == leased.stage}
+        known = {work.microbatch.index for work in self._held() if work.granted_by == stage}
+        only_at = leased.accumulate_only_at if leased.HasField("accumulate_only_at") else None
         size = self._config.data.microbatch_size
         new = [
-            Work(
-                Microbatch(
-                    index=index, round=leased.round, num_samples=size, accumulate_only_at=leased.accumulate_only_at
-                ),
-                leased.stage,
-            )
+            Work(Microbatch(index=index, round=leased.round, num_samples=size, accumulate_only_at=only_at), stage)
             for index in leased.microbatches
             if index not in known
         ]
         # Replays come first: the next round waits for them.
-        is_first = leased.accumulate_only_at is not None
+        is_first = only_at is not None
         self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])
         self._changed.set()
 
-    def _drop_needless(self, leased: Leased) -> None:
-        self._queue = deque(work for work in self._queue if not self._is_needless(work, leased))
-        for work, task in self._in_flight.values():
-            # Only replays are cancelled: others are answered soon anyway. An ack that is under way should arrive.
-            if work.microbatch.is_replay and not work.answered and self._is_needless(work, leased):
-                task.cancel()
-
-    def _is_needless(self, work: Work, leased: Leased) -> bool:
-        """Whether work need not be run: its round is over, or the stage that granted it counts the microbatch by now.
+    def _drop_needless(self, stage: int, leased: pb.AcquireReply) -> None:
+        """Drop the work whose round is over, or that the stage which granted it counts by now.
 
         In the second case another trainer has run it, or a peer has come back with it.
         """
-        is_over = self._config.rounds.synchronous and work.microbatch.round < leased.round
-        return work.granted_by == leased.stage and (is_over or work.microbatch.index in leased.counted)
+        counted = frozenset(leased.counted)
+
+        def is_needless(work: Work) -> bool:
+            is_over = self._config.rounds.synchronous and work.microbatch.round < leased.round
+            return work.granted_by == stage and (is_over or work.microbatch.index in counted)
+
+        self._queue = deque(work for work in self._queue if not is_needless(work))
+        for work, task in self._in_flight.values():
+            # Only replays are cancelled: others are answered soon anyway. An ack that is under way should arrive.
+            if work.microbatch.is_replay and not work.answered and is_needless(work):
+                task.cancel()
 
     def _give_up_queue(self) -> None:
         for work in self._queue:

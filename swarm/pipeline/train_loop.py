@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
-from swarm.events.kinds import Ack, Events, NoEvents
+from swarm.events.kinds import Ack, Events
 from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle, OnWaiting
@@ -70,7 +70,7 @@ class TrainLoop(HopListener):
         self._watcher = watcher
         self._clock = clock
         self._on_waiting = on_waiting
-        self._events = events or NoEvents()
+        self._events = events or Events()
         self._tally = Tally(clock)
         self._routes: dict[int, Mapping[int, PeerId]] = {}
         """Synchronous: which peers worked on each microbatch of the round, for its replays."""

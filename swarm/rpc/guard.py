@@ -8,7 +8,7 @@ are counted. Never looks at what a call is about.
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import isasyncgenfunction
 from typing import Any, NoReturn
@@ -77,22 +77,17 @@ class Unreadable:
         return False
 
 
+@dataclass(eq=False)
 class Guard(grpc.aio.ServerInterceptor):
     """Stands between gRPC and all services of one server."""
 
-    def __init__(
-        self, *, authority: Authority | None, callers: Callers, clock: Clock, stage: Callable[[], int]
-    ) -> None:
-        """
-        Args:
-            authority: tells who is a member of a locked run; None in an open one, where every caller has all rights.
-            stage: tells which stage this peer serves now.
-        """
-        self._authority = authority
-        self._callers = callers
-        self._clock = clock
-        self._stage = stage
-        self._num_refused: Counter[Caller] = Counter()
+    authority: Authority | None
+    """Tells who is a member of a locked run; None in an open one, where every caller has all rights."""
+    callers: Callers
+    clock: Clock
+    stage: Callable[[], int]
+    """Tells which stage this peer serves now."""
+    _num_refused: Counter[Caller] = field(default_factory=Counter, init=False)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Wrap the handler of a call, which gRPC asks for when the call comes in."""
@@ -125,7 +120,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     # Returns once the caller has taken the reply or is gone. Until then gRPC keeps its bytes.
                     await context.write(reply)
                 finally:
-                    self._callers.release(caller, num_bytes)
+                    self.callers.release(caller, num_bytes)
 
         return guarded
 
@@ -162,7 +157,7 @@ class Guard(grpc.aio.ServerInterceptor):
         """Count a call, since even a refusal takes time; then check it, and serve it inside the block."""
         caller = caller_of(context)
         try:
-            seconds = self._callers.enter(caller, num_entries(request) if isinstance(request, Message) else 0)
+            seconds = self.callers.enter(caller, num_entries(request) if isinstance(request, Message) else 0)
         except Overloaded as error:
             await self._refuse_slowly(caller, context, error)
         is_wasted, num_bytes = True, 0
@@ -172,10 +167,10 @@ class Guard(grpc.aio.ServerInterceptor):
                 if seconds:
                     # A call that is given up while it waits its turn has cost nothing.
                     is_wasted = False
-                    await self._clock.sleep(seconds)
+                    await self.clock.sleep(seconds)
                     is_wasted = True
-                if self._authority is not None:
-                    self._require_right(method, self._authority, context)
+                if self.authority is not None:
+                    self._require_right(method, self.authority, context)
                 if isinstance(request, Message):
                     require_bounds(request, finite=True)
                 self._require_own_words(request, caller)
@@ -184,15 +179,15 @@ class Guard(grpc.aio.ServerInterceptor):
             yield caller
             is_wasted = False
         finally:
-            self._callers.release(caller, num_bytes)
-            self._callers.leave(caller, wasted=is_wasted)
+            self.callers.release(caller, num_bytes)
+            self.callers.leave(caller, wasted=is_wasted)
 
     def _keep(self, caller: Caller, message: Any) -> int:
         """Count the bytes of a large request or answer that is held as a whole, and return them. Raises Overloaded."""
         num_bytes: int = message.ByteSize() if isinstance(message, Message) else 0
         if num_bytes <= SMALL_BYTES:
             return 0
-        self._callers.keep(caller, num_bytes)
+        self.callers.keep(caller, num_bytes)
         return num_bytes
 
     async def _refuse_slowly(self, caller: Caller, context: Context, error: Overloaded) -> NoReturn:
@@ -200,23 +195,23 @@ class Guard(grpc.aio.ServerInterceptor):
         if self._num_refused[caller] < MAX_CALLS:
             self._num_refused[caller] += 1
             try:
-                await self._clock.sleep(RETRY_SECONDS)
+                await self.clock.sleep(RETRY_SECONDS)
             finally:
                 subtract(self._num_refused, caller, 1)
         await abort(context, error)
 
     def _require_right(self, method: str, authority: Authority, context: Context) -> None:
-        member = authority.member(chain_of(context), self._clock.time())
+        member = authority.member(chain_of(context), self.clock.time())
         if member.role is Role.PEER or method in FOR_TRAINERS:
             return
-        if method not in FOR_TRAINERS_AT_STAGE_0 or self._stage() != 0:
+        if method not in FOR_TRAINERS_AT_STAGE_0 or self.stage() != 0:
             name = method.rpartition("/")[2]
-            raise NotAllowed(f"a trainer's token does not give the right to call {name} at stage {self._stage()}")
+            raise NotAllowed(f"a trainer's token does not give the right to call {name} at stage {self.stage()}")
 
     def _require_own_words(self, request: Any, caller: Caller) -> None:
         if isinstance(request, Unreadable):
             raise MalformedMessage(request.reason)
-        if self._authority is None:
+        if self.authority is None:
             return
         claimed = _claimed_id(request)
         if claimed is not None and claimed != caller:

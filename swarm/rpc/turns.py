@@ -7,6 +7,7 @@ donor for the others. Training and heartbeats share the line with one download a
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from swarm.errors import Overloaded
 from swarm.machine.clock import Clock
@@ -37,25 +38,22 @@ async def yield_to_exchange(is_exchanging: Callable[[], bool], clock: Clock) -> 
         await clock.sleep(YIELD_LOOK_SECONDS)
 
 
+@dataclass(eq=False)
 class Turns:
     """The turns of the peers that download from one peer."""
 
-    def __init__(self, clock: Clock, *, is_training: Callable[[], bool]) -> None:
-        """
-        Args:
-            is_training: whether this peer has work under way, which needs the line first.
-        """
-        self._clock = clock
-        self._is_training = is_training
-        self._holder = ""
-        self._since = 0.0
-        """When the holder's turn began."""
-        self._num_calls = 0
-        """The number of the holder's calls under way."""
-        self._used_at = -HOLD_SECONDS
-        self._piece_began_at: float | None = None
-        self._waiting: dict[str, float] = {}
-        """The peers that wait, in their order, and when each last asked."""
+    clock: Clock
+    is_training: Callable[[], bool]
+    """Whether this peer has work under way, which needs the line first."""
+    _holder: str = field(default="", init=False)
+    _since: float = field(default=0.0, init=False)
+    """When the holder's turn began."""
+    _num_calls: int = field(default=0, init=False)
+    """The number of the holder's calls under way."""
+    _used_at: float = field(default=-HOLD_SECONDS, init=False)
+    _piece_began_at: float | None = field(default=None, init=False)
+    _waiting: dict[str, float] = field(default_factory=dict, init=False)
+    """The peers that wait, in their order, and when each last asked."""
 
     @asynccontextmanager
     async def turn(self, who: str) -> AsyncIterator[None]:
@@ -64,18 +62,18 @@ class Turns:
         Raises:
             Overloaded: it is another peer's turn; the message tells how many come first.
         """
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if who != self._holder or self._is_over(now):
             self._take(who, now)
         self._num_calls += 1
         try:
             await self._pause(now)
-            self._piece_began_at = self._clock.monotonic()
+            self._piece_began_at = self.clock.monotonic()
             yield
         finally:
             if who == self._holder:
                 self._num_calls = max(0, self._num_calls - 1)
-                self._used_at = self._clock.monotonic()
+                self._used_at = self.clock.monotonic()
 
     def _take(self, who: str, now: float) -> None:
         """Begin a turn of `who`; if others come first, keep a place for `who` and raise Overloaded."""
@@ -103,6 +101,6 @@ class Turns:
 
     async def _pause(self, now: float) -> None:
         """Leave the line to training for a while, in proportion to how long the piece before took."""
-        if self._piece_began_at is not None and self._is_training():
+        if self._piece_began_at is not None and self.is_training():
             seconds = (now - self._piece_began_at) * (1.0 - SHARE) / SHARE
-            await self._clock.sleep(min(seconds, LONGEST_PAUSE_SECONDS))
+            await self.clock.sleep(min(seconds, LONGEST_PAUSE_SECONDS))

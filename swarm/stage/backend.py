@@ -18,7 +18,7 @@ from torch import nn
 
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
-from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
+from swarm.events.kinds import Accumulate, Events, RollBack
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import stage_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
@@ -69,7 +69,7 @@ class StageBackend:
     weights: StageWeights
     staging: Staging
     budget: GraphBudget
-    events: Events = field(default_factory=NoEvents)
+    events: Events = field(default_factory=Events)
     _boundary: Boundary = field(init=False)
     _inputs: StageInputs = field(init=False)
 

@@ -176,6 +176,11 @@ class GradientBucket:
         return {name: value * self.scale for name, value in self.sums.items()}
 
 
+def moved(tensors: Tensors, device: torch.device) -> Tensors:
+    """The tensors on a device; those that are there already are not copied."""
+    return {name: value if value.device == device else value.detach().to(device) for name, value in tensors.items()}
+
+
 class Buckets:
     """The buckets of a stage that no step has emptied yet, oldest first.
 

@@ -239,13 +239,7 @@ class Computation(Watched):
         gradient = None if download is None else await download.arrived()
         if self.order.has_backward:
             self._on_accumulated()
-        return Result(
-            loss=loss,
-            gradient=gradient,
-            route={},
-            num_reroutes=0,
-            busy_seconds=seconds,
-        )
+        return Result(loss=loss, gradient=gradient, route={}, num_reroutes=0, busy_seconds=seconds)
 
     async def _run_through(self) -> Result:
         def forward() -> Download:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from swarm.config import RunConfig
-from swarm.events.kinds import Events, NoEvents
+from swarm.events.kinds import Events
 from swarm.hop.hop import Hop
 from swarm.machine.clock import Clock
 from swarm.machine.tasks import spawn
@@ -47,7 +47,7 @@ class StageContext:
     clock: Clock
     tasks: asyncio.TaskGroup
     limits: StageLimits
-    events: Events = field(default_factory=NoEvents)
+    events: Events = field(default_factory=Events)
 
     @property
     def stage(self) -> int:

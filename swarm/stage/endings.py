@@ -62,7 +62,7 @@ class Endings:
         # The microbatch may have been taken out of the round meanwhile, because another member counts it too.
         if entry is not None and entry.computation is holder and entry.state is EntryState.TENTATIVE:
             self._setting.acknowledged(microbatch)
-            self._records.counters.add("committed")
+            self._records.counters["committed"] += 1
             self._context.events.write(Ack(microbatch=microbatch.index))
             if not microbatch.is_replay:  # A replay takes less time.
                 self._records.seconds_per_sample.observe(computation.result().busy_seconds / microbatch.num_samples)
@@ -119,7 +119,7 @@ class Endings:
         for computation in computations:
             entry = ledger.find(computation.microbatch.index)
             if entry is not None and entry.computation is computation:
-                self._records.counters.add("rolled_back", entry.state is not EntryState.RUNNING)
+                self._records.counters["rolled_back"] += entry.state is not EntryState.RUNNING
                 ledger.forget(computation.microbatch.index)
             computation.stop()
         undoing = self._context.spawn(self._undo(computations))

@@ -13,7 +13,6 @@ import torch
 
 from swarm.errors import MalformedMessage, NotReady
 from swarm.hop.answers import HopListener
-from swarm.hop.holds import pack_held, unpack_held
 from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle, pack_obstacle
 from swarm.rpc.address import check_address
@@ -77,7 +76,7 @@ class Evaluation:
                 opening = asyncio.ensure_future(self._hop.hold(request.newest_round, awaited))
                 later = await _with_progress(context, opening, awaited, pb.HoldReply)
                 stack.callback(later.close)
-                held.later.extend(pack_held(later.held))
+                held.later.extend(later.held)
             await send(context, pb.HoldReply(held=held))
             await asyncio.sleep(LONGEST_HOLD_SECONDS)
         raise NotReady(f"a round is held for {LONGEST_HOLD_SECONDS:.0f} s, and not longer")
@@ -113,7 +112,7 @@ class Evaluation:
         hidden: torch.Tensor,
     ) -> float:
         awaited, inputs = _Awaited(hop.stage), {**samples.of(tensors), HIDDEN: hidden}
-        downstream = asyncio.ensure_future(hop.evaluate(inputs, unpack_held(opening.later), awaited))
+        downstream = asyncio.ensure_future(hop.evaluate(inputs, opening.later, awaited))
         loss: float = await _with_progress(context, downstream, awaited, pb.EvaluateReply)
         return loss
 

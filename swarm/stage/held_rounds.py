@@ -8,13 +8,13 @@ session, because a text comes back if its path broke elsewhere.
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
 from swarm.errors import Overloaded, RoundMismatch
 from swarm.model.stage_module import StageModule, with_weights
-from swarm.stage.anchors import moved
-from swarm.stage.buckets import Tensors
+from swarm.stage.buckets import Tensors, moved
 
 MAX_ROUNDS = 3
 """Rounds held at once. Each is another copy of the stage's weights, unless it is the present one or the one before."""
@@ -55,18 +55,15 @@ class HeldRound:
         return self._module
 
 
+@dataclass(eq=False)
 class HeldRounds:
     """The held rounds of one peer."""
 
-    def __init__(self, anchor: Callable[[int], Mapping[str, torch.Tensor] | None], present: Callable[[], int]) -> None:
-        """
-        Args:
-            anchor: gives the weights that began a round, if the stage has them.
-            present: gives the round that the stage is at.
-        """
-        self._anchor = anchor
-        self._present = present
-        self._held: dict[int, HeldRound] = {}
+    anchor: Callable[[int], Mapping[str, torch.Tensor] | None]
+    """Gives the weights that began a round, if the stage has them."""
+    present: Callable[[], int]
+    """Gives the round that the stage is at."""
+    _held: dict[int, HeldRound] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -87,17 +84,17 @@ class HeldRounds:
 
         With DiLoCo stages are rounds apart, and one that is ahead has let go of the round that another one is at.
         """
-        present = self._present()
-        kept = {recent for recent in (present - 1, present) if self._anchor(recent) is not None}
+        present = self.present()
+        kept = {recent for recent in (present - 1, present) if self.anchor(recent) is not None}
         return min(kept | self._held.keys(), key=lambda here: (abs(here - number), here), default=present)
 
     def find(self, number: int) -> HeldRound:
         """A round's weights, held or not. Raises RoundMismatch if they are not here. From any thread."""
-        anchor, held = self._anchor(number), self._held.get(number)
+        anchor, held = self.anchor(number), self._held.get(number)
         if held is not None and (anchor is None or anchor is held.anchor):
             return held
         if anchor is None:
-            present = self._present()
+            present = self.present()
             raise RoundMismatch(f"round {number} is not kept, this peer is at {present}", peer_round=present)
         # If another round of this number is held, it is of a state that the stage had before.
         return HeldRound(number, anchor)

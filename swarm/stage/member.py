@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from swarm.events.kinds import Close, Commit, Events, Install, NoEvents, State, ranges
+from swarm.events.kinds import Close, Commit, Events, Install, State, ranges
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.buckets import Tensors
 from swarm.stage.stage import Stage
 from swarm.stage.staging import HostReader
 from swarm.stage.state import digest_of
-from swarm.stage.weights import FrozenContribution, Round
+from swarm.stage.weights import Round
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, known
 
@@ -46,7 +46,7 @@ class StageMember:
         self._stage = stage
         self._num_alive = num_alive
         self._on_commit = on_commit
-        self._events = events or NoEvents()
+        self._events = events or Events()
         self._runtime = stage.context.runtime
         self._weights = stage.context.backend.weights
         self._staging = stage.context.backend.staging
@@ -98,22 +98,14 @@ class StageMember:
             return self._closed[1]
         await self._stage.seal(dropped)
         committed = self._stage.setting.committed()
-        closing = await self._runtime.control(lambda: self._close(committed))
-        contribution = Contribution(
-            tensors=closing.tensors,
-            num_samples=closing.num_samples,
-            num_targets=closing.amount.targets,
-            round_samples=closing.round_samples,
-            committed=committed,
-            fragment=closing.fragment,
-        )
+        contribution = await self._runtime.control(lambda: self._close(committed))
         self._closed = (dropped, contribution)
         return contribution
 
-    def _close(self, committed: frozenset[int]) -> FrozenContribution:
+    def _close(self, committed: frozenset[int]) -> Contribution:
         """Close the round on the compute thread, so that the event log has this right after the last microbatch of the
         round."""
-        closing = self._weights.close()
+        closing = dataclasses.replace(self._weights.close(), committed=committed)
         self._events.write(
             Close(
                 round=self._stage.round,

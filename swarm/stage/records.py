@@ -5,34 +5,13 @@ Made by stage/stage for all parts of one peer. Decides nothing.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 from swarm.routing.throughput import MovingAverage
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Ledger
-
-Counted = Literal["forwards", "backwards", "rerouted_backwards", "committed", "rolled_back", "repeated", "busy_replies"]
-
-
-class Counters:
-    """Counts what has happened since the peer started."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[Counted] = Counter()
-
-    def add(self, counted: Counted, number: int = 1) -> None:
-        """Count an event, `number` times."""
-        self._counts[counted] += number
-
-    def by_name(self) -> Mapping[str, int]:
-        """All counters by name; those that are zero may be missing."""
-        return {str(counted): number for counted, number in self._counts.items()}
-
-    def __getitem__(self, counted: Counted) -> int:
-        return self._counts[counted]
 
 
 class Answers:
@@ -87,7 +66,8 @@ class Records:
     """All records of one stage."""
 
     ledger: Ledger[Computation] = field(default_factory=Ledger)
-    counters: Counters = field(default_factory=Counters)
+    counters: Counter[str] = field(default_factory=Counter)
+    """What has happened since the peer started, by the names that StageCounters has on the wire."""
     answers: Answers = field(default_factory=Answers)
     seconds_per_sample: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
     """The compute thread's time for one sample, forward and backward."""

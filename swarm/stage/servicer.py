@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 
-from swarm.errors import (
-    DeadlineExceeded,
-    MalformedMessage,
-    NotReady,
-    Overloaded,
-    StaleMicrobatch,
-)
+from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch
 from swarm.hop.obstacle import pack_obstacle
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
@@ -100,7 +94,7 @@ class StageServicer(StageServiceServicer):
         try:
             await self._train(context, incoming)
         except Overloaded as busy:
-            self._stage.counters.add("busy_replies")
+            self._stage.counters["busy_replies"] += 1
             reason = pb.Busy(retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round)
             await send(context, pb.TrainReply(busy=reason))
             await incoming.drain()
@@ -162,7 +156,7 @@ class StageServicer(StageServiceServicer):
             computation = await self._stage.begin(microbatch, tensors, hints, context, still_waiting)
             try:
                 await self._stream_news(context, computation)
-                self._stage.counters.add("rerouted_backwards", opening.rerouted_backward)
+                self._stage.counters["rerouted_backwards"] += opening.rerouted_backward
                 await self._answer(context, computation, microbatch, opening.has_others)
             except BaseException:
                 self._stage.endings.abandon(computation, context)

@@ -6,6 +6,7 @@ token that passes by: it need not go to the caller and back. Keeps no text beyon
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.errors import MalformedMessage
@@ -44,31 +45,25 @@ class SessionCaller:
             await send(self._context, reply)
 
 
+@dataclass(eq=False)
 class Session:
     """One session at one stage."""
 
-    def __init__(
-        self, caller: SessionCaller, computed: Computed, decoder: Decoder, *, boundary: Boundary, is_first: bool,
-        continuation: Continuation | None, on_token: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            continuation: the later stages; None at the last one.
-            on_token: told of each token that passes by.
-        """
-        self._caller = caller
-        self._computed = computed
-        self._decoder = decoder
-        self._boundary = boundary
-        self._is_first = is_first
-        self._continuation = continuation
-        self._on_token = on_token
-        self._num_positions = 0
-        """The number of positions that have come in."""
-        self._prompt_is_whole = False
-        self._own: asyncio.Queue[Positions] = asyncio.Queue(maxsize=1)
-        """At stage 0: the token that has passed by, as the next position."""
-        self._ended = asyncio.Event()
+    caller: SessionCaller
+    computed: Computed
+    decoder: Decoder
+    boundary: Boundary
+    is_first: bool
+    continuation: Continuation | None
+    """The later stages; None at the last one."""
+    on_token: Callable[[], None]
+    """Told of each token that passes by."""
+    _num_positions: int = field(default=0, init=False)
+    """The number of positions that have come in."""
+    _prompt_is_whole: bool = field(default=False, init=False)
+    _own: asyncio.Queue[Positions] = field(default_factory=lambda: asyncio.Queue(maxsize=1), init=False)
+    """At stage 0: the token that has passed by, as the next position."""
+    _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def run(self, *, standby: bool) -> None:
         """Compute until the last token has passed by, or the caller ends it. Cancellation frees everything at once.
@@ -87,11 +82,11 @@ class Session:
         try:
             async with asyncio.TaskGroup() as tasks:
                 works: list[Coroutine[Any, Any, None]] = [self._beat()]
-                if self._continuation is not None:
-                    works.append(self._continuation.run(self._pass_on))
+                if self.continuation is not None:
+                    works.append(self.continuation.run(self._pass_on))
                 running = [tasks.create_task(work) for work in works]
-                if self._continuation is not None:
-                    await self._continuation.begun.wait()
+                if self.continuation is not None:
+                    await self.continuation.begun.wait()
                 if not standby:
                     await self._say_opened()
                 running.append(tasks.create_task(self._compute(first)))
@@ -102,13 +97,13 @@ class Session:
             raise group.exceptions[0] from None
 
     async def _say_opened(self) -> None:
-        later = () if self._continuation is None else self._continuation.rounds
-        await self._caller.say(pb.GenerateReply(opened=pb.SessionOpened(rounds=[self._computed.held.number, *later])))
+        later = () if self.continuation is None else self.continuation.rounds
+        await self.caller.say(pb.GenerateReply(opened=pb.SessionOpened(rounds=[self.computed.held.number, *later])))
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            await self._caller.say(pb.GenerateReply())
+            await self.caller.say(pb.GenerateReply())
 
     # -- positions -----------------------------------------------------------------------------------------------------
 
@@ -116,45 +111,45 @@ class Session:
         while (positions := first or await self._next()) is not None:
             first = None
             pieces, sample = positions
-            computed = await self._decoder.compute(self._computed, pieces, sample=sample)
+            computed = await self.decoder.compute(self.computed, pieces, sample=sample)
             if isinstance(computed, Token):
                 await self._pass_on(computed)
-            elif computed is not None and self._continuation is not None:
-                await self._continuation.push(computed, sample=sample)
+            elif computed is not None and self.continuation is not None:
+                await self.continuation.push(computed, sample=sample)
         self._ended.set()
 
     async def _next(self) -> Positions | None:
         return await (self._own.get() if self._prompt_is_whole else self._from_caller())
 
     async def _from_caller(self) -> Positions | None:
-        while (message := await self._caller.read()) is not None:
+        while (message := await self.caller.read()) is not None:
             if message.pieces:
                 pieces = unpack_pieces(message.pieces)
                 self._check(pieces)
-                self._prompt_is_whole = self._is_first and message.sample
+                self._prompt_is_whole = self.is_first and message.sample
                 return pieces, message.sample
         return None
 
     def _check(self, pieces: Sequence[Piece]) -> None:
-        order = self._computed.order
+        order = self.computed.order
         num_tokens = sum(len(piece.tokens) for piece in pieces)
         self._num_positions += num_tokens
         if num_tokens > PIECE_TOKENS or self._num_positions >= order.num_positions:
             raise MalformedMessage(f"{num_tokens} positions are too many for one message, or for the session")
         for piece in pieces:
             length = len(piece.tokens)
-            num_bytes = 0 if self._is_first else self._boundary.spec(1, length).num_bytes
+            num_bytes = 0 if self.is_first else self.boundary.spec(1, length).num_bytes
             if not length or max(piece.tokens) >= order.vocab_size or len(piece.hidden) != num_bytes:
                 raise MalformedMessage("a piece has no tokens, unknown ones, or hidden states of another size")
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
     async def _pass_on(self, token: Token) -> None:
-        is_last = token.position + 1 == self._computed.order.num_positions
-        if self._is_first and not is_last:
+        is_last = token.position + 1 == self.computed.order.num_positions
+        if self.is_first and not is_last:
             # Computed while the token is on its way to the caller.
             self._own.put_nowait(([Piece((token.token,))], True))
-        self._on_token()
-        await self._caller.say(pb.GenerateReply(sampled=pb.Sampled(position=token.position, token=token.token)))
+        self.on_token()
+        await self.caller.say(pb.GenerateReply(sampled=pb.Sampled(position=token.position, token=token.token)))
         if is_last:
             self._ended.set()

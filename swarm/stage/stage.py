@@ -132,7 +132,7 @@ class Stage:
         entry = self.ledger.find(microbatch.index)
         if entry is None:
             return Start(microbatch=microbatch, accumulate=True)
-        self.counters.add("repeated")
+        self.counters["repeated"] += 1
         self.context.events.write(Repeat(microbatch=microbatch.index, state=entry.state))
         return self.setting.repeated(microbatch, entry)
 
@@ -171,11 +171,11 @@ class Stage:
             self.ledger.begin(microbatch.index, microbatch.round, computation)
         if start.adopts is not None:
             start.adopts.subscribe(computation)
-        self.counters.add("forwards", computation.has_forward)
+        self.counters["forwards"] += computation.has_forward
         return computation
 
     def _accumulated(self, microbatch: Microbatch, *, accumulate: bool) -> None:
-        self.counters.add("backwards")
+        self.counters["backwards"] += 1
         self.admission.had_memory()
         if accumulate:
             self.ledger.accumulated(microbatch.index)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from swarm.hop.answers import HopListener
 from swarm.hop.obstacle import Obstacle
+from swarm.machine.tasks import wait
 from swarm.types import PeerId
 
 
@@ -40,11 +41,7 @@ class Watched(HopListener):
 
     async def news(self, seconds: float) -> None:
         """Wait until the computation is done, its route changes, or another call takes over; at most for `seconds`."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError:
-            return
+        await wait(self._news, seconds)
         self._news.clear()
 
     def subscribe(self, subscriber: object) -> None:

@@ -17,12 +17,16 @@ from swarm.config import RunConfig
 from swarm.machine.memory import Recycler
 from swarm.model.adapters import trained_parameters
 from swarm.stage import state
-from swarm.stage.anchors import Anchors
-from swarm.stage.buckets import Buckets, GradientBucket, Source, Tensors, Version, Versions
+from swarm.stage.buckets import Buckets, GradientBucket, Source, Tensors, Version, Versions, moved
 from swarm.stage.staging import staging_of
 from swarm.training import optim
 from swarm.training.inner_steps import InnerSteps
+from swarm.training.round_member import Contribution
 from swarm.training.samples import NOTHING, Amount
+
+KEPT_ANCHORS = 2
+"""Rounds whose anchor stays readable, for evaluation and for stages that have to repeat a round: this one and the one
+before."""
 
 
 @dataclass
@@ -43,33 +47,6 @@ class Round:
     num_members: int = 1
     lineage: str = ""
     closed: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrozenContribution:
-    """What a stage contributes to a round, frozen.
-
-    Attributes:
-        tensors: a mean over the targets, on the CPU.
-        amount: the samples and targets that it was made of.
-        round_amount: how much of that amount is of this round.
-        fragment: the part of the parameters it is about.
-    """
-
-    tensors: Tensors
-    amount: Amount
-    round_amount: Amount
-    fragment: int = 0
-
-    @property
-    def num_samples(self) -> int:
-        """The samples that it was made of."""
-        return self.amount.samples
-
-    @property
-    def round_samples(self) -> int:
-        """How many of these are of this round."""
-        return self.round_amount.samples
 
 
 class StageWeights(ABC):
@@ -104,7 +81,9 @@ class StageWeights(ABC):
         self._ends_rounds = ends_rounds
         self.buckets = Buckets(lambda: self._memory.like(self.masters), batch_samples)
         self._versions = Versions(self.masters, self._memory)
-        self._anchors = Anchors(anchor_device)
+        self._anchor_device = anchor_device
+        self._anchors: dict[int, Tensors] = {}
+        """By round, the weights that began it. Nothing writes to them."""
         self.inner_steps = InnerSteps()
         self.round: Round
         self._begin(Round(lineage=lineage), self.version.parameters)
@@ -125,8 +104,12 @@ class StageWeights(ABC):
         """
 
     def anchor(self, round_number: int) -> Tensors | None:
-        """The weights that began a round; None unless it is this round or the one before."""
-        return self._anchors.find(round_number)
+        """The weights that began a round; None unless it is this round or the one before.
+
+        Evaluation computes with them; with DiLoCo a round's outer step starts from them, and in the synchronous setting
+        microbatches of the round before are computed with them.
+        """
+        return self._anchors.get(round_number)
 
     def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> GradientBucket:
         """Add a microbatch's gradient to the bucket that is being filled, and give that bucket.
@@ -175,8 +158,8 @@ class StageWeights(ABC):
         """Samples that count towards the current round here."""
 
     @abstractmethod
-    def close(self) -> FrozenContribution:
-        """Freeze this round's contribution."""
+    def close(self) -> Contribution:
+        """Freeze this round's contribution, which does not name its microbatches here."""
 
     def reopen(self) -> None:
         """Go on in the same round: its attempt to average was aborted."""
@@ -220,7 +203,9 @@ class StageWeights(ABC):
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self.round = new_round
-        self._anchors.begin(new_round.number, anchor)
+        self._anchors[new_round.number] = moved(anchor, self._anchor_device)
+        for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
+            del self._anchors[number]
 
     # -- transfer ----------------------------------------------------------------------------------------------
 
@@ -268,9 +253,7 @@ class StageWeights(ABC):
     @property
     def _anchor(self) -> Tensors:
         """The anchor of this round."""
-        anchor = self._anchors.find(self.round.number)
-        assert anchor is not None, "a round begins with its anchor"
-        return anchor
+        return self._anchors[self.round.number]
 
     def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():

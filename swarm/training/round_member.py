@@ -67,7 +67,7 @@ class Contribution:
     num_samples: int
     num_targets: int
     round_samples: int
-    committed: frozenset[int]
+    committed: frozenset[int] = frozenset()
     fragment: int = 0
 
 

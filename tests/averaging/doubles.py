@@ -19,7 +19,7 @@ from swarm.averaging.transport import Method, Reply, Request, Transport
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
-from swarm.events.kinds import NoEvents
+from swarm.events.kinds import Events
 from swarm.machine.clock import Clock
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -92,7 +92,7 @@ def make_context(
         transport=cast("Transport", None),
         clock=clock or LoopClock(),
         timing=timing,
-        events=NoEvents(),
+        events=Events(),
         tasks=Tasks(),
     )
 
@@ -327,7 +327,7 @@ class Network:
                 await peer.task
 
 
-class MemoryTransport:
+class MemoryTransport(Transport):
     """One peer's calls to the others."""
 
     def __init__(self, network: Network, own: Peer) -> None:

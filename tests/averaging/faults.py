@@ -342,6 +342,6 @@ class Trial:
             lines.append(
                 f"{peer.number}: dead={peer.dead.is_set()} round={peer.stage.round} lineage={peer.stage.lineage[:8]} "
                 f"closed={peer.stage.closed} indices={sorted(peer.stage.indices)} leader={view.leader_id[-4:]} "
-                f"members={[p[-4:] for p in view.progress]} {peer.averager.statistics()}"
+                f"members={[p[-4:] for p in view.progress]} {peer.averager.counters()}"
             )
         return "\n".join(lines)

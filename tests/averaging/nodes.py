@@ -10,7 +10,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
-from swarm.averaging.transport import GrpcTransport
+from swarm.averaging.transport import Transport
 from swarm.config import RunConfig
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
@@ -41,7 +41,7 @@ class Node:
             config=config,
             own=self.record,
             peers=lambda stage: directory,
-            transport=GrpcTransport(self.channels),
+            transport=Transport(self.channels),
             clock=SystemClock(),
             timing=PATIENT,
         )

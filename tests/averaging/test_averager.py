@@ -32,7 +32,7 @@ async def test_members_commit_the_weighted_mean_bit_identically(size: int, setti
         assert result.num_samples == 12
         assert result.squared_norm == pytest.approx(float((expected_mean(*range(6)) ** 2).sum()), rel=1e-5)
         assert len(set(stage.results[0].squared_norm for stage in members)) == 1
-        await until(lambda: all(p.averager.statistics().num_alive == size for p in network.peers.values()))
+        await until(lambda: all(p.averager.num_alive == size for p in network.peers.values()))
 
 
 @in_virtual_time
@@ -116,7 +116,7 @@ async def test_a_contribution_that_does_not_fit_its_microbatches_is_not_averaged
         leader.learn(0, 1, 2)
         other.learn(3, 4, 5)
         averager = network.peers[peer_id(1)].averager
-        await until(lambda: sum(averager.statistics().aborted.values()) > 0)
+        await until(lambda: sum(averager.counters().aborted.values()) > 0)
         assert [stage.round for stage in (leader, other)] == [0, 0]
         other.surplus = 0
         await until(lambda: all(stage.round == 1 for stage in (leader, other)))

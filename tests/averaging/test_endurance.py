@@ -20,7 +20,7 @@ LONG_SECONDS = 1e6
 
 
 def num_aborted(network: Network) -> int:
-    return sum(sum(peer.averager.statistics().aborted.values()) for peer in network.peers.values())
+    return sum(sum(peer.averager.counters().aborted.values()) for peer in network.peers.values())
 
 
 def begin_failing(network: Network, failing: str) -> None:

@@ -56,7 +56,7 @@ class BusyLine(Network):
 
     @property
     def num_attempts(self) -> int:
-        return sum(peer.averager.statistics().num_attempts for peer in self.peers.values())
+        return sum(peer.averager.counters().attempts for peer in self.peers.values())
 
 
 @asynccontextmanager

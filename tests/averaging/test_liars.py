@@ -60,7 +60,7 @@ async def group_of(config: RunConfig, *numbers: int, timing: Timing = QUICK) -> 
 
 
 def refusals(network: Network, *numbers: int) -> list[bool]:
-    return [bool(averager_of(network, number).statistics().refusals) for number in numbers]
+    return [bool(averager_of(network, number).counters().refusals) for number in numbers]
 
 
 @pytest.mark.parametrize("liar", [1, 9], ids=["it would lead", "it would not"])

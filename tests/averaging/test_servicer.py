@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.averaging.averager import Averager
-from swarm.averaging.transport import REPORT, GrpcTransport
+from swarm.averaging.transport import REPORT, Transport
 from swarm.errors import DeadlineExceeded, NotReady, WrongRun, WrongStage
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
@@ -103,7 +103,7 @@ async def test_member_that_stops_in_mid_exchange_is_left_out(
 
 
 async def test_strangers_are_refused_with_the_right_error(nodes: list[Node]) -> None:
-    transport = GrpcTransport(nodes[0].channels)
+    transport = Transport(nodes[0].channels)
     config = make_config("diloco", microbatches=4, codec="fp16")
     for address, error in (
         (Address(run_id="other", protocol_version=PROTOCOL_VERSION, stage=0), WrongRun),
@@ -131,7 +131,7 @@ async def test_a_donor_that_drips_is_given_up() -> None:
 
     async def download() -> None:
         nonlocal num_pieces
-        async for _ in GrpcTransport(channels).download(donor, pb.DownloadRequest(), silence_seconds=3.0):
+        async for _ in Transport(channels).download(donor, pb.DownloadRequest(), silence_seconds=3.0):
             num_pieces += 1
 
     with pytest.raises(DeadlineExceeded, match=r"only \d+ bytes came"):
@@ -155,7 +155,7 @@ async def test_an_exchange_with_a_member_that_falls_silent_ends_long_before_its_
     member = record(1, endpoint=f"127.0.0.1:{bind_server(server, '127.0.0.1', 0, None)}")
     await server.start()
     with pytest.raises(DeadlineExceeded, match="nothing came from"):
-        await GrpcTransport(channels).exchange(
+        await Transport(channels).exchange(
             member, pb.ExchangeOpen(), b"", reply_bytes=8, timeout_seconds=600.0, silence_seconds=0.2
         )
     await channels.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm.events.kinds import NAMES, Accumulate, Ack, Gap, Grant, Leave, NoEvents, ranges
+from swarm.events.kinds import NAMES, Accumulate, Ack, Grant, Leave, ranges
 from swarm.events.log import EventLog
 from tests.support.full_disk import FullDisk
 from tests.support.manual_clock import ManualClock
@@ -83,10 +83,6 @@ def test_threads_do_not_mix_their_lines(path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(line["microbatch"] for line in lines(path)) == sorted(4 * list(range(200)))
-
-
-def test_no_events() -> None:
-    NoEvents().write(Gap(lost=1))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from peers.stage_peer.server import StageServer
 from peers.stage_peer.server_options import ServerOptions
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity
-from swarm.events.kinds import NoEvents
+from swarm.events.kinds import Events
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
@@ -104,7 +104,7 @@ async def running(
     options = ServerOptions(
         name="host", device=torch.device("cpu"), insecure=False, max_in_flight=max_in_flight, graph_bytes=1 << 28,
         resume=ResumeOptions(folder=None, round_number=None, joins=False, had_checkpoints=False), checkpoints=None,
-        events=NoEvents(),
+        events=Events(),
     )  # fmt: skip
     channels = ChannelPool(identity=honest)
     hop = Hop(

@@ -12,17 +12,16 @@ from swarm.data.held_out import HeldOutLoss
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Fatal
 from swarm.hop.answers import HopListener
-from swarm.hop.holds import HeldAt
 from swarm.hop.hop import Hop
 from swarm.pipeline.evaluate import held_out_loss
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.samples import TOKENS
-from swarm.types import PeerId
 from tests.support.chain import SYNCHRONOUS
 from tests.support.virtual_time import in_virtual_time
 
 ROUND = 3
 LISTENER = HopListener()
-HELD = (HeldAt(PeerId("a"), ROUND),)
+HELD = (pb.HeldRound(peer_id="a", round=ROUND),)
 LENGTH = SYNCHRONOUS.data.sequence_length
 
 
@@ -58,7 +57,7 @@ class Scorer:
         return Held(self)
 
     async def evaluate(
-        self, tensors: Mapping[str, torch.Tensor], held: Sequence[HeldAt], listener: HopListener | None
+        self, tensors: Mapping[str, torch.Tensor], held: Sequence[pb.HeldRound], listener: HopListener | None
     ) -> float:
         assert (held, listener) == (HELD, LISTENER)
         assert self.num_held

@@ -15,7 +15,6 @@ from swarm.pipeline.lease_service import (
     MAX_WAITING,
     GroupLead,
     LeaseClient,
-    Leased,
     LeaseServicer,
 )
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
@@ -108,7 +107,7 @@ async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
     )
     leased = await client.acquire(1, 1, holding=(), released=(), wait_seconds=0.0)
     assert leased is not None
-    assert (leased.round, leased.microbatches) == (3, [7])
+    assert (leased.round, list(leased.microbatches)) == (3, [7])
 
 
 @pytest.mark.parametrize("refusal", [NotAllowed("a token has expired, or a clock is wrong"), IncompatibleVersion("6")])
@@ -129,7 +128,7 @@ async def test_who_alone_refuses_is_passed_over_and_whom_all_refuse_hears_why(re
         config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: peers, channels=ChannelPool(), clock=ManualClock()
     )
 
-    async def acquire() -> Leased | None:
+    async def acquire() -> pb.AcquireReply | None:
         return await client.acquire(0, 1, holding=(), released=(), wait_seconds=0.0)
 
     leased = await acquire()

@@ -13,11 +13,12 @@ from swarm.data.microbatches import Microbatches
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle
-from swarm.pipeline.lease_service import LeaseClient, Leased
+from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import HOLD_SECONDS, LeasedWork
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
+from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.microbatch import Microbatch
 from swarm.training.samples import TOKENS
 from swarm.types import PeerId
@@ -86,8 +87,8 @@ class World:
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        acknowledged: Collection[int] = (), newest: Leased | None = None,
-    ) -> Leased | None:  # fmt: skip
+        acknowledged: Collection[int] = (), newest: pb.AcquireReply | None = None,
+    ) -> pb.AcquireReply | None:  # fmt: skip
         if not self.reachable:
             return None
         self.told[stage] = list(acknowledged)
@@ -98,22 +99,14 @@ class World:
             lost: list[int] = []
             if stage == self.losing_stage:
                 lost, self.lost = self.lost, []
-            return Leased(
-                stage=stage,
-                round=self.later_round,
-                microbatches=lost,
-                accumulate_only_at=stage,
-                round_complete=False,
-                counted=self.counted,
+            return pb.AcquireReply(
+                round=self.later_round, microbatches=lost, accumulate_only_at=stage, counted=self.counted
             )
         self.released += released
         self.wanted.append(count)
         fresh = range(self.num_granted, min(self.num_there, self.num_granted + count))
         self.num_granted = max(self.num_granted, fresh.stop)
-        return Leased(
-            stage=0, round=self.stage_0_round, microbatches=fresh, accumulate_only_at=None, round_complete=False,
-            counted=frozenset(),
-        )  # fmt: skip
+        return pb.AcquireReply(round=self.stage_0_round, microbatches=fresh)
 
     async def train(
         self, microbatch: Microbatch, tensors: Mapping[str, Any], listener: HopListener, hints: Mapping[int, Any]
@@ -241,7 +234,7 @@ async def test_what_is_granted_while_a_trainer_evaluates_is_given_back() -> None
         await eventually(lambda: world.num_granted == 4, meanwhile=lambda: world.clock.advance(0.02))
         acquire, pause = world.acquire, ExitStack()
 
-        async def acquire_late(stage: int, count: int, **options: Any) -> Leased | None:
+        async def acquire_late(stage: int, count: int, **options: Any) -> pb.AcquireReply | None:
             if stage == 0:
                 world.acquire = acquire  # type: ignore[method-assign]
                 world.num_there = 6

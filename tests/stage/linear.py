@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, OuterConfig, RoundsConfig, RunConfig
-from swarm.events.kinds import Event, Step
+from swarm.events.kinds import Event, Events, Step
 from swarm.stage.buckets import GradientBucket
 from swarm.stage.settings import weights_of
 from swarm.stage.weights import StageWeights
@@ -36,7 +36,7 @@ def linear(seed: int = 0) -> nn.Module:
         return nn.Linear(3, 4)
 
 
-class Steps:
+class Steps(Events):
     """Events of which only the inner steps are kept: the bucket of each, and its number of samples."""
 
     def __init__(self) -> None:

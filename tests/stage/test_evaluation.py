@@ -14,9 +14,9 @@ from swarm.config import RoundsConfig, RunConfig
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Overloaded, RoundGone
 from swarm.hop import hop as hops
-from swarm.hop.holds import HeldAt
 from swarm.model.transformer import build_transformer
 from swarm.pipeline.evaluate import held_out_loss
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN
 from swarm.stage.held_rounds import MAX_ROUNDS
 from swarm.stage.task_queue import Priority
@@ -79,7 +79,7 @@ async def test_a_round_is_held_at_one_peer_of_each_stage_until_the_caller_closes
         expected = await chain.evaluate(BATCH)
         with closing(await chain.trainer.hold(0)) as hold:
             holders = [peer for peer in chain.peers if len(peer.stage.held_rounds)]
-            assert hold.held == tuple(HeldAt(peer.peer_id, 0) for peer in holders)
+            assert hold.held == tuple(pb.HeldRound(peer_id=peer.peer_id, round=0) for peer in holders)
             assert [peer.backend.stage for peer in holders] == [0, 1, 2]
             for _ in range(3):
                 await begin_next_round(chain.peers)
@@ -104,7 +104,7 @@ async def test_in_diloco_each_stage_holds_its_newest_round_up_to_the_wanted_one(
         for _ in range(2):
             await begin_next_round([chain.peers[0], chain.peers[2]])
         with closing(await chain.trainer.hold(1)) as hold:
-            assert [number for _, number in hold.held] == [1, 0, 1]
+            assert [held.round for held in hold.held] == [1, 0, 1]
             first = await chain.trainer.evaluate(BATCH, hold.held)
             for _ in range(3):
                 await begin_next_round(chain.peers)
@@ -184,7 +184,7 @@ async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeyp
         async with last.held():
             forwards = [forward("before")]
             await eventually(lambda: last.runtime.queue_length == 2)
-            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, [HeldAt(last.peer_id, 0)]))
+            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, [pb.HeldRound(peer_id=last.peer_id)]))
             await eventually(lambda: last.runtime.queue_length == 3)
             forwards += [forward("after") for _ in range(3)]
             await eventually(lambda: last.runtime.queue_length == 6)
@@ -197,7 +197,7 @@ async def test_an_evaluation_that_waits_keeps_no_rounds_weights() -> None:
         last = chain.peers[2]
         inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}
         async with last.held():
-            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, [HeldAt(last.peer_id, 0)]))
+            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, [pb.HeldRound(peer_id=last.peer_id)]))
             await eventually(lambda: last.runtime.queue_length == 2)
             # Control work comes first: two rounds pass.
             passing = [

@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from scripts.benches.sides.reference import Reference
-from swarm.averaging.exchanging.shares import Offer, divide
+from swarm.averaging.exchanging.shares import divide
 from swarm.config import OuterConfig, RoundsConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import MalformedMessage
 from swarm.model.stages import build_stage
+from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.settings import weights_of
 from swarm.stage.staging import Download, Staging
-from swarm.stage.weights import FrozenContribution
 from swarm.training import optim, samples
-from swarm.training.samples import DOCUMENTS, TARGETS, Amount
+from swarm.training.round_member import Contribution
+from swarm.training.samples import DOCUMENTS, TARGETS
 from tests.support.chain import assert_close
 from tests.support.partial import PartialData, partial_config, partial_samples
 
@@ -59,7 +60,7 @@ class Member:
             stage.settle(entry)
         return loss
 
-    def close(self) -> list[FrozenContribution]:
+    def close(self) -> list[Contribution]:
         return [stage.weights.close() for stage in self.stages]
 
 
@@ -72,16 +73,15 @@ def _reference(config: RunConfig) -> Reference:
     return Reference(config, cast(Microbatches, PartialData(config)))
 
 
-def _average(contributions: Sequence[FrozenContribution]) -> dict[str, torch.Tensor]:
+def _average(contributions: Sequence[Contribution]) -> dict[str, torch.Tensor]:
     """Average contributions as a group does."""
-    offers = [
-        Offer(
-            peer_id=str(number), num_samples=each.num_samples, num_targets=each.amount.targets,
-            round_samples=each.round_samples, norm=1.0,
+    begun = {
+        str(number): pb.BeginReply(
+            num_samples=each.num_samples, num_targets=each.num_targets, round_samples=each.round_samples, norm=1.0
         )
         for number, each in enumerate(contributions)
-    ]  # fmt: skip
-    shares = divide(offers, num_elements=1, tile=1, clip_to_median=0.0)
+    }
+    shares = divide(begun, num_elements=1, tile=1, clip_to_median=0.0)
     weights_M = torch.tensor([share.weight for share in shares.members])
     stacked = {name: torch.stack([each.tensors[name] for each in contributions]) for name in contributions[0].tensors}
     return {name: torch.tensordot(weights_M, tensors, 1) for name, tensors in stacked.items()}
@@ -164,7 +164,7 @@ def test_a_microbatch_without_targets_counts_once_and_teaches_nothing() -> None:
     member = Member(partial_config())
     assert member.train(2) == 0.0
     for contribution in member.close():
-        assert contribution.amount == Amount(2, 0)
+        assert (contribution.num_samples, contribution.num_targets) == (2, 0)
         assert not any(bool(value.any()) for value in contribution.tensors.values())
 
 
@@ -203,5 +203,5 @@ def test_what_is_taken_out_leaves_what_others_taught() -> None:
     stage.roll_back([undone])
     stage.settle(kept)
     closing = stage.weights.close()
-    assert closing.amount == expected.amount
+    assert (closing.num_samples, closing.num_targets) == (expected.num_samples, expected.num_targets)
     assert_close(closing.tensors, expected.tensors, 1e-5)

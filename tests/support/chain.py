@@ -45,7 +45,6 @@ from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.generation import GenerationServicer
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.places import SessionLimits
-from swarm.stage.records import Counted
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.settings import weights_of
@@ -287,7 +286,7 @@ class Chain:
             for stage in range(self.config.stages.num_stages)
         ]
 
-    def counts(self, name: Counted) -> list[int]:
+    def counts(self, name: str) -> list[int]:
         """One counter of each peer."""
         return [peer.stage.counters[name] for peer in self.peers]
 

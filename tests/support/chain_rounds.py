@@ -1,12 +1,13 @@
 """Rounds of a chain that pass without averaging."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from swarm.stage.buckets import GradientBucket
 from swarm.training import optim
+from swarm.training.samples import Amount
 from tests.support.chain import Chain, Peer
 
 
@@ -19,7 +20,7 @@ async def commit_round(chain: Chain) -> None:
         )
         for peer in chain.at(stage):
             contribution = await peer.runtime.control(peer.weights.close)
-            amount = contribution.amount
+            amount = Amount(contribution.num_samples, contribution.num_targets)
             bucket.add([mean * amount.targets for mean in contribution.tensors.values()], amount)
         averages.append(bucket.mean())
     squared_norm = sum(optim.squared_norm(average.values()) for average in averages)
@@ -28,7 +29,7 @@ async def commit_round(chain: Chain) -> None:
         peer.stage.round_began()
 
 
-def apply_average(peer: Peer, average: dict[str, torch.Tensor], squared_norm: float = 0.0) -> None:
+def apply_average(peer: Peer, average: Mapping[str, torch.Tensor], squared_norm: float = 0.0) -> None:
     """Have a peer commit its round with this average, on its compute thread."""
     peer.weights.commit(average, total_squared_norm=squared_norm, num_samples=16, num_members=1, lineage="")
 

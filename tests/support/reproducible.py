@@ -27,13 +27,14 @@ from swarm.config import (
 )
 from swarm.model.layers import seeded_generator
 from swarm.model.stages import build_stage
-from swarm.stage.anchors import CPU, moved
+from swarm.stage.buckets import moved
 from swarm.stage.settings import weights_of
 from swarm.stage.state import digest_of
 from swarm.training import optim
 from swarm.training.muon import Muon
 from tests.compression.all_codecs import CODECS
 
+CPU = torch.device("cpu")
 NUM_ELEMENTS = 3 * 4096 + 77
 """The length of an encoded vector: its last tile and last block are not whole, nor is its last group of numbers that a
 processor takes at once."""

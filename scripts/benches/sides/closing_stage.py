@@ -27,7 +27,7 @@ from swarm import config as configs
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
-from swarm.averaging.transport import GrpcTransport
+from swarm.averaging.transport import Transport
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock
@@ -46,9 +46,10 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.settings import weights_of
 from swarm.stage.stage import Stage, stage_of
 from swarm.stage.staging import Staging
-from swarm.stage.weights import FrozenContribution, StageWeights
+from swarm.stage.weights import StageWeights
 from swarm.training import optim
 from swarm.training.microbatch import Microbatch
+from swarm.training.round_member import Contribution
 from swarm.types import PeerRecord, PeerState
 
 MEMBERS = 2
@@ -88,7 +89,7 @@ class RoundTimes:
         self._close, self._commit = weights.close, weights.commit
         weights.close, weights.commit = self.close, self.commit  # type: ignore[method-assign]
 
-    def close(self) -> FrozenContribution:
+    def close(self) -> Contribution:
         """Freeze the contribution as before, and note how long that takes."""
         with self.closings.taken():
             return self._close()
@@ -190,7 +191,7 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
         )
         member = StageMember(stage, num_alive=lambda: MEMBERS)
         context = Context(
-            config=config, own=record, peers=lambda number: records, transport=GrpcTransport(channels), clock=clock
+            config=config, own=record, peers=lambda number: records, transport=Transport(channels), clock=clock
         )
         averager = Averager(context, member)
         stage.admission.open()

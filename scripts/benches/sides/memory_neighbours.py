@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from swarm.averaging.exchanging.reduction import Payload
-from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
+from swarm.averaging.transport import Method, Reply, Request, Transport
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.hop import Hop
 from swarm.rpc.channels import ChannelPool
@@ -66,7 +66,7 @@ class NextStage(Hop):
         )
 
 
-class HeldTransport(GrpcTransport):
+class HeldTransport(Transport):
     """Calls the other member over a line that can be held. The other stages, asked for their barrier, are ready."""
 
     def __init__(self, channels: ChannelPool, stage: int) -> None:

@@ -25,7 +25,7 @@ from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Order
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
-from swarm.averaging.transport import GrpcTransport
+from swarm.averaging.transport import Transport
 from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity, generate
 from swarm.machine.clock import SystemClock
@@ -141,7 +141,7 @@ class CodecPeer:
             config=self._config,
             own=own,
             peers=lambda stage: records,
-            transport=GrpcTransport(channels),
+            transport=Transport(channels),
             clock=SystemClock(),
         )
         self._averager = Averager(context, self.member)

@@ -10,46 +10,20 @@ LEAST_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a peer and its group were.
+class Pace:
+    """How a peer has got on for a while.
 
     Attributes:
-        at: the time in seconds, by the peer's clock.
-        own_round: the round that the peer had come to.
-        group_round: the one that its group was in, as far as the peer had been told.
+        seconds: for how long.
+        num_replayed: rounds that the peer has replayed meanwhile.
+        num_committed: rounds that its group has committed meanwhile, as far as the peer was told.
+        num_behind: rounds that the peer lacks now.
     """
 
-    at: float
-    own_round: int
-    group_round: int
-
-    @property
-    def num_behind(self) -> int:
-        """Rounds that the peer lacks."""
-        return max(0, self.group_round - self.own_round)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """Two positions of the same peer, the first one and the newest."""
-
-    first: Position
-    newest: Position
-
-    @property
-    def seconds(self) -> float:
-        """The seconds between the two."""
-        return self.newest.at - self.first.at
-
-    @property
-    def num_replayed(self) -> int:
-        """Rounds that the peer has replayed meanwhile."""
-        return self.newest.own_round - self.first.own_round
-
-    @property
-    def num_committed(self) -> int:
-        """Rounds that the group has committed meanwhile."""
-        return self.newest.group_round - self.first.group_round
+    seconds: float
+    num_replayed: int
+    num_committed: int
+    num_behind: int
 
     @property
     def is_losing(self) -> bool:
@@ -67,4 +41,4 @@ class Pace:
         closer = self.num_replayed - self.num_committed
         if self.seconds < LEAST_SECONDS or closer <= 0:
             return None
-        return self.newest.num_behind * self.seconds / closer
+        return self.num_behind * self.seconds / closer

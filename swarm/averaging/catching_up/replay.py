@@ -9,11 +9,12 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from swarm.averaging.catching_up.advance import Advance
 from swarm.averaging.catching_up.downloads import Downloads, name_of
 from swarm.averaging.catching_up.entry import Entry
-from swarm.averaging.catching_up.pace import Pace, Position
+from swarm.averaging.catching_up.pace import Pace
 from swarm.averaging.catching_up.state_transfer import LONGEST_RETRY_SECONDS, QUEUE_SECONDS, Fetched, StateTransfer
 from swarm.averaging.context import Context
 from swarm.averaging.place import Place
@@ -27,40 +28,26 @@ SAY_SECONDS = 10.0
 """Least time between two lines about how far behind this peer is."""
 
 
+@dataclass(eq=False)
 class Replay:
     """One peer's way from a snapshot to the present."""
 
-    def __init__(
-        self,
-        context: Context,
-        place: Place,
-        advance: Advance,
-        *,
-        transfer: StateTransfer,
-        downloads: Downloads,
-        entry: Entry,
-    ) -> None:
-        """
-        Args:
-            transfer: is told of donors that send what cannot be right.
-            entry: is told of the group's rounds.
-        """
-        self._clock = context.clock
-        self._waits = context.waits
-        self._place = place
-        self._advance = advance
-        self._transfer = transfer
-        self._downloads = downloads
-        self._entry = entry
-        self._sources: list[PeerRecord] = []
-        """The peers that sent the last snapshot and have not failed since: they keep the results."""
-        self._snapshot_bytes = 0
-        """The size of that snapshot. A result is no larger: it has the shapes of the weights, which are in there."""
-        self._pace: Pace | None = None
-        """This peer's pace since it last waited for its turn; None before the first result."""
-        self._given_at = 0.0
-        """When a source last gave anything."""
-        self._said_at = 0.0
+    context: Context
+    place: Place
+    advance: Advance
+    transfer: StateTransfer
+    downloads: Downloads
+    entry: Entry
+    _sources: list[PeerRecord] = field(default_factory=list, init=False)
+    """The peers that sent the last snapshot and have not failed since: they keep the results."""
+    _snapshot_bytes: int = field(default=0, init=False)
+    """The size of that snapshot. A result is no larger: it has the shapes of the weights, which are in there."""
+    _since: tuple[float, int, int] | None = field(default=None, init=False)
+    """The first result since this peer last waited for its turn: when it came, to which round it brought this peer,
+    and where the group was; None before it."""
+    _given_at: float = field(default=0.0, init=False)
+    """When a source last gave anything."""
+    _said_at: float = field(default=0.0, init=False)
 
     def follows(self, fetched: Fetched) -> None:
         """Note that this peer has installed a snapshot, and from which sources."""
@@ -80,15 +67,15 @@ class Replay:
         Raises:
             Overloaded: this peer gave up because, by now, others hold the state, with which it arrives sooner.
         """
-        before, self._pace, self._given_at = self._place.standing, None, self._clock.monotonic()
+        before, self._since, self._given_at = self.place.standing, None, self.context.clock.monotonic()
         try:
             is_losing = await self._from_all(has_others)
         except Overloaded:
             self._sources.clear()
             raise
         finally:
-            if self._place.standing != before:
-                logger.info("applied the rounds from %d to %d", before.round, self._place.standing.round - 1)
+            if self.place.standing != before:
+                logger.info("applied the rounds from %d to %d", before.round, self.place.standing.round - 1)
         if is_losing:
             self._sources.clear()
         return is_losing
@@ -96,8 +83,8 @@ class Replay:
     async def _from_all(self, has_others: Callable[[], bool]) -> bool:
         """Apply the results of one source after the other; a source that serves others first is asked again later."""
         left, held_up = deque(self._sources), dict[str, str]()
-        with self._waits.on(lambda _: f"later rounds of {', '.join(held_up.values())}" if held_up else ""):
-            while left and self._place.is_sound:
+        with self.context.waits.on(lambda _: f"later rounds of {', '.join(held_up.values())}" if held_up else ""):
+            while left and self.place.is_sound:
                 source = left[0]
                 try:
                     if await self._from_one(source, has_others, held_up.clear):
@@ -112,36 +99,44 @@ class Replay:
                     left.popleft()
                     self._sources.remove(source)
                     if isinstance(error, IntegrityError):
-                        self._transfer.distrust(source)
+                        self.transfer.distrust(source)
         return False
 
     async def _wait_for_turn(self, refusal: Overloaded, has_others: Callable[[], bool], *, is_everywhere: bool) -> None:
         """Wait, if all sources serve others first. Raises Overloaded if new holders may be sooner than waiting."""
         # Rounds that are committed while this peer waits say nothing of how fast it replays.
-        self._pace = None
+        self._since = None
         if not is_everywhere:
             return
         if has_others():
             raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
-        if self._clock.monotonic() - self._given_at >= QUEUE_SECONDS:
+        if self.context.clock.monotonic() - self._given_at >= QUEUE_SECONDS:
             raise refusal
-        await self._clock.sleep(min(refusal.retry_after_seconds, LONGEST_RETRY_SECONDS))
+        await self.context.clock.sleep(min(refusal.retry_after_seconds, LONGEST_RETRY_SECONDS))
 
     async def _from_one(self, source: PeerRecord, has_others: Callable[[], bool], gives: Callable[[], None]) -> bool:
         """Apply what one source has. Returns whether to give up."""
         limit = self._snapshot_bytes
-        async with aclosing(self._downloads.results(source, self._place.standing, max_bytes=limit)) as results:
+        async with aclosing(self.downloads.results(source, self.place.standing, max_bytes=limit)) as results:
             async for committed, group_round in results:
                 gives()
-                await self._advance.replay(committed)
-                now = Position(at=self._clock.monotonic(), own_round=committed.after.round, group_round=group_round)
-                self._given_at = now.at
-                self._entry.saw(group_round, now=now.at)
-                self._pace = Pace(first=self._pace.first if self._pace else now, newest=now)
+                await self.advance.replay(committed)
+                self._given_at = self.context.clock.monotonic()
+                self.entry.saw(group_round, now=self._given_at)
                 num_bytes = sum(tensor.nbytes for tensor in committed.result.tensors.values())
-                if self._gives_up(self._pace, num_bytes, has_others()):
+                if self._gives_up(self._pace(committed.after.round, group_round), num_bytes, has_others()):
                     return True
         return False
+
+    def _pace(self, own_round: int, group_round: int) -> Pace:
+        self._since = self._since or (self._given_at, own_round, group_round)
+        began_at, first_own, first_group = self._since
+        return Pace(
+            seconds=self._given_at - began_at,
+            num_replayed=own_round - first_own,
+            num_committed=group_round - first_group,
+            num_behind=max(0, group_round - own_round),
+        )
 
     def _gives_up(self, pace: Pace, num_bytes: int, has_others: bool) -> bool:
         """Whether another snapshot is better than to go on. Logs now and then how far behind this peer is.
@@ -152,10 +147,10 @@ class Replay:
         Raises:
             Overloaded: another snapshot is better, with other peers as sources.
         """
-        is_less = pace.newest.num_behind * num_bytes > self._snapshot_bytes
+        is_less = pace.num_behind * num_bytes > self._snapshot_bytes
         if has_others and (is_less or pace.stands_still):
             raise Overloaded(
-                f"{counted(pace.newest.num_behind, 'round')} behind, and others have the state by now as well",
+                f"{counted(pace.num_behind, 'round')} behind, and others have the state by now as well",
                 retry_after_seconds=0.0,
             )
         if is_less and pace.is_losing:
@@ -170,7 +165,7 @@ class Replay:
             "%s behind, and falling back: this peer takes %.1f s to fetch and replay a round (%.3g MB, %.3g MB/s), and "
             "the group commits one every %.1f s. It takes a new snapshot, but like this it will never arrive: that "
             "needs a faster line or machine, here or where it fetches them, or longer rounds (rounds.round_samples)",
-            counted(pace.newest.num_behind, "round"),
+            counted(pace.num_behind, "round"),
             seconds,
             num_bytes / 1e6,
             num_bytes / 1e6 / seconds,
@@ -178,14 +173,14 @@ class Replay:
         )
 
     def _say_left(self, pace: Pace) -> None:
-        now, behind = pace.newest.at, pace.newest.num_behind
-        if behind and now - self._said_at >= SAY_SECONDS and (left := pace.seconds_left) is not None:
+        is_due = self._given_at - self._said_at >= SAY_SECONDS
+        if pace.num_behind and is_due and (left := pace.seconds_left) is not None:
             logger.info(
                 "%s behind: %d replayed in %.0f s, in which the group committed %d; there in about %.0f s",
-                counted(behind, "round"),
+                counted(pace.num_behind, "round"),
                 pace.num_replayed,
                 pace.seconds,
                 pace.num_committed,
                 left,
             )
-            self._said_at = now
+            self._said_at = self._given_at

@@ -7,7 +7,7 @@ checked before another part sees it. Decides nothing, and leaves it to others to
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.averaging.catching_up.branches import most_held, voice_of
 from swarm.averaging.catching_up.donor import snapshot_id
@@ -78,18 +78,15 @@ class Wanted:
     only: str = ""
 
 
+@dataclass(eq=False)
 class StateTransfer:
     """One peer's downloads: what is here already, and which peers sent wrong bytes."""
 
-    def __init__(self, downloads: Downloads, waits: Waits) -> None:
-        """
-        Args:
-            waits: are told how far a download is.
-        """
-        self._downloads = downloads
-        self._waits = waits
-        self._partial: PartialSnapshot | None = None
-        self._distrusted: set[str] = set()
+    downloads: Downloads
+    waits: Waits
+    """Are told how far a download is."""
+    _partial: PartialSnapshot | None = field(default=None, init=False)
+    _distrusted: set[str] = field(default_factory=set, init=False)
 
     def distrust(self, donor: PeerRecord) -> None:
         """Ask a peer again only when no other is left, because it has sent what cannot be right."""
@@ -124,8 +121,8 @@ class StateTransfer:
 
     async def fetch(self, partial: PartialSnapshot, has_others: Callable[[], bool] = lambda: False) -> Fetched:
         """Fetch what `begin` has chosen; see `snapshot`."""
-        arriving = Arriving(f"the state of stage {self._downloads.stage}", partial.num_missing_bytes)
-        with self._waits.on(arriving.in_words):
+        arriving = Arriving(f"the state of stage {self.downloads.stage}", partial.num_missing_bytes)
+        with self.waits.on(arriving.in_words):
             async with asyncio.TaskGroup() as workers:
                 for donor in partial.sources:
                     workers.create_task(self._work(donor, partial, arriving, has_others))
@@ -163,7 +160,7 @@ class StateTransfer:
             for start in range(0, len(group), MAX_SOURCES):
                 asked = group[start : start + MAX_SOURCES]
                 names = ", ".join(map(name_of, asked))
-                with self._waits.on(f"an offer of the state of stage {self._downloads.stage} by {names}"):
+                with self.waits.on(f"an offer of the state of stage {self.downloads.stage} by {names}"):
                     offers = await self._offers(asked, wanted)
                 if (partial := self._choose(offers, wanted)) is not None:
                     return partial
@@ -195,7 +192,7 @@ class StateTransfer:
         begun = self._partial.snapshot_id if self._partial else b""
         offer = pb.OfferRequest(begun=begun, round=wanted.round_number)
         copy_seconds = wanted.max_bytes / OFFER_BYTES_PER_SECOND
-        async for reply in self._downloads.replies(donor, pb.DownloadRequest(offer=offer), more_seconds=copy_seconds):
+        async for reply in self.downloads.replies(donor, pb.DownloadRequest(offer=offer), more_seconds=copy_seconds):
             if reply.WhichOneof("message") != "header":
                 raise MalformedMessage("an offer is a header")
             require_bounds(reply.header, finite=True)
@@ -265,7 +262,7 @@ class StateTransfer:
         start, stop = partial.span(index)
         at, timed_from, began_at = start, start, time()
         wanted = pb.SegmentRequest(snapshot=partial.snapshot_id, index=index)
-        async for reply in self._downloads.replies(donor, pb.DownloadRequest(segment=wanted)):
+        async for reply in self.downloads.replies(donor, pb.DownloadRequest(segment=wanted)):
             if not 0 < len(reply.data) <= stop - at:
                 raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
             partial.content.write(at, reply.data)

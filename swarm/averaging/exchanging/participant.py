@@ -6,6 +6,7 @@ member has under way (exchanging/own_round) and with the exchange. Never decides
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from swarm.averaging import messages
@@ -26,20 +27,15 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundResult
 
 
+@dataclass(eq=False)
 class Participant:
     """One member of one stage's group."""
 
-    def __init__(
-        self, context: Context, place: Place, own_round: OwnRound, advance: Advance, shared: SharedBlocks
-    ) -> None:
-        self._context = context
-        self._place = place
-        self._lock = place.lock
-        self._group = place.group
-        self._own_round = own_round
-        self._exchanges = own_round.exchanges
-        self._advance = advance
-        self._shared = shared
+    context: Context
+    place: Place
+    own_round: OwnRound
+    advance: Advance
+    shared: SharedBlocks
 
     @property
     def answers(self) -> dict[str, Callable[[Any], Any]]:
@@ -59,35 +55,35 @@ class Participant:
         The closing goes on if this is cancelled. Raises MalformedMessage for another leader's attempt.
         """
         ballot = messages.own_ballot(request)
-        clock = self._context.clock
-        gives_up_at = clock.monotonic() + max(0.0, min(request.wait_seconds, self._context.timing.begin_seconds))
+        clock = self.context.clock
+        gives_up_at = clock.monotonic() + max(0.0, min(request.wait_seconds, self.context.timing.begin_seconds))
         try:
             async with asyncio.timeout(gives_up_at - clock.monotonic()):
-                await self._lock.acquire()
+                await self.place.lock.acquire()
         except TimeoutError:  # A commit may be waiting for the compute thread.
-            return pb.BeginReply(closing=self._own_round.closing_report())
+            return pb.BeginReply(closing=self.own_round.closing_report())
         try:
             try:
-                if self._place.is_catching_up:
+                if self.place.is_catching_up:
                     raise Refused("this member is catching up")
-                if messages.unpack_standing(request.standing) != self._place.standing:
-                    raise Refused(f"this member is at round {self._group.round}, or on another branch")
-                self._group.begin(request.standing.round, ballot)
+                if messages.unpack_standing(request.standing) != self.place.standing:
+                    raise Refused(f"this member is at round {self.place.group.round}, or on another branch")
+                self.place.group.begin(request.standing.round, ballot)
             except Refused as refused:
                 return pb.BeginReply(refusal=self._refusal(refused))
-            self._own_round.end_exchange(f"attempt {ballot.attempt} of {ballot.leader_id} began")
-            closing = self._own_round.close(frozenset(messages.unpack_indices(request.drop_gaps)))
+            self.own_round.end_exchange(f"attempt {ballot.attempt} of {ballot.leader_id} began")
+            closing = self.own_round.close(frozenset(messages.unpack_indices(request.drop_gaps)))
         finally:
-            self._lock.release()
+            self.place.lock.release()
         if not await closing.wait(max(0.0, gives_up_at - clock.monotonic())):
-            return pb.BeginReply(closing=self._own_round.closing_report())
+            return pb.BeginReply(closing=self.own_round.closing_report())
         # An error of freezing is raised before any refusal: after a mere refusal the leader tries again and again.
         closed = closing.closed
-        async with self._lock:
-            if not self._own_round.begin(ballot, closing):
+        async with self.place.lock:
+            if not self.own_round.begin(ballot, closing):
                 return pb.BeginReply(refusal=self._refusal(Refused(f"attempt {ballot.attempt} was given up")))
-            standing, contribution, result = self._place.standing, closed.contribution, self._own_round.result
-            self._context.events.write(
+            standing, contribution, result = self.place.standing, closed.contribution, self.own_round.result
+            self.context.events.write(
                 Begin(round=standing.round, lineage=standing.lineage, attempt=ballot.attempt, leader=ballot.leader_id)
             )
             return pb.BeginReply(
@@ -95,11 +91,11 @@ class Participant:
                 num_targets=contribution.num_targets,
                 round_samples=contribution.round_samples,
                 committed_gaps=messages.pack_indices(contribution.committed),
-                prepared=result.prepared if result and self._group.prepared else None,
-                since=messages.pack_ballot(self._group.since),
+                prepared=result.prepared if result and self.place.group.prepared else None,
+                since=messages.pack_ballot(self.place.group.since),
                 norm=closed.norm,
                 num_elements=closed.vector_D.numel(),
-                bytes_per_second=self._exchanges.bytes_per_second,
+                bytes_per_second=self.own_round.exchanges.bytes_per_second,
             )
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
@@ -111,20 +107,20 @@ class Participant:
         ballot = messages.own_ballot(request)
         shares = messages.unpack_shares(request.shares)
         try:
-            async with self._lock:
+            async with self.place.lock:
                 attempt = self._join(request, ballot, shares)
             average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
             result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
             # The average is offered before it is prepared: otherwise, if the leader ended in between, no peer might
             # have it.
-            await self._shared.offer(request.round, average.digest, result.round_result.tensors)
-            async with self._lock:
-                self._group.prepare(request.round, ballot, average.digest)
-                self._own_round.keep(result)
-                self._context.events.write(
+            await self.shared.offer(request.round, average.digest, result.round_result.tensors)
+            async with self.place.lock:
+                self.place.group.prepare(request.round, ballot, average.digest)
+                self.own_round.keep(result)
+                self.context.events.write(
                     Prepare(
                         round=request.round,
-                        lineage=self._place.standing.lineage,
+                        lineage=self.place.standing.lineage,
                         attempt=ballot.attempt,
                         leader=ballot.leader_id,
                         digest=average.digest,
@@ -139,28 +135,28 @@ class Participant:
         return pb.AverageReply(prepared=result.prepared)
 
     def _join(self, request: pb.AverageRequest, ballot: Ballot, shares: Shares) -> Attempt:
-        attempt = self._own_round.attempt
+        attempt = self.own_round.attempt
         if attempt is None or attempt.ballot != ballot:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
-        own, contribution = shares.of(self._context.own_id), attempt.closed.contribution
+        own, contribution = shares.of(self.context.own_id), attempt.closed.contribution
         if (own.num_samples, shares.num_elements) != (contribution.num_samples, attempt.closed.vector_D.numel()):
             raise Refused("the shares do not name this member's contribution")
-        self._group.join(request.round, ballot, shares.digest)
+        self.place.group.join(request.round, ballot, shares.digest)
         attempt.open(shares)
         return attempt
 
     def _others(self, request: pb.AverageRequest, attempt: Attempt) -> OtherMembers:
         opening = pb.ExchangeOpen(
-            address=self._context.address,
-            peer_id=self._context.own_id,
+            address=self.context.address,
+            peer_id=self.context.own_id,
             round=request.round,
             ballot=request.ballot,
-            shares_digest=self._group.shares_digest,
+            shares_digest=self.place.group.shares_digest,
         )
-        stage = self._context.own.stage
+        stage = self.context.own.stage
         records = {share.contact.peer_id: record_of(share.contact, stage) for share in request.shares}
         return OtherMembers(
-            context=self._context,
+            context=self.context,
             records=records,
             opening=opening,
             timeout_seconds=request.timeout_seconds,
@@ -168,12 +164,12 @@ class Participant:
         )
 
     def _result_of(self, average: Average, seconds: float, attempt: Attempt, shares: Shares) -> Result:
-        standing, closed = self._place.standing, attempt.closed
+        standing, closed = self.place.standing, attempt.closed
         member_ids = [share.peer_id for share in shares.members]
-        tensors = self._exchanges.unflatten(average.vector_D, closed.contribution.tensors)
+        tensors = self.own_round.exchanges.unflatten(average.vector_D, closed.contribution.tensors)
         squared_norm = average.squared_norm
-        if self._shared.is_due(standing.round):
-            squared_norm = self._shared.squared_norm_of_rest(tensors)
+        if self.shared.is_due(standing.round):
+            squared_norm = self.shared.squared_norm_of_rest(tensors)
         prepared = pb.Prepared(
             ballot=messages.pack_ballot(attempt.ballot),
             digest=average.digest,
@@ -217,9 +213,9 @@ class Participant:
             MemberFailed: the exchange failed, so there will be no answer.
             MalformedMessage: the caller sent more bytes than the part has.
         """
-        attempt = self._own_round.attempt
+        attempt = self.own_round.attempt
         ballot = messages.unpack_ballot(opening.ballot)
-        if attempt is None or self._group.active is None or attempt.ballot != ballot:
+        if attempt is None or self.place.group.active is None or attempt.ballot != ballot:
             raise Refused(f"attempt {opening.ballot.attempt} of {opening.ballot.leader_id} is not under way here")
         return await attempt.serve(opening.peer_id, opening.shares_digest, pieces)
 
@@ -235,10 +231,10 @@ class Participant:
             stage_squared_norm=request.stage_squared_norm,
         )
         try:
-            await self._advance.apply(outcome)
+            await self.advance.apply(outcome)
         except Refused as refused:
             return pb.CommitReply(refusal=self._refusal(refused))
-        return pb.CommitReply(state_digest=await self._advance.state_digest())
+        return pb.CommitReply(state_digest=await self.advance.state_digest())
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
         """Give the attempt up, with what it prepared, and go on training.
@@ -246,20 +242,20 @@ class Participant:
         Runs to its end even if the leader hangs up. Raises MalformedMessage for another leader's attempt.
         """
         ballot = messages.own_ballot(request)
-        refused: Refused | None = await asyncio.shield(self._context.tasks.spawn(self._abort(request, ballot)))
+        refused: Refused | None = await asyncio.shield(self.context.tasks.spawn(self._abort(request, ballot)))
         return pb.AbortReply(refusal=self._refusal(refused)) if refused is not None else pb.AbortReply()
 
     async def _abort(self, request: pb.AbortRequest, ballot: Ballot) -> Refused | None:
-        async with self._lock:
+        async with self.place.lock:
             try:
-                was_active = self._group.active
-                self._group.abort(request.round, ballot, void=request.void)
+                was_active = self.place.group.active
+                self.place.group.abort(request.round, ballot, void=request.void)
             except Refused as refused:
                 return refused
             if was_active == ballot:
-                await self._own_round.reopen(request.reason, ballot)
+                await self.own_round.reopen(request.reason, ballot)
         return None
 
     def _refusal(self, refused: Refused) -> pb.Refusal:
-        promised = messages.pack_ballot(self._group.promised)
-        return pb.Refusal(reason=str(refused), promised=promised, round=self._group.round)
+        promised = messages.pack_ballot(self.place.group.promised)
+        return pb.Refusal(reason=str(refused), promised=promised, round=self.place.group.round)

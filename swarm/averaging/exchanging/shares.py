@@ -8,11 +8,12 @@ import hashlib
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from swarm.errors import MalformedMessage
+from swarm.rpc.v1 import averaging_pb2 as pb
 
 BANDWIDTH_NOISE = 1.5
 """Bandwidths that differ by less than this factor count as equal: on a fast network that much is noise."""
@@ -99,68 +100,54 @@ class Shares:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """What a member told when it closed its contribution.
-
-    Attributes:
-        num_samples: the samples in the contribution.
-        num_targets: how many targets these samples have.
-        round_samples: of these, the ones that count towards the round.
-        norm: of the contribution.
-        bytes_per_second: the rate at which the member's line sends; 0 if that is not known.
-    """
-
-    peer_id: str
-    num_samples: int
-    num_targets: int
-    round_samples: int
-    norm: float
-    bytes_per_second: float = 0.0
-
-
 def divide(
-    offers: Sequence[Offer], *, num_elements: int, tile: int, clip_to_median: float, only_owner: str | None = None
+    begun: Mapping[str, pb.BeginReply],
+    *,
+    num_elements: int,
+    tile: int,
+    clip_to_median: float,
+    only_owner: str | None = None,
 ) -> Shares:
     """Weigh the members and cut the vector into their parts.
 
     Args:
+        begun: what each member told when it closed its contribution, in the members' order.
         num_elements: length of the vector.
         tile: the length of each part but the last one is a multiple of this.
         clip_to_median: a contribution counts for less if its norm is above this multiple of the median; 0 turns that
             off.
         only_owner: the member that owns the whole vector, so that no two others need a line between them.
     """
-    weights = _weights(offers, clip_to_median)
+    weights = _weights(begun.values(), clip_to_median)
     if only_owner is None:
-        sizes = part_sizes(num_elements, [offer.bytes_per_second for offer in offers], tile=tile)
+        sizes = part_sizes(num_elements, [reply.bytes_per_second for reply in begun.values()], tile=tile)
     else:
-        sizes = [num_elements * (offer.peer_id == only_owner) for offer in offers]
+        sizes = [num_elements * (peer_id == only_owner) for peer_id in begun]
     members = (
         Share(
-            peer_id=offer.peer_id,
-            num_samples=offer.num_samples,
-            round_samples=offer.round_samples,
+            peer_id=peer_id,
+            num_samples=reply.num_samples,
+            round_samples=reply.round_samples,
             weight=weight,
             num_elements=size,
         )
-        for offer, weight, size in zip(offers, weights, sizes, strict=True)
+        for (peer_id, reply), weight, size in zip(begun.items(), weights, sizes, strict=True)
     )
     return Shares(tuple(members))
 
 
-def _weights(offers: Sequence[Offer], clip_to_median: float) -> list[float]:
+def _weights(begun: Collection[pb.BeginReply], clip_to_median: float) -> list[float]:
     """The weight of each member: its part of all targets, so that the weighted sum of means is the mean over all of
     them."""
-    assert any(offer.num_samples for offer in offers), "a round without samples is never averaged"
+    assert any(reply.num_samples for reply in begun), "a round without samples is never averaged"
     # Without any target all gradients are 0; what steps changed all the same (by decay, say) is averaged by samples.
-    has_targets = any(offer.num_targets for offer in offers)
-    amounts = [offer.num_targets if has_targets else offer.num_samples for offer in offers]
-    median = statistics.median(offer.norm for offer in offers if offer.num_samples)
+    has_targets = any(reply.num_targets for reply in begun)
+    amounts = [reply.num_targets if has_targets else reply.num_samples for reply in begun]
+    median = statistics.median(reply.norm for reply in begun if reply.num_samples)
     limit = clip_to_median * median if clip_to_median and median else math.inf
     return [
-        amount / sum(amounts) * min(1.0, limit / max(offer.norm, 1e-300))
-        for offer, amount in zip(offers, amounts, strict=True)
+        amount / sum(amounts) * min(1.0, limit / max(reply.norm, 1e-300))
+        for reply, amount in zip(begun, amounts, strict=True)
     ]
 
 

@@ -10,14 +10,16 @@ import asyncio
 import logging
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 
-from swarm.averaging.context import Context, wait
+from swarm.averaging.context import Context
 from swarm.averaging.exchanging.shared import SharedBlocks
 from swarm.averaging.leading.rules import leader_of
 from swarm.averaging.leading.watch import RoundWatch
 from swarm.averaging.place import Place
 from swarm.averaging.transport import BARRIER, Caller, contact_of, record_of
 from swarm.errors import MalformedMessage, SwarmError
+from swarm.machine.tasks import wait
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 
@@ -27,16 +29,15 @@ RELAYED = 3
 """After this many relayed answers without a result, the peers that could not be reached are tried again."""
 
 
+@dataclass(eq=False)
 class Barrier:
     """The barrier as one stage sees it, both where it asks and where it is asked."""
 
-    def __init__(self, context: Context, place: Place, shared: SharedBlocks, watch: RoundWatch, call: Caller) -> None:
-        self._context = context
-        self._place = place
-        self._shared = shared
-        self._watch = watch
-        self._call = call
-        self._timing = context.timing
+    context: Context
+    place: Place
+    shared: SharedBlocks
+    watch: RoundWatch
+    call: Caller
 
     # -- for this stage ----------------------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ class Barrier:
             late = ", ".join(str(stage) for stage, reply in replies.items() if reply is None)
             return f"round {round_number} to be averaged at stage {late}" if late else ""
 
-        with self._context.waits.on(waited_for):
+        with self.context.waits.on(waited_for):
             async with asyncio.TaskGroup() as tasks:
                 for stage in stages:
                     tasks.create_task(ask(stage))
@@ -69,24 +70,24 @@ class Barrier:
         unreachable: set[str] = set()
         failed: set[str] = set()
         num_relayed = 0
-        while self._place.standing.round == round_number:
+        while self.place.standing.round == round_number:
             target, hint = hint or self._next_to_ask(stage, unreachable), None
             if target is not None:
                 # A peer that failed before is only tried for a moment, because another one may be ready.
                 is_trial = target.peer_id in failed
-                wait_seconds = 0.0 if is_trial else self._timing.barrier_seconds
+                wait_seconds = 0.0 if is_trial else self.context.timing.barrier_seconds
                 request = pb.BarrierRequest(
-                    address=self._context.address_of(stage),
-                    peer_id=self._context.own_id,
+                    address=self.context.address_of(stage),
+                    peer_id=self.context.own_id,
                     round=round_number,
                     wait_seconds=wait_seconds,
                     relay=bool(unreachable),
                 )
                 # A peer that relays the question waits for its leader's answer.
-                patience_seconds = wait_seconds + self._timing.report_seconds * (1 + request.relay)
-                timeout_seconds = self._timing.call_seconds if is_trial else patience_seconds
+                patience_seconds = wait_seconds + self.context.timing.report_seconds * (1 + request.relay)
+                timeout_seconds = self.context.timing.call_seconds if is_trial else patience_seconds
                 try:
-                    reply = await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
+                    reply = await self.call(target, BARRIER, request, timeout_seconds=timeout_seconds)
                     if not (math.isfinite(reply.squared_norm) and reply.squared_norm >= 0.0):
                         raise MalformedMessage(f"{target.peer_id} names a squared norm of {reply.squared_norm}")
                     failed.discard(target.peer_id)
@@ -102,12 +103,12 @@ class Barrier:
                     logger.debug("stage %d: %s", stage, error)
                     unreachable.add(target.peer_id)
                     failed.add(target.peer_id)
-            await self._context.clock.sleep(self._timing.retry_seconds)
+            await self.context.clock.sleep(self.context.timing.retry_seconds)
         return None
 
     def _next_to_ask(self, stage: int, unreachable: set[str]) -> PeerRecord | None:
         """The leader among the peers that are not known to be unreachable; if none is left, among all again."""
-        serving = [record for record in self._context.peers(stage) if record.state is PeerState.SERVING]
+        serving = [record for record in self.context.peers(stage) if record.state is PeerState.SERVING]
         reachable = [record for record in serving if record.peer_id not in unreachable]
         if not reachable:
             unreachable.clear()
@@ -118,37 +119,37 @@ class Barrier:
 
     async def answer(self, request: pb.BarrierRequest) -> pb.BarrierReply:
         """Say whether this stage has decided a round; if this peer leads or relays, wait for that for a while."""
-        clock, own = self._context.clock, contact_of(self._context.present)
-        deadline = clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
-        if request.round == self._place.standing.round and self._shared.partners(request.round):
-            self._place.awaited(clock.monotonic())
+        clock, own = self.context.clock, contact_of(self.context.present)
+        deadline = clock.monotonic() + min(request.wait_seconds, self.context.timing.barrier_seconds)
+        if request.round == self.place.standing.round and self.shared.partners(request.round):
+            self.place.awaited(clock.monotonic())
         while True:
-            outcome, decision = self._place.outcomes.get(request.round), self._place.decision
+            outcome, decision = self.place.outcomes.get(request.round), self.place.decision
             if outcome is not None:
                 norm, digest = outcome.stage_squared_norm, outcome.prepared.digest
                 return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=own)
             if decision is not None and decision.round == request.round:
                 norm, digest = decision.squared_norm, decision.prepared.digest
                 return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=own)
-            leader, remaining = self._watch.leader_contact(), deadline - clock.monotonic()
+            leader, remaining = self.watch.leader_contact(), deadline - clock.monotonic()
             leads = leader.peer_id == own.peer_id
             if request.relay and not leads:
                 return await self._ask_leader(leader, request.round, remaining)
             if remaining <= 0 or not leads:
                 return pb.BarrierReply(leader=leader)
-            await wait(self._context.changes.next, remaining)
+            await wait(self.context.changes.next, remaining)
 
     async def _ask_leader(self, leader: pb.Contact, round_number: int, seconds: float) -> pb.BarrierReply:
         request = pb.BarrierRequest(
-            address=self._context.address,
-            peer_id=self._context.own_id,
+            address=self.context.address,
+            peer_id=self.context.own_id,
             round=round_number,
             wait_seconds=max(0.0, seconds),
         )
-        target = record_of(leader, self._context.own.stage)
-        timeout_seconds = request.wait_seconds + self._timing.report_seconds
+        target = record_of(leader, self.context.own.stage)
+        timeout_seconds = request.wait_seconds + self.context.timing.report_seconds
         try:
-            return await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
+            return await self.call(target, BARRIER, request, timeout_seconds=timeout_seconds)
         except SwarmError as error:
             logger.debug("this peer does not get through to its leader either: %s", error)
             return pb.BarrierReply(leader=leader)

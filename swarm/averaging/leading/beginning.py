@@ -6,6 +6,7 @@ Used by leading/leader. Never touches tensors.
 import logging
 import math
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from swarm.averaging import messages
 from swarm.averaging.context import Context
@@ -27,18 +28,15 @@ TELL_SECONDS = 10.0
 """Least time between two lines about members that are still closing."""
 
 
+@dataclass(eq=False)
 class Beginning:
     """The beginnings of one leader's attempts."""
 
-    def __init__(self, context: Context, watch: RoundWatch, broadcast: Broadcast, blame: Blame) -> None:
-        self._context = context
-        self._watch = watch
-        self._broadcast = broadcast
-        self._blame = blame
-        self._clock = context.clock
-        self._timing = context.timing
-        self._rounds = context.config.rounds
-        self._told_at = -math.inf
+    context: Context
+    watch: RoundWatch
+    broadcast: Broadcast
+    blame: Blame
+    _told_at: float = field(default=-math.inf, init=False)
 
     async def of(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
         """Have members begin an attempt.
@@ -53,8 +51,8 @@ class Beginning:
 
         def request(drop: Collection[int] = ()) -> pb.BeginRequest:
             return pb.BeginRequest(
-                address=self._context.address,
-                peer_id=self._context.own_id,
+                address=self.context.address,
+                peer_id=self.context.own_id,
                 ballot=messages.pack_ballot(ballot),
                 standing=messages.pack_standing(standing),
                 drop_gaps=messages.pack_indices(drop),
@@ -66,12 +64,12 @@ class Beginning:
         self._require_obedience(begun, unreached)
         if unfinished(begun) is not None:
             return begun
-        if self._rounds.synchronous:
+        if self.context.config.rounds.synchronous:
             # This can take long: a member computes the dropped microbatches again, or those that stay.
             drops = {peer: request(drop) for peer, drop in duplicates(begun).items()}
             for peer, reply in (await self._close(members, drops)).items():
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
-                    raise self._blame.failure("a member could not drop a duplicate", {peer: reply})
+                    raise self.blame.failure("a member could not drop a duplicate", {peer: reply})
                 begun[peer] = reply
         self._require_whole_round(standing.round, begun, unreached)
         return begun
@@ -79,45 +77,45 @@ class Beginning:
     def _require_obedience(self, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
         refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
         if refused:
-            failed = self._blame.failure("a member refused to begin", unreached)
+            failed = self.blame.failure("a member refused to begin", unreached)
             failed.refused = set(refused)
             failed.promised_attempt = max(refusal.promised.attempt for refusal in refused.values())
             raise failed
         is_slow = any(isinstance(error, SLOW) for error in unreached.values())
-        if self._blame.is_first_timeout(is_slow):
-            raise self._blame.failure("a member is slow", unreached)
-        if not self._watch.has_quorum(begun.keys()):
-            raise self._blame.failure("too few members for a quorum", unreached)
+        if self.blame.is_first_timeout(is_slow):
+            raise self.blame.failure("a member is slow", unreached)
+        if not self.watch.has_quorum(begun.keys()):
+            raise self.blame.failure("too few members for a quorum", unreached)
 
     def _require_whole_round(self, round_number: int, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
         committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
         num_samples = sum(reply.round_samples for reply in begun.values())
-        if not self._watch.is_complete(round_number, committed, num_samples, begun.keys()):
-            failed = self._blame.failure("the round is not complete any more", unreached)
+        if not self.watch.is_complete(round_number, committed, num_samples, begun.keys()):
+            failed = self.blame.failure("the round is not complete any more", unreached)
             failed.void = True
             raise failed
-        if self._rounds.synchronous and num_samples != self._rounds.round_samples:
+        if self.context.config.rounds.synchronous and num_samples != self.context.config.rounds.round_samples:
             # Some sum then holds samples that are not among the ids, or holds some twice.
             reason = f"{num_samples} samples were contributed to a round of another size"
-            raise self._blame.failure(reason, unreached)
+            raise self.blame.failure(reason, unreached)
 
     async def _close(
         self, members: Members, requests: dict[PeerId, pb.BeginRequest]
     ) -> dict[PeerId, pb.BeginReply | SwarmError]:
         """Have members close their contributions, and wait for as long as those that are not done make progress."""
-        started_at = self._clock.monotonic()
-        timeout_seconds = self._blame.deadline(self._timing.begin_seconds, 0.0)
-        wait_seconds = min(self._timing.closing_seconds, timeout_seconds / 2)
+        started_at = self.context.clock.monotonic()
+        timeout_seconds = self.blame.deadline(self.context.timing.begin_seconds, 0.0)
+        wait_seconds = min(self.context.timing.closing_seconds, timeout_seconds / 2)
         for request in requests.values():
             request.wait_seconds = wait_seconds
         answers: dict[PeerId, pb.BeginReply | SwarmError] = {}
         waiting = dict(requests)
         while waiting:
-            asked, asked_at = {peer: members[peer] for peer in waiting}, self._clock.monotonic()
-            for peer, answer in (await self._broadcast(asked, BEGIN, waiting, timeout_seconds)).items():
+            asked, asked_at = {peer: members[peer] for peer in waiting}, self.context.clock.monotonic()
+            for peer, answer in (await self.broadcast(asked, BEGIN, waiting, timeout_seconds)).items():
                 reply = _checked(answer)
                 if isinstance(reply, pb.BeginReply) and reply.HasField("closing"):
-                    late = self._too_late(reply.closing, self._clock.monotonic() - started_at, timeout_seconds)
+                    late = self._too_late(reply.closing, self.context.clock.monotonic() - started_at, timeout_seconds)
                     if late is None:
                         continue
                     reply = late
@@ -128,13 +126,13 @@ class Beginning:
                     return answers
             if waiting:
                 # A member may answer at once that it is still closing.
-                await self._clock.sleep(max(0.0, asked_at + wait_seconds - self._clock.monotonic()))
+                await self.context.clock.sleep(max(0.0, asked_at + wait_seconds - self.context.clock.monotonic()))
                 self._tell_of(waiting)
         return answers
 
     def _too_late(self, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
         """The reason to wait no longer for a member that is still closing after `seconds`; None if there is none."""
-        if seconds > self._timing.max_closing_seconds:
+        if seconds > self.context.timing.max_closing_seconds:
             # Only the member's own word says that it will ever be done.
             return NotReady(f"it has not closed its contribution in {seconds:.0f} s")
         if closing.quiet_seconds > timeout_seconds + 3 * closing.expected_seconds:
@@ -142,8 +140,8 @@ class Beginning:
         return None
 
     def _tell_of(self, waiting: Collection[PeerId]) -> None:
-        if self._clock.monotonic() - self._told_at >= TELL_SECONDS:
-            self._told_at = self._clock.monotonic()
+        if self.context.clock.monotonic() - self._told_at >= TELL_SECONDS:
+            self._told_at = self.context.clock.monotonic()
             logger.info("waits for members that close their contributions: %s", ", ".join(sorted(waiting)))
 
 

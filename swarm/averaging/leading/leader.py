@@ -10,13 +10,15 @@ has prepared it; from then on no leader ever aborts it. Never touches tensors.
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from swarm.averaging import messages
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.allreduce import OWNER_PATIENCE
 from swarm.averaging.exchanging.shared import SharedBlocks
-from swarm.averaging.exchanging.shares import Offer, Shares, divide
+from swarm.averaging.exchanging.shares import Shares, divide
 from swarm.averaging.leading.barrier import Barrier
 from swarm.averaging.leading.beginning import Beginning
 from swarm.averaging.leading.blame import SLOW, AttemptFailed, Blame, without_the_useless
@@ -26,7 +28,7 @@ from swarm.averaging.leading.rules import Begun, unfinished
 from swarm.averaging.messages import Standing
 from swarm.averaging.place import Decision, Place
 from swarm.averaging.transport import ABORT, AVERAGE, COMMIT, contact_of
-from swarm.compression.codec import contribution_codec
+from swarm.compression.codec import Codec, contribution_codec
 from swarm.errors import SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
@@ -34,36 +36,27 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Leader:
     """Leads the attempts of one stage's group."""
 
-    def __init__(
-        self,
-        context: Context,
-        place: Place,
-        beginning: Beginning,
-        broadcast: Broadcast,
-        barrier: Barrier,
-        shared: SharedBlocks,
-        blame: Blame,
-    ) -> None:
-        self._context = context
-        self._place = place
-        self._beginning = beginning
-        self._broadcast = broadcast
-        self._barrier = barrier
-        self._shared = shared
-        self._blame = blame
-        self._config = context.config
-        self._clock = context.clock
-        self._timing = context.timing
-        self._codec = contribution_codec(context.config.averaging)
-        self._vector_bytes = 0
-        """The size of a contribution in float32, once one was exchanged."""
-        self._average_seconds = 0.0
-        """How long the last exchange took."""
-        self._commit_seconds = 0.0
-        """How long the last commit took."""
+    context: Context
+    place: Place
+    beginning: Beginning
+    broadcast: Broadcast
+    barrier: Barrier
+    shared: SharedBlocks
+    blame: Blame
+    _vector_bytes: int = field(default=0, init=False)
+    """The size of a contribution in float32, once one was exchanged."""
+    _average_seconds: float = field(default=0.0, init=False)
+    """How long the last exchange took."""
+    _commit_seconds: float = field(default=0.0, init=False)
+    """How long the last commit took."""
+
+    @cached_property
+    def _codec(self) -> Codec:
+        return contribution_codec(self.context.config.averaging)
 
     async def attempt(self, members: Members, standing: Standing, number: int) -> None:
         """Try to commit the round among `members`.
@@ -73,10 +66,10 @@ class Leader:
         Raises:
             AttemptFailed: nothing was decided.
         """
-        ballot = Ballot(number, self._context.own_id)
-        with self._place.leading(ballot):
+        ballot = Ballot(number, self.context.own_id)
+        with self.place.leading(ballot):
             try:
-                begun = await self._beginning.of(members, standing, ballot)
+                begun = await self.beginning.of(members, standing, ballot)
                 prepared = unfinished(begun)
                 if prepared is None:
                     prepared = await self._average(members, begun, standing, ballot)
@@ -93,17 +86,17 @@ class Leader:
     # -- before anything is decided ----------------------------------------------------------------------------------
 
     async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
-        started_at = self._clock.monotonic()
-        through_one = self._blame.goes_through_one(standing.round, begun)
-        shares = self._shares(begun, only_owner=self._context.own_id if through_one else None)
+        started_at = self.context.clock.monotonic()
+        through_one = self.blame.goes_through_one(standing.round, begun)
+        shares = self._shares(begun, only_owner=self.context.own_id if through_one else None)
         self._vector_bytes = 4 * shares.num_elements
         # Every member sends the whole vector and gets it back; at worst all of that goes over one line.
         num_times = 2 * (len(begun) - 1) if through_one else 4
         num_bytes = num_times * self._codec.num_bytes(shares.num_elements)
-        floor = self._timing.average_seconds + num_bytes / self._timing.bytes_per_second
+        floor = self.context.timing.average_seconds + num_bytes / self.context.timing.bytes_per_second
         request = pb.AverageRequest(
-            address=self._context.address,
-            peer_id=self._context.own_id,
+            address=self.context.address,
+            peer_id=self.context.own_id,
             round=standing.round,
             ballot=messages.pack_ballot(ballot),
             shares=[
@@ -116,85 +109,79 @@ class Leader:
                 )
                 for share in shares.members
             ],
-            timeout_seconds=self._blame.deadline(floor, self._average_seconds),
+            timeout_seconds=self.blame.deadline(floor, self._average_seconds),
         )
-        replies = await self._broadcast(
+        replies = await self.broadcast(
             {peer: members[peer] for peer in begun},
             AVERAGE,
             dict.fromkeys(begun, request),
-            request.timeout_seconds + self._timing.grace_seconds,
+            request.timeout_seconds + self.context.timing.grace_seconds,
             until=_is_prepared,
         )
         results = [reply.prepared for reply in replies.values() if isinstance(reply, pb.AverageReply)]
         digests = {prepared.digest for prepared in results}
         if len(results) < len(begun) or "" in digests:
-            took_long = self._clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
-            raise self._blame.failed_exchange(replies, begun.keys(), standing.round, ballot, took_long=took_long)
+            took_long = self.context.clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
+            raise self.blame.failed_exchange(replies, begun.keys(), standing.round, ballot, took_long=took_long)
         if len(digests) > 1:
             raise AttemptFailed("members came to different results")
-        self._average_seconds = self._clock.monotonic() - started_at
-        self._blame.exchanged()
+        self._average_seconds = self.context.clock.monotonic() - started_at
+        self.blame.exchanged()
         return results[0]
 
     def _shares(self, begun: Begun, only_owner: str | None) -> Shares:
         """Each member's weight and part in the exchange; raises AttemptFailed if a contribution is of no use."""
-        sizes = Counter(reply.num_elements for reply in begun.values())
-        own = begun.get(self._context.own_id)
+        config, sizes = self.context.config, Counter(reply.num_elements for reply in begun.values())
+        own = begun.get(self.context.own_id)
         size = own.num_elements if own is not None else sizes.most_common(1)[0][0]
-        if (failed := without_the_useless(begun, size, self._config.data.sequence_length)) is not None:
+        if (failed := without_the_useless(begun, size, config.data.sequence_length)) is not None:
             raise failed
-        offers = [
-            Offer(
-                peer_id=peer,
-                num_samples=reply.num_samples,
-                num_targets=reply.num_targets,
-                round_samples=reply.round_samples,
-                norm=reply.norm,
-                bytes_per_second=reply.bytes_per_second,
-            )
-            for peer, reply in sorted(begun.items())
-        ]
         # If they were clipped, the gradients would not add up to the gradient of a single process.
-        clip_to_median = 0.0 if self._config.rounds.synchronous else self._config.averaging.clip_to_median
+        clip_to_median = 0.0 if config.rounds.synchronous else config.averaging.clip_to_median
         return divide(
-            offers, num_elements=size, tile=self._codec.tile, clip_to_median=clip_to_median, only_owner=only_owner
+            {peer: begun[peer] for peer in sorted(begun)},
+            num_elements=size,
+            tile=self._codec.tile,
+            clip_to_median=clip_to_median,
+            only_owner=only_owner,
         )
 
     async def _abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
         request = pb.AbortRequest(
-            address=self._context.address,
-            peer_id=self._context.own_id,
+            address=self.context.address,
+            peer_id=self.context.own_id,
             round=round_number,
             ballot=messages.pack_ballot(ballot),
             reason=str(failed),
             void=failed.void,
         )
-        await self._broadcast(members, ABORT, dict.fromkeys(members, request), self._timing.begin_seconds)
+        await self.broadcast(members, ABORT, dict.fromkeys(members, request), self.context.timing.begin_seconds)
 
     # -- once a result is decided --------------------------------------------------------------------------------------
 
     async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
         """Commit the decided result, once the stages that it waits for have decided theirs."""
-        stage = self._context.own.stage
+        stage = self.context.own.stage
         norm = prepared.squared_norm
-        partners = self._shared.partners(round_number)
+        partners = self.shared.partners(round_number)
         shares = [pb.Partner(stage=stage, digest=prepared.digest, contact=contact_of(next(iter(holders.values()))))]
         ready: dict[int, pb.BarrierReply] = {}
 
         async def wait_for(stages: Collection[int]) -> bool:
-            replies = await self._barrier.wait_for(stages, round_number)
+            replies = await self.barrier.wait_for(stages, round_number)
             ready.update(replies or {})
             return replies is not None
 
-        if self._shared.counts_norm(round_number):
+        if self.shared.counts_norm(round_number):
             # The other stages need this one's norm, and that needs the partners' averages. So the partners decide
             # without waiting for this stage.
             if not await wait_for(partners):
                 return
-            norm += await self._shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
-        self._place.decide(Decision(round=round_number, prepared=prepared, squared_norm=norm))
-        self._context.changes.signal()
-        others = set(range(self._config.stages.num_stages)) - {stage} if self._config.rounds.synchronous else partners
+            norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
+        self.place.decide(Decision(round=round_number, prepared=prepared, squared_norm=norm))
+        self.context.changes.signal()
+        config = self.context.config
+        others = set(range(config.stages.num_stages)) - {stage} if config.rounds.synchronous else partners
         if not await wait_for(others - ready.keys()):
             return
         norms = {stage: norm} | {other: reply.squared_norm for other, reply in ready.items()}
@@ -204,8 +191,8 @@ class Leader:
         for number in sorted(norms):
             total_squared_norm += norms[number]
         request = pb.CommitRequest(
-            address=self._context.address,
-            peer_id=self._context.own_id,
+            address=self.context.address,
+            peer_id=self.context.own_id,
             round=round_number,
             digest=prepared.digest,
             total_squared_norm=total_squared_norm,
@@ -215,13 +202,13 @@ class Leader:
         await self._commit(holders, request)
 
     async def _commit(self, holders: Members, request: pb.CommitRequest) -> None:
-        started_at = self._clock.monotonic()
-        floor = self._timing.commit_seconds + self._vector_bytes / self._timing.work_bytes_per_second
-        timeout_seconds = self._blame.deadline(floor, self._commit_seconds)
-        replies = await self._broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
+        started_at = self.context.clock.monotonic()
+        floor = self.context.timing.commit_seconds + self._vector_bytes / self.context.timing.work_bytes_per_second
+        timeout_seconds = self.blame.deadline(floor, self._commit_seconds)
+        replies = await self.broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
         if not any(isinstance(reply, SLOW) for reply in replies.values()):
             # A time that a deadline has cut off says nothing; deadlines that followed from it would grow each round.
-            self._commit_seconds = self._clock.monotonic() - started_at
+            self._commit_seconds = self.context.clock.monotonic() - started_at
         digests: dict[str, list[PeerId]] = {}
         for peer, reply in replies.items():
             if isinstance(reply, SwarmError):

@@ -6,6 +6,7 @@ Draws on what peers reported and on this one's own progress. Changes nothing.
 
 import logging
 from collections.abc import Collection, Set
+from dataclasses import dataclass, field
 from functools import partial
 
 from swarm.averaging.context import Context
@@ -22,34 +23,33 @@ from swarm.types import PeerId, PeerState
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RoundWatch:
     """One peer's view of its group's round."""
 
-    def __init__(self, context: Context, place: Place, member: RoundMember, roster: Roster, reporter: Reporter) -> None:
-        self._context = context
-        self._place = place
-        self._member = member
-        self._roster = roster
-        self._reporter = reporter
-        self._config = context.config
-        self._waits_for_quorum = False
+    context: Context
+    place: Place
+    member: RoundMember
+    roster: Roster
+    reporter: Reporter
+    _waits_for_quorum: bool = field(default=False, init=False)
 
     # -- what there is of the round ----------------------------------------------------------------------------------
 
     def view(self) -> GroupView:
         """The round as this peer knows it."""
-        own, own_id, standing = self._member.progress(), self._context.own_id, self._place.standing
+        own, own_id, standing = self.member.progress(), self.context.own_id, self.place.standing
         is_own_round = own.round == standing.round
-        progress = {own_id: own} if is_own_round and not self._roster.excludes_self else {}
-        progress |= {peer: report.progress for peer, report in self._roster.members(standing).items()}
+        progress = {own_id: own} if is_own_round and not self.roster.excludes_self else {}
+        progress |= {peer: report.progress for peer, report in self.roster.members(standing).items()}
         overdue = self._overdue()
         committed = frozenset[int]().union(*(p.committed for p in progress.values()))
         shown = frozenset[int]().union(*(p.committed for peer, p in progress.items() if peer not in overdue))
         num_samples = sum(p.num_samples for p in progress.values())
-        decision = self._place.decision
-        if decision is not None and decision.round == standing.round and self._config.rounds.synchronous:
+        decision = self.place.decision
+        if decision is not None and decision.round == standing.round and self.context.config.rounds.synchronous:
             # A member may have left since, but a decided result holds all microbatches of the round.
-            size = self._config.microbatches_per_round
+            size = self.context.config.microbatches_per_round
             committed = shown = committed | frozenset(range(standing.round * size, (standing.round + 1) * size))
         leader_id = self.leader_id
         return GroupView(
@@ -60,28 +60,28 @@ class RoundWatch:
             committed=committed,
             shown=shown,
             # What this peer has counts even while it is left out: it may come back before the round ends.
-            counted=self._roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
-            lost=self._roster.reports.lost - committed,
+            counted=self.roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
+            lost=self.roster.reports.lost - committed,
             complete=self.is_complete(standing.round, committed, num_samples, progress.keys()),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
-            quiet_seconds=self._context.changes.quiet_seconds,
+            quiet_seconds=self.context.changes.quiet_seconds,
         )
 
     def _overdue(self) -> Set[PeerId]:
         # A peer that stood still has heard of no other meanwhile, and during an attempt nothing is added to a round.
-        is_of_use = not self._reporter.may_be_behind and self._place.leads is None
-        return self._roster.overdue(self._place.standing) if is_of_use else frozenset()
+        is_of_use = not self.reporter.may_be_behind and self.place.leads is None
+        return self.roster.overdue(self.place.standing) if is_of_use else frozenset()
 
     # -- who leads ---------------------------------------------------------------------------------------------------
 
     @property
     def leader_id(self) -> PeerId:
         """The group's leader as far as this peer knows; while this peer leads an attempt, this peer itself."""
-        return self._context.own_id if self._place.leads else self._roster.leader(self._place.standing)
+        return self.context.own_id if self.place.leads else self.roster.leader(self.place.standing)
 
     def leader_contact(self) -> pb.Contact:
         """How others reach the leader."""
-        return contact_of(self._roster.contacts.record(self.leader_id) or self._context.present)
+        return contact_of(self.roster.contacts.record(self.leader_id) or self.context.present)
 
     # -- what may be done --------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class RoundWatch:
             num_samples: the samples that they have in it.
         """
         return is_complete(
-            self._config,
+            self.context.config,
             round_number,
             committed,
             num_samples,
@@ -108,45 +108,45 @@ class RoundWatch:
 
         Zero in the synchronous setting, where the microbatches of an absent member are replayed.
         """
-        if self._config.rounds.synchronous:
+        if self.context.config.rounds.synchronous:
             return 0
-        standing, own, own_id = self._place.standing, self._member.progress(), self._context.own_id
-        others = self._roster.absent_samples(standing, present)
-        if own_id in present or own.round != standing.round or self._roster.suspicions.has_failed_for_good(own_id):
+        standing, own, own_id = self.place.standing, self.member.progress(), self.context.own_id
+        others = self.roster.absent_samples(standing, present)
+        if own_id in present or own.round != standing.round or self.roster.suspicions.has_failed_for_good(own_id):
             return others
         return others + own.num_samples
 
     def _is_late(self, round_number: int) -> bool:
         """Whether another stage is at a later round, or has waited for this one for long."""
-        since = self._place.awaited_since if round_number == self._place.standing.round else None
-        timing, now = self._context.timing, self._context.clock.monotonic()
+        since = self.place.awaited_since if round_number == self.place.standing.round else None
+        timing, now = self.context.timing, self.context.clock.monotonic()
         if since is not None and now - since >= timing.awaited_seconds:
             return True
-        stages = set(range(self._config.stages.num_stages)) - {self._context.own.stage}
-        records = (record for stage in stages for record in self._context.peers(stage))
+        stages = set(range(self.context.config.stages.num_stages)) - {self.context.own.stage}
+        records = (record for stage in stages for record in self.context.peers(stage))
         return any(record.round > round_number for record in records if record.state is PeerState.SERVING)
 
     def has_quorum(self, present: Collection[str]) -> bool:
         """Whether the peers that are present may commit the round."""
         return has_quorum(
-            self._config.averaging.quorum,
+            self.context.config.averaging.quorum,
             present,
-            last_members=self._place.last_members,
-            announced=lambda: {self._context.own_id, *self._roster.contacts.serving()},
+            last_members=self.place.last_members,
+            announced=lambda: {self.context.own_id, *self.roster.contacts.serving()},
         )
 
     def may_begin(self) -> bool:
         """Whether this peer is to begin an attempt now."""
-        view, place = self.view(), self._place
-        if not view.is_leader or self._reporter.may_be_behind or place.group.active is not None:
+        view, place = self.view(), self.place
+        if not view.is_leader or self.reporter.may_be_behind or place.group.active is not None:
             return False
         if place.branches.is_in_doubt:
             # If this peer is the one that was left behind, it would commit a second result of a round that is over.
             return False
-        members = self._roster.members(place.standing)
+        members = self.roster.members(place.standing)
         is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
         # An attempt without some member's sign of life would hold up the replays of that member's microbatches.
-        is_ready = view.complete and not self._overdue() and not self._roster.awaits_members(place.standing)
+        is_ready = view.complete and not self._overdue() and not self.roster.awaits_members(place.standing)
         if not (is_unfinished or is_ready):
             return False
         is_present = self.has_quorum(view.progress.keys())

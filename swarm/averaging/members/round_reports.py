@@ -4,7 +4,7 @@ Part of a roster (members/roster). Pure.
 """
 
 from collections.abc import Collection, Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.averaging import messages
 from swarm.averaging.leading.group import Ballot
@@ -28,28 +28,22 @@ class Report:
         return messages.standing_of(self.progress)
 
 
+@dataclass(eq=False)
 class RoundReports:
-    """What was told of the present round; begun anew with each round.
+    """What was told of the present round; begun anew with each round."""
 
-    Attributes:
-        current: the newest report of each peer that is not suspected.
-        last: the newest report of each peer that was heard of in this round, even if it is gone.
-    """
-
-    def __init__(self, round_microbatches: int | None) -> None:
-        """
-        Args:
-            round_microbatches: the number of microbatches of a synchronous round; None with DiLoCo.
-        """
-        self._round_microbatches = round_microbatches
-        self.current: dict[PeerId, Report] = {}
-        self.last: dict[PeerId, Report] = {}
-        self._counted: set[int] = set()
-        self._lost: set[int] = set()
+    round_microbatches: int | None
+    """The number of microbatches of a synchronous round; None with DiLoCo."""
+    current: dict[PeerId, Report] = field(default_factory=dict, init=False)
+    """The newest report of each peer that is not suspected."""
+    last: dict[PeerId, Report] = field(default_factory=dict, init=False)
+    """The newest report of each peer that was heard of in this round, even if it is gone."""
+    _counted: set[int] = field(default_factory=set, init=False)
+    _lost: set[int] = field(default_factory=set, init=False)
 
     def named(self, round_number: int, gaps: Iterable[int]) -> frozenset[int]:
         """Read which microbatches of a round a peer names; with DiLoCo none, because only their number matters."""
-        size = self._round_microbatches
+        size = self.round_microbatches
         if size is None:
             return frozenset()
         return messages.unpack_indices_of(range(round_number * size, (round_number + 1) * size), gaps)

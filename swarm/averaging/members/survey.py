@@ -6,6 +6,7 @@ answer is decided there.
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.advance import Advance
@@ -24,86 +25,78 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Survey:
     """One peer's questions to others about where they stand."""
 
-    def __init__(
-        self,
-        context: Context,
-        place: Place,
-        member: RoundMember,
-        roster: Roster,
-        advance: Advance,
-        call: Caller,
-    ) -> None:
-        self._context = context
-        self._place = place
-        self._member = member
-        self._roster = roster
-        self._advance = advance
-        self._call = call
-        self._asked = set[PeerId]()
-        """The peers that served when `choose` asked last."""
+    context: Context
+    place: Place
+    member: RoundMember
+    roster: Roster
+    advance: Advance
+    call: Caller
+    _asked: set[PeerId] = field(default_factory=set, init=False)
+    """The peers that served when `choose` asked last."""
 
     async def choose(self) -> Standing | None:
         """Ask all holders where they stand. Returns where this peer should go; None if it should stay."""
-        branches = self._place.branches
-        self._asked = set(self._roster.contacts.serving())
+        branches = self.place.branches
+        self._asked = set(self.roster.contacts.serving())
         branches.listen()
         async with asyncio.TaskGroup() as calls:
-            for peer in self._roster.holders():
+            for peer in self.roster.holders():
                 calls.create_task(self._ask(peer))
-        return branches.choose(is_sound=self._place.is_sound, announced=self._roster.contacts.standings_announced())
+        return branches.choose(is_sound=self.place.is_sound, announced=self.roster.contacts.standings_announced())
 
     def has_newcomers(self) -> bool:
         """Whether peers have begun to serve since `choose` asked. Each of them counts once: a peer that serves, but
         holds nothing of use, is no reason to ask again."""
-        return not self._asked.issuperset(self._roster.contacts.serving())
+        return not self._asked.issuperset(self.roster.contacts.serving())
 
     def behind(self, target: Standing) -> list[PeerRecord]:
         """The peers that stand behind `target`, by what they answered."""
-        return list(self._roster.contacts.records(sorted(self._place.branches.behind(target))).values())
+        return list(self.roster.contacts.records(sorted(self.place.branches.behind(target))).values())
 
     async def _ask(self, peer: PeerRecord) -> None:
-        peer_id, standing = PeerId(peer.peer_id), self._place.standing
+        peer_id, standing = PeerId(peer.peer_id), self.place.standing
         request = self.request(peer_id)
         # A peer that only looks around must not become a member by that.
         request.unanswered = True
         try:
-            timeout_seconds = self._context.timing.call_seconds
-            reply = await self._call(peer, REPORT, request, timeout_seconds=timeout_seconds)
+            timeout_seconds = self.context.timing.call_seconds
+            reply = await self.call(peer, REPORT, request, timeout_seconds=timeout_seconds)
             await self.take_in(peer_id, standing, reply)
         except SwarmError as error:
             self.lost(peer_id, error)
 
     def request(self, peer_id: PeerId) -> pb.ReportRequest:
         """Make a report: where this peer stands, and what it has of the round."""
-        progress, prepared = self._member.progress(), self._place.group.prepared
+        progress, prepared = self.member.progress(), self.place.group.prepared
         return pb.ReportRequest(
-            address=self._context.address,
-            sender=contact_of(self._context.present),
-            standing=messages.pack_standing(self._place.standing),
+            address=self.context.address,
+            sender=contact_of(self.context.present),
+            standing=messages.pack_standing(self.place.standing),
             num_samples=progress.num_samples,
             committed_gaps=messages.pack_indices(progress.committed),
             highest_microbatch=progress.highest_microbatch,
             prepared=messages.pack_ballot(prepared.ballot if prepared else None),
-            unanswered=peer_id in self._roster.suspicions.suspected,
+            unanswered=peer_id in self.roster.suspicions.suspected,
         )
 
     async def tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
         """Send a report, and send it again if the connection breaks. Raises what the peer or the transport raises."""
-        clock, reconnect_seconds = self._context.clock, self._context.timing.reconnect_seconds
+        clock, reconnect_seconds = self.context.clock, self.context.timing.reconnect_seconds
         started_at = clock.monotonic()
         try:
-            return await self._call(peer, REPORT, request, timeout_seconds=timeout_seconds)
+            return await self.call(peer, REPORT, request, timeout_seconds=timeout_seconds)
         except PeerUnavailable as error:
-            is_stale = messages.unpack_standing(request.standing) != self._place.standing
+            is_stale = messages.unpack_standing(request.standing) != self.place.standing
             # A peer that was silent until the connection broke will not answer on a new one.
             was_silent = clock.monotonic() - started_at >= reconnect_seconds
-            if error.is_gone or is_stale or was_silent or self._place.is_catching_up:
+            if error.is_gone or is_stale or was_silent or self.place.is_catching_up:
                 raise
             # The connection broke: a new one shows at once whether the peer is still there.
-            return await self._call(peer, REPORT, request, timeout_seconds=reconnect_seconds)
+            return await self.call(peer, REPORT, request, timeout_seconds=reconnect_seconds)
 
     async def take_in(
         self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply
@@ -118,15 +111,15 @@ class Survey:
         """
         voice, leading = voice_of(reply), messages.unpack_ballot(reply.active)
         theirs = voice.standing
-        self._place.branches.heard(peer_id, voice)
+        self.place.branches.heard(peer_id, voice)
         # In the middle of a commit a leader still stands where its members no longer do. It can give the state if it is
         # ahead.
-        is_ahead = self._roster.is_ahead(theirs, self._place.standing)
-        self._roster.answered(peer_id, None if leading and not is_ahead else theirs)
-        decided, prepared = reply.outcome.prepared.digest, self._place.group.prepared
-        if standing == self._place.standing and decided and prepared and prepared.digest == decided:
+        is_ahead = self.roster.is_ahead(theirs, self.place.standing)
+        self.roster.answered(peer_id, None if leading and not is_ahead else theirs)
+        decided, prepared = reply.outcome.prepared.digest, self.place.group.prepared
+        if standing == self.place.standing and decided and prepared and prepared.digest == decided:
             try:
-                await self._advance.apply(reply.outcome)
+                await self.advance.apply(reply.outcome)
             except Refused as refused:
                 # Something that the commit needs is gone, so the whole state will be downloaded.
                 logger.info("round %d cannot be committed here: %s", standing.round, refused)
@@ -135,5 +128,5 @@ class Survey:
     def lost(self, peer_id: PeerId, error: SwarmError) -> None:
         """Note that a peer does not answer."""
         logger.debug("report to %s: %s", peer_id, error)
-        self._roster.suspect(peer_id)
-        self._context.changes.signal()  # Parts that wait for that peer need not wait any more.
+        self.roster.suspect(peer_id)
+        self.context.changes.signal()  # Parts that wait for that peer need not wait any more.

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,18 +28,16 @@ _DRAINED_BODIES = 4
 _RETRY_SECONDS = 2
 
 
+@dataclass(eq=False)
 class Gate:
     """Lets in requests that have the token, up to a number at once, with bodies up to a size."""
 
-    def __init__(self, app: ASGIApp, *, token: str | None, most_requests: int) -> None:
-        """
-        Args:
-            token: the token that requests must bring; None lets everybody in.
-            most_requests: the most POST requests that are read, wait or are answered at once.
-        """
-        self._app = app
-        self._token = token
-        self._room = most_requests
+    app: ASGIApp
+    token: str | None
+    """The token that requests must bring; None lets everybody in."""
+    most_requests: int
+    """The most POST requests that are read, wait or are answered at once."""
+    _num_requests: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,17 +46,17 @@ class Gate:
         try:
             self._require_token(scope)
             if scope["method"] != "POST":
-                await self._app(scope, receive, answer)
+                await self.app(scope, receive, answer)
                 return
-            if self._room == 0:
+            if self._num_requests >= self.most_requests:
                 raise Refusal(
                     429, "too many requests at once", code="rate_limit_exceeded", retry_seconds=_RETRY_SECONDS
                 )
-            self._room -= 1
+            self._num_requests += 1
             try:
-                await _answer(self._app, scope, await _body(scope, receive), receive, answer)
+                await _answer(self.app, scope, await _body(scope, receive), receive, answer)
             finally:
-                self._room += 1
+                self._num_requests -= 1
         except Refusal as refusal:
             await refusal.response()(scope, receive, answer)
         except (TimeoutError, ConnectionError):
@@ -65,11 +64,11 @@ class Gate:
             pass
 
     def _require_token(self, scope: Scope) -> None:
-        if self._token is None:
+        if self.token is None:
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, token = given.partition(b" ")
-        if kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token.encode()):
+        if kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self.token.encode()):
             raise Refusal(401, "the token is missing or wrong: send it as a bearer token", code="invalid_api_key")
 
 

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
@@ -73,18 +73,15 @@ class _Target:
         return bool(self.addresses) and not self.is_observed
 
 
+@dataclass(eq=False)
 class DialBack:
     """Dials callers back and answers them, AT_ONCE at a time."""
 
-    def __init__(self, clock: Clock, *, insecure: bool) -> None:
-        """
-        Args:
-            insecure: whether the run does without TLS; then anything that accepts a connection passes for the caller.
-        """
-        self._clock = clock
-        self._insecure = insecure
-        self._dialling = asyncio.Semaphore(AT_ONCE)
-        self._asked_at: dict[Caller, float] = {}
+    clock: Clock
+    insecure: bool
+    """Whether the run does without TLS; then anything that accepts a connection passes for the caller."""
+    _dialling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE), init=False)
+    _asked_at: dict[Caller, float] = field(default_factory=dict, init=False)
 
     async def answer(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
         """Dial the caller's endpoints.
@@ -99,7 +96,7 @@ class DialBack:
         self._require_pause(caller)
         grpc_targets = [await _target(endpoint, observed) for endpoint in _few(request.endpoints)]
         dht_targets = [await _target(endpoint, observed) for endpoint in _few(request.dht_endpoints)]
-        began_at = self._clock.monotonic()
+        began_at = self.clock.monotonic()
         near = [target for target in dht_targets if target.is_observed]
         async with self._dialling:
             proved, nodes = await asyncio.gather(
@@ -111,7 +108,7 @@ class DialBack:
             nodes += await _reached(far, _is_node)
         if any(target.is_strange for target in set(grpc_targets) - set(proved)):
             # The caller must not learn how soon a port of another machine refuses.
-            await self._clock.sleep(max(0.0, began_at + DIAL_SECONDS - self._clock.monotonic()))
+            await self.clock.sleep(max(0.0, began_at + DIAL_SECONDS - self.clock.monotonic()))
         return pb.CheckReply(
             observed_host=observed,
             endpoints=[target.endpoint for target in proved],
@@ -120,14 +117,14 @@ class DialBack:
         )
 
     def _require_pause(self, caller: Caller) -> None:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         self._asked_at = {other: at for other, at in self._asked_at.items() if at > now - GAP_SECONDS}
         if caller in self._asked_at:
             raise Overloaded("this caller has just been dialled back", retry_after_seconds=GAP_SECONDS)
         self._asked_at[caller] = now
 
     async def _is_peer(self, host: str, port: int, peer_id: str) -> bool:
-        if not self._insecure:
+        if not self.insecure:
             return id_of(await shown_certificate(host, port)) == peer_id
         _, writer = await asyncio.open_connection(host, port)
         writer.close()

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Never
 
 import grpc
@@ -46,30 +47,24 @@ _WAIT_OPTIONS = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 """A ping shows within seconds that a meeting point has fallen silent."""
 
 
+@dataclass(eq=False)
 class Waiting:
     """Keeps one peer waiting at meeting points."""
 
-    def __init__(
-        self, own: Identity, points: Points, clock: Clock, *, server: tuple[str, int],
-        candidates: Callable[[], Sequence[Entry]],
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            server: host and port of this peer's own gRPC server.
-            candidates: gives the endpoints of peers that may be meeting points, an Entry for each.
-        """
-        self._own = own
-        self._points = points
-        self._dialler = Dialler()
-        self._clock = clock
-        self._server = server
-        self._candidates = candidates
-        self._kept: dict[Entry, None] = {}
-        """Meeting points that have accepted this peer, in the order in which they did."""
-        self._trying: set[Entry] = set()
-        self._avoided_until: dict[Entry, float] = {}
-        self._num_called = 0
-        self._lines: Counter[Kind] = Counter()
+    own: Identity
+    points: Points
+    clock: Clock
+    server: tuple[str, int]
+    """Host and port of this peer's own gRPC server."""
+    candidates: Callable[[], Sequence[Entry]]
+    """Gives the endpoints of peers that may be meeting points, an Entry for each."""
+    _dialler: Dialler = field(default_factory=Dialler, init=False)
+    _kept: dict[Entry, None] = field(default_factory=dict, init=False)
+    """Meeting points that have accepted this peer, in the order in which they did."""
+    _trying: set[Entry] = field(default_factory=set, init=False)
+    _avoided_until: dict[Entry, float] = field(default_factory=dict, init=False)
+    _num_called: int = field(default=0, init=False)
+    _lines: Counter[Kind] = field(default_factory=Counter, init=False)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -78,7 +73,7 @@ class Waiting:
         Those to which this peer is connected itself come first. A caller may have another version of IP than this peer.
         """
         kept = {point.peer_id for point in self._kept}
-        others = (point for point in self._candidates() if point.peer_id in kept)
+        others = (point for point in self.candidates() if point.peer_id in kept)
         return tuple(map(tunnel_through, dict.fromkeys([*self._kept, *others])))
 
     def num_lines(self, kind: Kind) -> int:
@@ -93,15 +88,15 @@ class Waiting:
                     for point in self._wanted():
                         self._trying.add(point)
                         tasks.create_task(self._stay(point, tasks))
-                    await self._clock.sleep(LOOK_SECONDS)
+                    await self.clock.sleep(LOOK_SECONDS)
         finally:
             await self._dialler.close()
 
     def _wanted(self) -> list[Entry]:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         self._avoided_until = {point: until for point, until in self._avoided_until.items() if until > now}
         taken = {point.peer_id for point in self._trying}
-        free = [p for p in self._candidates() if p.peer_id not in taken and p not in self._avoided_until]
+        free = [p for p in self.candidates() if p.peer_id not in taken and p not in self._avoided_until]
         # The first endpoint of each peer that has not failed: a later entry of the dict replaces an earlier one.
         wanted = {point.peer_id: point for point in reversed(free)}
         return list(wanted.values())[: NUM_POINTS - len(self._trying)]
@@ -109,10 +104,10 @@ class Waiting:
     async def _stay(self, point: Entry, tasks: asyncio.TaskGroup) -> None:
         """Wait at one meeting point for as long as that is possible."""
         # After a long wait the next attempt comes at once: this machine, and not the meeting point, may have been away.
-        self._avoided_until[point] = self._clock.monotonic() + AGAIN_SECONDS
+        self._avoided_until[point] = self.clock.monotonic() + AGAIN_SECONDS
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                channel = await self._points.connect(point, _WAIT_OPTIONS)
+                channel = await self.points.connect(point, _WAIT_OPTIONS)
             try:
                 await self._wait(point, channel, tasks)
             finally:
@@ -123,16 +118,16 @@ class Waiting:
         finally:
             self._kept.pop(point, None)
             self._trying.discard(point)
-            self._points.forget(point)
+            self.points.forget(point)
 
     async def _wait(self, point: Entry, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> None:
         """Prove this peer's key, wait and answer calls. Raises SwarmError once the waiting is over."""
         stub: Any = MeetingServiceStub(channel)
         async with Stream(stub.Wait()) as call:
             challenge = (await call.read(CONNECT_SECONDS)).challenge
-            signature = self._own.sign(signed_bytes(point.peer_id, self._own.peer_id, challenge))
+            signature = self.own.sign(signed_bytes(point.peer_id, self.own.peer_id, challenge))
             proof = pb.WaitProof(
-                peer_id=self._own.peer_id, certificate_pem=self._own.certificate_pem, signature=signature
+                peer_id=self.own.peer_id, certificate_pem=self.own.certificate_pem, signature=signature
             )
             await call.write(pb.WaitRequest(proof=proof), CONNECT_SECONDS)
             await call.read(CONNECT_SECONDS)
@@ -150,7 +145,7 @@ class Waiting:
     async def _beat(self, call: Stream) -> None:
         try:
             while True:
-                await self._clock.sleep(BEAT_SECONDS)
+                await self.clock.sleep(BEAT_SECONDS)
                 await call.write(pb.WaitRequest(beat=pb.Beat()), SILENCE_SECONDS)
         except (SwarmError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             logger.debug("no beat: %s", error)  # Unanswered, the wait ends after SILENCE_SECONDS.
@@ -160,7 +155,7 @@ class Waiting:
         self._num_called += 1
         try:
             if called.is_meeting:
-                line = await punch(self._points, self._dialler, point, pb.MeetRequest(token=called.token))
+                line = await punch(self.points, self._dialler, point, pb.MeetRequest(token=called.token))
             else:
                 line = await self._taken(point, called.token)
             if line is not None:
@@ -172,7 +167,7 @@ class Waiting:
 
     async def _taken(self, point: Entry, token: str) -> Line:
         async with asyncio.timeout(CONNECT_SECONDS):
-            channel = await self._points.connect(point)
+            channel = await self.points.connect(point)
             stub: Any = MeetingServiceStub(channel)
             return await CallLine.opened(stub.Take(), channel, pb.Carried(token=token), CONNECT_SECONDS)
 
@@ -187,7 +182,7 @@ class Waiting:
 
     async def _own_server(self, point: Entry, caller: str) -> TcpStream:
         """Connect to this peer's own server, from a loopback address of the caller's own if the system has several."""
-        host, port = self._server
+        host, port = self.server
         try:
             source = (tunnel_source(f"{point.peer_id} {caller}"), 0)
             return await asyncio.open_connection(host, port, local_addr=source, limit=BUFFER_BYTES)

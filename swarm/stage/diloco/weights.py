@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from swarm.config import RunConfig
-from swarm.events.kinds import Events, NoEvents, Step
+from swarm.events.kinds import Events, Step
 from swarm.model.adapters import trained_parameters
-from swarm.stage.anchors import CPU
 from swarm.stage.buckets import GradientBucket, Tensors, Version
 from swarm.stage.diloco.fragments import Fragments
-from swarm.stage.weights import FrozenContribution, Round, StageWeights
+from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.optimizers import gradient_optimizer, round_optimizer
+from swarm.training.round_member import Contribution
 from swarm.training.samples import NOTHING, Amount
 
 LATE_VERSIONS = 2
@@ -33,18 +33,20 @@ longer than others: their peer further on has died, say."""
 
 
 class _Closing(NamedTuple):
-    """A contribution, the weights it was taken from, and how many inner steps the round had seen by then."""
+    """The names of a contribution's parameters, the weights it was taken from, and what the round had seen by then: how
+    many inner steps, and the amount that they used."""
 
-    contribution: FrozenContribution
+    names: frozenset[str]
     version: Version
     num_steps: int
+    stepped: Amount
 
 
 class DilocoWeights(StageWeights):
     """The weights with DiLoCo: an inner step whenever a batch is full, and an outer step from the anchor."""
 
     def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> None:
-        self._events = events or NoEvents()
+        self._events = events or Events()
         self._inner = gradient_optimizer(config, same_bits=False)
         self._fragments = Fragments(trained_parameters(module), config.averaging.num_fragments)
         self._closing: _Closing | None
@@ -57,7 +59,7 @@ class DilocoWeights(StageWeights):
             module,
             ends_rounds=round_optimizer(config),
             batch_samples=config.rounds.inner_batch_samples,
-            anchor_device=CPU,
+            anchor_device=torch.device("cpu"),
             lineage=lineage,
         )
 
@@ -117,7 +119,7 @@ class DilocoWeights(StageWeights):
     def round_samples(self) -> int:
         return self.round.stepped.samples
 
-    def close(self) -> FrozenContribution:
+    def close(self) -> Contribution:
         """Freeze the pseudo-gradient, anchor minus weights, of this round's fragment."""
         self.round.closed = True
         fragment, anchor = self._fragments.turn(self.round.number), self._anchor
@@ -126,14 +128,15 @@ class DilocoWeights(StageWeights):
             for name, difference in tensors.items():
                 subtract = partial(torch.sub, anchor[name], out=difference)
                 self._staging.download(self.masters[name].detach(), subtract).wait()
-        contribution = FrozenContribution(
+        self._closing = _Closing(frozenset(tensors), self.version, self.inner_steps.count, self.round.stepped)
+        amount = self._fragments.unaveraged[fragment]
+        return Contribution(
             tensors=tensors,
-            amount=self._fragments.unaveraged[fragment],
-            round_amount=self.round.stepped,
+            num_samples=amount.samples,
+            num_targets=amount.targets,
+            round_samples=self.round.stepped.samples,
             fragment=fragment,
         )
-        self._closing = _Closing(contribution, self.version, self.inner_steps.count)
-        return contribution
 
     def _end_round(
         self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
@@ -162,10 +165,10 @@ class DilocoWeights(StageWeights):
             return learnt, self.round.stepped if learnt else NOTHING
         # There is no closing if the result was decided without this peer's knowledge, after a restart of the attempt.
         closing = self._closing
-        if closing is None or closing.version is self.version or set(closing.contribution.tensors) != set(names):
+        if closing is None or closing.version is self.version or closing.names != set(names):
             return {}, NOTHING
         since = {name: (self.masters[name] - closing.version.parameters[name]).detach() for name in names}
-        return since, self.round.stepped - closing.contribution.round_amount
+        return since, self.round.stepped - closing.stepped
 
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
         """What inner steps have added to parameters since their last average.

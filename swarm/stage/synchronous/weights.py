@@ -12,9 +12,10 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.errors import NotReady
 from swarm.stage.buckets import GradientBucket, Source, Tensors, Version
-from swarm.stage.weights import FrozenContribution, Round, StageWeights
+from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
 from swarm.training.optimizers import round_optimizer
+from swarm.training.round_member import Contribution
 from swarm.training.samples import NOTHING, Amount
 
 
@@ -76,14 +77,15 @@ class SynchronousWeights(StageWeights):
         """
         self.round.closed = True
 
-    def close(self) -> FrozenContribution:
+    def close(self) -> Contribution:
         """Freeze the mean gradient itself: as a difference of weights it would lose its small entries to rounding."""
         self.round.closed = True
         bucket = self.buckets.open()
-        return FrozenContribution(
+        return Contribution(
             tensors={name: self._staging.download(value).wait() for name, value in bucket.mean().items()},
-            amount=bucket.amount,
-            round_amount=bucket.amount,
+            num_samples=bucket.amount.samples,
+            num_targets=bucket.amount.targets,
+            round_samples=bucket.amount.samples,
         )
 
     def _end_round(

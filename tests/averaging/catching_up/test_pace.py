@@ -2,20 +2,17 @@
 
 import pytest
 
-from swarm.averaging.catching_up.pace import LEAST_SECONDS, Pace, Position
+from swarm.averaging.catching_up.pace import LEAST_SECONDS, Pace
 
 
 def pace(seconds: float, *, replayed: int, committed: int) -> Pace:
     """The pace of a peer that was 20 rounds behind."""
-    return Pace(
-        first=Position(at=5.0, own_round=10, group_round=30),
-        newest=Position(at=5.0 + seconds, own_round=10 + replayed, group_round=30 + committed),
-    )
+    return Pace(seconds=seconds, num_replayed=replayed, num_committed=committed, num_behind=20 + committed - replayed)
 
 
 def test_who_replays_faster_than_rounds_are_committed_arrives() -> None:
     closer = pace(10.0, replayed=15, committed=5)
-    assert (closer.newest.num_behind, closer.is_losing, closer.stands_still) == (10, False, False)
+    assert (closer.num_behind, closer.is_losing, closer.stands_still) == (10, False, False)
     assert closer.seconds_left == pytest.approx(10.0)
 
 

@@ -11,11 +11,12 @@ from swarm.averaging.exchanging.allreduce import Average, Terms
 from swarm.averaging.exchanging.butterfly import butterfly
 from swarm.averaging.exchanging.gather import gather
 from swarm.averaging.exchanging.reduction import HandOut, MemberFailed, Payload, Reduction
-from swarm.averaging.exchanging.shares import Offer, Shares, divide
+from swarm.averaging.exchanging.shares import Shares, divide
 from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
 from swarm.config import AveragingConfig
 from swarm.errors import MalformedMessage
 from swarm.machine.memory import Recycler
+from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.hall import Door, Hall
 from tests.support.virtual_time import in_virtual_time, run
 
@@ -23,11 +24,10 @@ FP32 = simple_codec("fp32")
 
 
 def shares_of(samples: list[int], num_elements: int, tile: int = 1, only_owner: str | None = None) -> Shares:
-    offers = [
-        Offer(peer_id=str(i), num_samples=n, num_targets=n, round_samples=n, norm=1.0, bytes_per_second=0.0)
-        for i, n in enumerate(samples)
-    ]
-    return divide(offers, num_elements=num_elements, tile=tile, clip_to_median=0.0, only_owner=only_owner)
+    begun = {
+        str(i): pb.BeginReply(num_samples=n, num_targets=n, round_samples=n, norm=1.0) for i, n in enumerate(samples)
+    }
+    return divide(begun, num_elements=num_elements, tile=tile, clip_to_median=0.0, only_owner=only_owner)
 
 
 async def average(

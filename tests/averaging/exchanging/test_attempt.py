@@ -11,9 +11,10 @@ import torch
 from swarm.averaging.exchanging.attempt import Attempt
 from swarm.averaging.exchanging.exchange import Closed
 from swarm.averaging.exchanging.reduction import MemberFailed, Payload, Reduction
-from swarm.averaging.exchanging.shares import Offer, Shares, divide
+from swarm.averaging.exchanging.shares import Shares, divide
 from swarm.averaging.leading.group import Ballot, Refused
 from swarm.compression.codec import simple_codec
+from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution
 from tests.averaging.doubles import make_context, peer_id, record
 from tests.support.virtual_time import in_virtual_time, virtual_loop
@@ -24,8 +25,8 @@ OWN, OTHER = peer_id(1), peer_id(2)
 
 def two_members() -> Shares:
     """The shares of two members in a vector of four elements."""
-    offers = [Offer(peer_id=name, num_samples=1, num_targets=1, round_samples=1, norm=1.0) for name in (OWN, OTHER)]
-    return divide(offers, num_elements=4, tile=1, clip_to_median=0.0)
+    begun = dict.fromkeys((OWN, OTHER), pb.BeginReply(num_samples=1, num_targets=1, round_samples=1, norm=1.0))
+    return divide(begun, num_elements=4, tile=1, clip_to_median=0.0)
 
 
 def attempt_with(exchanges: Any) -> Attempt:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from swarm.averaging.exchanging.allreduce import Average
 from swarm.averaging.exchanging.exchange import Closed, Exchanges
 from swarm.averaging.exchanging.reduction import HandOut, MemberFailed
-from swarm.averaging.exchanging.shares import Offer, Shares, divide
+from swarm.averaging.exchanging.shares import Shares, divide
 from swarm.compression.layout import TILE
 from swarm.config import AveragingConfig
+from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution
 from tests.averaging.hall import Door, Hall
 
@@ -54,7 +55,7 @@ class Members:
         """Make one attempt, up to the point where it may be committed."""
         closed = {name: await self.all[name].close(brought) for name, brought in contributions.items()}
         shares = divide(
-            [_offer(name, closed[name], bandwidths[int(name)]) for name in sorted(contributions)],
+            {name: _reply(closed[name], bandwidths[int(name)]) for name in sorted(contributions)},
             num_elements=NUM_ELEMENTS, tile=TILE, clip_to_median=clip_to_median, only_owner=only_owner,
         )  # fmt: skip
         sides = {name: self.all[name].open(closed[name], shares) for name in contributions}
@@ -72,12 +73,11 @@ class Members:
             self.all[name].committed(fragment, average.residual)
 
 
-def _offer(name: str, closed: Closed, bandwidth: float) -> Offer:
+def _reply(closed: Closed, bandwidth: float) -> pb.BeginReply:
     count = closed.contribution.num_samples
-    return Offer(
-        peer_id=name, num_samples=count, num_targets=count, round_samples=count, norm=closed.norm,
-        bytes_per_second=bandwidth,
-    )  # fmt: skip
+    return pb.BeginReply(
+        num_samples=count, num_targets=count, round_samples=count, norm=closed.norm, bytes_per_second=bandwidth
+    )
 
 
 def _contribution(seed: int, num_samples: int, *, fragment: int = 0, scale: float = 1.0) -> Contribution:

@@ -4,17 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.averaging.exchanging.shares import Offer, Share, Shares, divide, part_sizes
+from swarm.averaging.exchanging.shares import Share, Shares, divide, part_sizes
 from swarm.errors import MalformedMessage
+from swarm.rpc.v1 import averaging_pb2 as pb
 
 
-def offer(name: str, samples: int, norm: float = 1.0, targets: int | None = None) -> Offer:
+def offer(name: str, samples: int, norm: float = 1.0, targets: int | None = None) -> tuple[str, pb.BeginReply]:
     num_targets = samples if targets is None else targets
-    return Offer(peer_id=name, num_samples=samples, num_targets=num_targets, round_samples=samples, norm=norm)
+    return name, pb.BeginReply(num_samples=samples, num_targets=num_targets, round_samples=samples, norm=norm)
 
 
-def weights(offers: list[Offer], clip: float) -> list[float]:
-    return [s.weight for s in divide(offers, num_elements=8, tile=1, clip_to_median=clip).members]
+def weights(offers: list[tuple[str, pb.BeginReply]], clip: float) -> list[float]:
+    return [s.weight for s in divide(dict(offers), num_elements=8, tile=1, clip_to_median=clip).members]
 
 
 def test_weights_are_the_parts_of_the_targets() -> None:
@@ -93,7 +94,7 @@ def test_senseless_shares_are_refused(members: tuple[Share, ...]) -> None:
 
 @given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=300))
 def test_weights_that_were_rounded_are_accepted(samples: list[int]) -> None:
-    shares = divide([offer(str(i), n) for i, n in enumerate(samples)], num_elements=8, tile=1, clip_to_median=0.0)
+    shares = divide(dict(offer(str(i), n) for i, n in enumerate(samples)), num_elements=8, tile=1, clip_to_median=0.0)
     assert sum(share.weight for share in shares.members) == pytest.approx(1.0)
 
 

@@ -90,7 +90,7 @@ async def test_who_closes_with_what_makes_no_sense_is_left_out(lie: Callable[[pb
         for index in range(4):
             members[2].learn(4 + index)
         leader = network.peers[peer_id(1)].averager
-        await until(lambda: leader.statistics().num_attempts > 0)
+        await until(lambda: leader.counters().attempts > 0)
         members[0].learn(0, 1)
         members[1].learn(2, 3)
         await until(lambda: all(stage.round == 1 for stage in members[:2]))
@@ -142,7 +142,7 @@ async def test_a_member_that_fails_and_goes_on_reporting_is_left_out(fault: str)
         await asyncio.sleep(0.1)
         members[0].learn(0)
         averager = network.peers[peer_id(1)].averager
-        await until(lambda: averager.statistics().num_attempts > 0)
+        await until(lambda: averager.counters().attempts > 0)
         members[0].learn(1)
         members[1].learn(3)
         await until(lambda: all(stage.round == 1 for stage in members[:2]))

@@ -24,7 +24,7 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.content.servicer import Shelves
 from swarm.credentials.identity import generate
-from swarm.events.kinds import Event, Leave
+from swarm.events.kinds import Event, Events, Leave
 from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
@@ -51,7 +51,7 @@ class Ordered(Rebalancer):
         return target
 
 
-class Record:
+class Record(Events):
     """Keeps events."""
 
     def __init__(self) -> None:

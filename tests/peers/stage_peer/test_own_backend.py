@@ -8,7 +8,7 @@ import torch
 from peers.stage_peer.own_backend import own_backend
 from swarm.config import RunConfig
 from swarm.errors import Fatal
-from swarm.events.kinds import NoEvents
+from swarm.events.kinds import Events
 from swarm.stage.backend import StageBackend
 from swarm.stage.staging import Staging
 from tests.support.chain import SYNCHRONOUS
@@ -25,7 +25,7 @@ def _backend(config: RunConfig, stage: int, *, compiles: bool = False) -> StageB
         staging=Staging(),
         given=None,
         graph_bytes=0,
-        events=NoEvents(),
+        events=Events(),
         compiles=compiles,
     )
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable
 
 from swarm.averaging.exchanging.reduction import Payload
 from swarm.averaging.handlers import Handlers
-from swarm.averaging.transport import Method, Reply, Request
+from swarm.averaging.transport import Method, Reply, Request, Transport
 from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -48,8 +48,8 @@ class MemoryNetwork:
         return self._peers[peer.peer_id][1]
 
 
-class MemoryTransport:
-    """One peer's calls to the others, as swarm.averaging.transport.Transport has them."""
+class MemoryTransport(Transport):
+    """One peer's calls to the others."""
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
