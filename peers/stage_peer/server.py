@@ -45,7 +45,7 @@ from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.slots import LARGEST_NUM_SLOTS
-from swarm.stage.stage import stage_of
+from swarm.stage.stage import Stage
 from swarm.stage.staging import staging_of
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class StageServer:
                 router=membership.known.router, channels=channels, clock=clock, events=options.events,
                 limits=HopLimits(round_microbatches=config.round_microbatches),
             )  # fmt: skip
-        self.stage = stage_of(
+        self.stage = Stage(
             StageContext(
                 config=config,
                 backend=backend,

@@ -87,10 +87,6 @@ class Place:
         self._move(standing, outcomes)
         self.branches.installed(standing, past)
 
-    def spoiled(self) -> None:
-        """Note that this peer has replayed a round, and got another state than the round's members."""
-        self.is_sound = False
-
     @contextmanager
     def catching_up(self) -> Iterator[None]:
         """Mark this peer as on its way to the group while the block runs."""

@@ -43,7 +43,8 @@ class OuterConfig:
 
     def of(self, rounds: RoundsConfig) -> "OuterConfig":
         """The configuration with values for what was left out, for a run with these rounds."""
-        if self.learning_rate == self.momentum == LEFT_OUT and rounds.num_inner_batches < LONG_ROUND:
+        num_inner_batches = rounds.round_samples / rounds.inner_batch_samples
+        if self.learning_rate == self.momentum == LEFT_OUT and num_inner_batches < LONG_ROUND:
             return OuterConfig(learning_rate=LEARNING_RATE, momentum=SHORT_MOMENTUM)
         return replace(
             self,

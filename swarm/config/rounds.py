@@ -34,11 +34,6 @@ class RoundsConfig:
         require_not_negative("rounds", self, "max_staleness")
 
     @property
-    def num_inner_batches(self) -> float:
-        """The number of inner batches in a round, over all peers of a stage."""
-        return self.round_samples / self.inner_batch_samples
-
-    @property
     def synchronous(self) -> bool:
         """Whether the swarm follows the trajectory of a single process."""
         return self.setting == "synchronous"

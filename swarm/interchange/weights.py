@@ -74,7 +74,7 @@ class Index:
                 )
                 for name, entry in json_file.parse(content).items()
             }
-            is_sound = all(len(entry.sha256) == _num_segments(entry.num_bytes) for entry in self.entries.values())
+            is_sound = all(len(e.sha256) == -(-e.num_bytes // SEGMENT_BYTES) for e in self.entries.values())
         except (ValueError, OverflowError, KeyError, TypeError, AttributeError):
             is_sound = False
         if not is_sound:
@@ -249,10 +249,6 @@ def empty(entry: TensorEntry) -> Tensor:
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's bytes: a view of its memory, if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _num_segments(num_bytes: int) -> int:
-    return -(-num_bytes // SEGMENT_BYTES)
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -87,13 +87,8 @@ class LeasedWork:
         return sum(not work.answered for work, _ in self._in_flight.values())
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether any microbatch is under way, even if it is only its ack."""
-        return bool(self._in_flight)
-
-    @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks that run the microbatches under way."""
+        """The tasks that run the microbatches under way, those of which only the ack is under way included."""
         return [task for _, task in self._in_flight.values()]
 
     @property

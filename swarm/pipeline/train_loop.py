@@ -190,7 +190,7 @@ class TrainLoop(HopListener):
         self._work.ended(work)
 
     def _count_busy(self) -> None:
-        self._tally.time_passed(is_busy=self._work.is_under_way)
+        self._tally.time_passed(is_busy=bool(self._work.tasks))
 
     def _failed(self, work: Work, error: Fatal) -> None:
         self._work.release(work)

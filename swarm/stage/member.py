@@ -88,7 +88,7 @@ class StageMember:
 
     def set_behind(self, is_behind: bool) -> None:
         """Note whether the group is at a later round, so that microbatches of that round should go to other peers."""
-        self._stage.present_round.set_behind(is_behind)
+        self._stage.present_round.is_behind = is_behind
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze what this member contributes to the round; the same again if asked again."""

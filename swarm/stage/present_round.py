@@ -31,10 +31,6 @@ class PresentRound:
         """The round that is being worked on."""
         return self._weights.round.number
 
-    def set_behind(self, is_behind: bool) -> None:
-        """Note whether the group has gone on without this peer."""
-        self.is_behind = is_behind
-
     def began(self) -> None:
         """Wake all that wait for a round, because the weights are at a new one."""
         self._new.set()

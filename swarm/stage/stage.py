@@ -20,7 +20,7 @@ from swarm.stage.endings import Endings
 from swarm.stage.held_rounds import HeldRounds
 from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
-from swarm.stage.setting import Setting, Start
+from swarm.stage.setting import Start
 from swarm.stage.settings import setting_of
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
@@ -35,27 +35,18 @@ class Stage:
         held_rounds: weights that texts and evaluations compute with.
     """
 
-    def __init__(
-        self,
-        context: StageContext,
-        *,
-        setting: Setting,
-        present_round: PresentRound,
-        records: Records,
-        admission: Admission,
-        endings: Endings,
-        held_rounds: HeldRounds,
-    ) -> None:
+    def __init__(self, context: StageContext) -> None:
+        weights, records = context.backend.weights, Records()
         self.context = context
-        self.setting = setting
-        self.present_round = present_round
+        self.present_round = present_round = PresentRound(weights)
+        self.setting = setting_of(context, present_round, records)
         self.ledger = records.ledger
         self.counters = records.counters
         self.answers = records.answers
         self._seconds_per_sample = records.seconds_per_sample
-        self.admission = admission
-        self.endings = endings
-        self.held_rounds = held_rounds
+        self.admission = Admission(context, self.setting, present_round, records)
+        self.endings = Endings(context, self.setting, records)
+        self.held_rounds = HeldRounds(weights.anchor, lambda: present_round.number)
         self._is_changing_state = False
         """Whether another state is about to be installed, so that nothing is accumulated in the present one."""
 
@@ -215,19 +206,3 @@ class Stage:
         """Admit nothing from now on, and wait for no retries."""
         self.admission.close()
         self.endings.end()
-
-
-def stage_of(context: StageContext) -> Stage:
-    """Put together the parts of a stage peer."""
-    records = Records()
-    present_round = PresentRound(context.backend.weights)
-    setting = setting_of(context, present_round, records)
-    return Stage(
-        context,
-        setting=setting,
-        present_round=present_round,
-        records=records,
-        admission=Admission(context, setting, present_round, records),
-        endings=Endings(context, setting, records),
-        held_rounds=HeldRounds(context.backend.weights.anchor, lambda: present_round.number),
-    )

@@ -48,7 +48,7 @@ from swarm.stage.places import SessionLimits
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.settings import weights_of
-from swarm.stage.stage import stage_of
+from swarm.stage.stage import Stage
 from swarm.stage.staging import staging_of
 from swarm.training import samples
 from swarm.training.microbatch import Microbatch
@@ -180,7 +180,7 @@ class Peer:
             tasks=tasks,
             limits=stage_limits,
         )
-        self.stage = stage_of(context)
+        self.stage = Stage(context)
         self.stage.admission.open()
         self.callers = Callers()
         describe = partial(pb.DescribeReply, run_id=config.run_id)

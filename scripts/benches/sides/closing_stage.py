@@ -44,7 +44,7 @@ from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.settings import weights_of
-from swarm.stage.stage import Stage, stage_of
+from swarm.stage.stage import Stage
 from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import optim
@@ -178,7 +178,7 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
     records = [PeerRecord.model_validate_json(text) for text in await _all_there(folder, "record")]
     digests, attempts, round_seconds = list[str](), list[int](), list[float]()
     async with asyncio.TaskGroup() as tasks:
-        stage = stage_of(
+        stage = Stage(
             StageContext(
                 config=config,
                 backend=backend,

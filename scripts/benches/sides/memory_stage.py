@@ -43,7 +43,7 @@ from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.settings import weights_of
-from swarm.stage.stage import stage_of
+from swarm.stage.stage import Stage
 from swarm.stage.staging import Staging
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerRecord, PeerState
@@ -88,7 +88,7 @@ class Member:
         )
         self.runtime = Runtime(queue_capacity=64)
         self._next = NextStage(STAGE + 1)
-        self._stage = stage_of(
+        self._stage = Stage(
             StageContext(
                 config=config,
                 backend=backend,

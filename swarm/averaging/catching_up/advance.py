@@ -191,7 +191,7 @@ class Advance:
             reached = messages.standing_of(self.member.progress())
             ours, theirs = [await asyncio.shield(digest) for digest in (self._state_digest, committed.state_digest)]
             if (ours, reached) != (theirs, committed.after):
-                self.place.spoiled()
+                self.place.is_sound = False
                 self.place.group.install(committed.before.round)
                 self.own_round.end()
                 self.donor.jumped()

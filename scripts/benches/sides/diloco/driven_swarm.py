@@ -29,7 +29,7 @@ from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.settings import weights_of
-from swarm.stage.stage import stage_of
+from swarm.stage.stage import Stage
 from swarm.stage.staging import Staging
 from swarm.stage.task_queue import Priority
 from swarm.training.microbatch import Microbatch
@@ -80,7 +80,7 @@ class Worker:
             staging=Staging(),
             budget=GraphBudget(limit_bytes=1 << 30),
         )
-        self.stage = stage_of(
+        self.stage = Stage(
             StageContext(
                 config=config,
                 backend=backend,
