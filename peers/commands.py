@@ -69,6 +69,9 @@ def dashboard() -> None:
 
 def static() -> None:
     """Run `swarm-static`."""
+    # Threads that compute one operator together wait for each other. If they waited busily, as libgomp lets them, each
+    # would keep the other from a core that further processes want as well, and steps would take several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _run("swarm-static", "peers.static.program", ("peers.static.options", "explain"))
 
 

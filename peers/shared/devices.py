@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import random
 import resource
 import subprocess
@@ -189,6 +190,12 @@ def most_device_bytes(device: "torch.device") -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return int(torch.mps.driver_allocated_memory()) if device.type == "mps" else 0
+
+
+def num_cores() -> int:
+    """The physical cores that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, psutil.cpu_count(logical=False) or usable)
 
 
 def _free_in_cgroups() -> float:

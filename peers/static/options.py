@@ -56,7 +56,8 @@ class StaticOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU for each worker if there are any."""
     threads: int = 0
-    """CPU threads for computing; 0 leaves the choice to PyTorch and torchrun."""
+    """CPU threads of each worker; 0 takes the machine's physical cores over its workers, or what OMP_NUM_THREADS says.
+    The 1 that torchrun itself writes there does not count."""
     checkpoint: Path | None = None
     """Write checkpoints to this folder, which all machines share, and go on from the newest one there."""
     checkpoint_every: int = 10

@@ -19,6 +19,7 @@ import torch
 
 from peers.shared import cli, process
 from peers.shared.cache import cache_folder
+from peers.shared.devices import num_cores
 from peers.shared.option_names import naming_options
 from peers.shared.own_text import with_text
 from peers.shared.reporting import require_reporters
@@ -77,10 +78,11 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
         process.die_with_parent(os.getppid())()
     level: process.LogLevel = options.log_level if is_heard else "error"
     process.setup_logging(f"worker {environment.get('RANK', '0')}", level)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     shape = workers.shape_of(options, environment)
     device = workers.device_of(options.device, environment)
+    own_share = workers.num_threads(environment, num_cores()) if device.type == "cpu" else None
+    if threads := options.threads or own_share:
+        torch.set_num_threads(threads)
     require_reporters(options)
     config, given = run_config.trained(options, shape)
     if options.compile:

@@ -50,6 +50,16 @@ def is_first_here(environment: Mapping[str, str]) -> bool:
     return environment.get("LOCAL_RANK", "0") == "0"
 
 
+def num_threads(environment: Mapping[str, str], num_cores: int) -> int | None:
+    """The threads with which a worker computes on the CPU: its share of its machine's cores; None if the user has said
+    that in the environment."""
+    chosen = environment.get("OMP_NUM_THREADS", "")
+    # torchrun sets 1 by itself for several workers, and most cores of a large machine would be idle.
+    if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in environment):
+        return None
+    return max(1, num_cores // int(environment.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def shape_of(options: StaticOptions, environment: Mapping[str, str]) -> Shape:
     """The shape of the mesh. Raises ValueError if torchrun has started more or fewer workers than the options need."""
     num_workers = int(environment.get("WORLD_SIZE", "1"))

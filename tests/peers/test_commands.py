@@ -2,6 +2,7 @@
 
 import gc
 import io
+import os
 import subprocess
 import sys
 import threading
@@ -22,6 +23,18 @@ def test_every_script_has_its_entry_point() -> None:
     for entry_point in project["scripts"].values():
         module, name = entry_point.split(":")
         assert callable(getattr(import_module(module), name))
+
+
+@pytest.mark.parametrize(("given", "policy"), [(None, "passive"), ("active", "active")])
+def test_threads_of_static_training_sleep_while_they_wait_unless_the_user_wants_otherwise(
+    given: str | None, policy: str
+) -> None:
+    program = "import atexit, os; atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'])); "
+    program += "from peers.commands import static; static()"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    said = subprocess.check_output([sys.executable, "-c", program, "--help"], env=environment, text=True)
+    assert said.splitlines()[-1] == policy
 
 
 def test_what_a_program_imports_is_never_looked_at_by_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:

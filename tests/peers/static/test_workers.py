@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from peers.static.workers import Shape, joined
+from peers.shared.devices import num_cores
+from peers.static.workers import Shape, joined, num_threads
 from swarm.errors import PeerUnavailable
 
 
@@ -22,6 +23,26 @@ def test_what_an_exchange_raises_is_a_lost_worker(
 ) -> None:
     with pytest.raises(expected):
         _raise_among(2, error, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 8),
+        ({"OMP_NUM_THREADS": "1"}, None),
+        ({"LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}, 2),
+        ({"LOCAL_WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}, 1),
+        ({"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "4"}, None),
+    ],
+)
+def test_workers_share_a_machine_s_cores_unless_the_user_says_otherwise(
+    environment: dict[str, str], expected: int | None
+) -> None:
+    assert num_threads(environment, 8) == expected
+
+
+def test_this_machine_has_a_core() -> None:
+    assert num_cores() >= 1
 
 
 def test_a_worker_that_is_alone_has_lost_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
