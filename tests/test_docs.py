@@ -29,9 +29,9 @@ from scripts.benches.chaos.__main__ import Options as ChaosOptions
 from scripts.benches.compare import Options as CompareOptions
 from scripts.benches.shared.common import BenchOptions
 from scripts.benches.simulate import __main__ as simulate
+from scripts.benches.simulate.study import StudyOptions
 from swarm.metrics.log import StepMetrics
 from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_pb2, lease_pb2, stage_pb2
-from swarm.simulation.study import StudyOptions
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -60,7 +60,7 @@ TORCHRUN = frozenset(
 )
 """Options of torch's launcher."""
 MAINS = {"scripts/bench": bench.main, "scripts/chaos": chaos.main, "scripts/simulate": simulate.main}
-SHOWN = {"performance.md": bench.BENCHES, "simulation.md": simulate.STUDIES | simulate.REAL}
+SHOWN = {"performance.md": bench.BENCHES, "simulation.md": simulate.STUDIES}
 """What a page has a command of, for each; NAME stands for all of them."""
 MAPPED = ("swarm", "peers", "scripts/benches")
 DESIGN_SENTENCES = (

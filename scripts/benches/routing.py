@@ -20,12 +20,12 @@ from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.shared.judged import LESS
 from scripts.benches.sides import routing_dht
 from scripts.benches.sides.routing_dht import REPLICAS, full_record
+from scripts.benches.simulate.timeline import Timeline
 from swarm.credentials import identity
 from swarm.dht.directory import NUM_OFTEN
 from swarm.dht.records import seal
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
-from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId, PeerRecord, PeerState
 
 NUM_SAMPLES = 4

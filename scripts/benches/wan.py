@@ -8,9 +8,9 @@ too much.
 
 The rows are those of the SWARM paper's table of GPU utilisation over round trips (arXiv 2301.11913, at 500 Mb/s and
 without overlap), with the compute and the transfers that the study `utilisation` reads off it
-(swarm/simulation/studies/utilisation.py). So that this machine's CPU is not what limits, the lines of the two rows that
-are bound to them carry a fraction of the row's bytes at the same fraction of the speed, and several microbatches make
-one: that is a microbatch of as many more samples, in SWARM's share as well.
+(simulate/studies/utilisation.py). So that this machine's CPU is not what limits, the lines of the two rows that are
+bound to them carry a fraction of the row's bytes at the same fraction of the speed, and several microbatches make one:
+that is a microbatch of as many more samples, in SWARM's share as well.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from scripts.benches.shared.lines import NEVER, Lines, serve
 from scripts.benches.shared.probe import LEAST_SECONDS, rate_between_commits, watch
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE, Narrow
+from scripts.benches.simulate.studies.utilisation import GPU_UTILISATION, ROUND_TRIPS_MS, Layers, read_off
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
-from swarm.simulation.studies.utilisation import GPU_UTILISATION, ROUND_TRIPS_MS, Layers, read_off
 
 ACTIVATION_BYTES = 2
 """Bytes of one element on the wire."""

@@ -4,8 +4,13 @@ from typing import Any
 
 import pytest
 
+from scripts.benches.simulate.studies.utilisation import (
+    GPU_UTILISATION,
+    LINK_MEGABITS_PER_SECOND,
+    ROUND_TRIPS_MS,
+    Layers,
+)
 from scripts.benches.wan import ROWS, SWARM_BEST, Measured, Options, Row, RowName, _config, _figures
-from swarm.simulation.studies.utilisation import GPU_UTILISATION, LINK_MEGABITS_PER_SECOND, ROUND_TRIPS_MS, Layers
 
 NAMES: list[RowName] = ["base", "xxlarge", "gpt3"]
 

@@ -1,7 +1,6 @@
 """scripts/simulate NAME [--json] [options]: run a study on virtual time and print its figures.
 
-A study is a module of swarm/simulation/studies, with a class `Options` and a function `run(options) -> figures`;
-`validate`, which starts real processes to compare with, lies beside this file.
+A study is a module of studies/, with a class `Options` and a function `run(options) -> figures`.
 """
 
 import sys
@@ -16,16 +15,13 @@ STUDIES = {
     "bandwidth": "the line that DiLoCo and its kin need, as Streaming DiLoCo's table has it, and ours",
     "routing": "throughput and tail latency of ways to choose a peer, under failures",
     "utilisation": "how busy peers are over slow lines: SWARM's table, and direct hand-off against the trainer's",
+    "validate": "the simulator against a real local swarm (slow)",
 }
-REAL = {"validate": "the simulator against a real local swarm (slow)"}
 
 
 def main() -> int:
     """Run the study that the command line names; gives the exit code."""
-    packages = dict.fromkeys(STUDIES, "swarm.simulation.studies") | dict.fromkeys(REAL, "scripts.benches.simulate")
-    return run_named(
-        PROG, "studies", STUDIES | REAL, lambda name: import_module(f"{packages[name]}.{name.replace('-', '_')}")
-    )
+    return run_named(PROG, "studies", STUDIES, lambda name: import_module(f"scripts.benches.simulate.studies.{name}"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,206 @@
+"""This project's rule: every peer has a Judgement of swarm.rebalancing, and looks and claims as in peers/stage_peer.
+
+Only its surroundings are simulated: a DHT in which announcements and claims can be read at once, and those of dead
+peers for up to 20 seconds; throughput figures that are a little off; the 3 seconds from a claim to the second look; the
+round that a moving peer waits for; the download. Decides nothing itself.
+"""
+
+import math
+import random
+
+from scripts.benches.simulate.fluid.swarm import FluidSwarm
+from swarm.rebalancing.claims import layout_of
+from swarm.rebalancing.decision import next_check_seconds
+from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
+from swarm.rebalancing.layout import Layout
+from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
+
+LISTED_SECONDS = (15.0, 20.0)
+"""How long dead peers are listed: announcements last for 20 seconds and are renewed every 5."""
+FIGURES_SECONDS = 600.0
+"""How often new errors are drawn for the announced figures."""
+FIGURES_OFF = 0.03
+"""Standard deviation of a peer's announced throughput, as a share of its real one."""
+LOOK_SECONDS = 60.0
+"""Mean time between two looks of a peer whether to move."""
+SAMPLES_PER_SECOND = 10.0
+"""The throughput of every peer; only ratios count."""
+
+
+class OwnRule:
+    """Our rule, with the peers of one swarm."""
+
+    def __init__(self, swarm: FluidSwarm, rng: random.Random, *, round_seconds: float = 60.0) -> None:
+        """
+        Args:
+            round_seconds: the length of a round. A peer that moves serves on until the end of the round, which is the
+                same for all.
+        """
+        self._swarm = swarm
+        self._timeline = swarm.timeline
+        self._rng = rng
+        self._round_seconds = round_seconds
+        self._costs = (1.0,) * swarm.num_stages
+        self._judgements: dict[int, Judgement] = {}
+        self._records: dict[int, PeerRecord] = {}
+        self._claims: dict[int, ClaimRecord] = {}
+        self._changed()
+        self._timeline.after(FIGURES_SECONDS, self._measure)
+
+    # -- the DHT -----------------------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """Forget what was read before, which is out of date."""
+        self._rows: dict[int, list[PeerRecord]] | None = None
+        self._layout: Layout | None = None
+        self._listed: frozenset[PeerId] = frozenset()
+
+    def _read(self) -> dict[int, list[PeerRecord]]:
+        if self._rows is None:
+            self._rows = {stage: [] for stage in range(len(self._costs))}
+            for record in self._records.values():
+                self._rows[record.stage].append(record)
+            self._listed = frozenset(_id(peer) for peer in self._records.keys() | self._claims.keys())
+        return self._rows
+
+    def _announce(self, peer: int, stage: int) -> None:
+        self._records[peer] = PeerRecord(
+            peer_id=_id(peer),
+            announced_at=self._timeline.time(),
+            stage=stage,
+            endpoint="simulated:1",
+            state=PeerState.SERVING,
+            movable=True,
+            samples_per_second=self._figure(),
+        )
+        self._changed()
+
+    def _claim(self, peer: int, stage: int, from_stage: int | None) -> ClaimRecord:
+        now = self._timeline.time()
+        self._claims[peer] = claim = ClaimRecord(
+            peer_id=_id(peer),
+            announced_at=now,
+            stage=stage,
+            from_stage=from_stage,
+            state=ClaimState.PENDING,
+            claimed_at=now,
+        )
+        self._changed()
+        return claim
+
+    def _confirm(self, peer: int, stage: int) -> None:
+        claim = self._claims[peer]
+        self._claims[peer] = claim.model_copy(update={"state": ClaimState.CONFIRMED, "stage": stage})
+        self._changed()
+
+    def _withdraw(self, peer: int) -> None:
+        del self._claims[peer]
+        self._changed()
+
+    def _measure(self) -> None:
+        self._timeline.after(FIGURES_SECONDS, self._measure)
+        for peer, record in self._records.items():
+            self._records[peer] = record.model_copy(update={"samples_per_second": self._figure()})
+        self._changed()
+
+    def _figure(self) -> float:
+        return SAMPLES_PER_SECOND * max(0.1, self._rng.gauss(1.0, FIGURES_OFF))
+
+    # -- coming and going --------------------------------------------------------------------------------------------
+
+    def began(self, peer: int) -> None:
+        """Have a peer that is there from the start announce itself and look from time to time."""
+        self._judgements[peer] = Judgement(own_id=_id(peer), costs=self._costs)
+        self._arrived(peer, move_seconds=None)
+
+    def came(self, peer: int) -> None:
+        """Have a newcomer look, claim, look again and join."""
+        self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs)
+        stage = judgement.first_choice(self._read(), list(self._claims.values()), ())
+        assert stage is not None, "every stage can be entered"
+        own = self._claim(peer, stage, None)
+        self._timeline.after(SETTLE_SECONDS, lambda: self._join(peer, own))
+
+    def left(self, peer: int) -> None:
+        """Remove a peer that has gone; its announcements can still be read for a while."""
+        del self._judgements[peer]
+        self._timeline.after(self._rng.uniform(*LISTED_SECONDS), lambda: self._forget(peer))
+
+    def _forget(self, peer: int) -> None:
+        self._records.pop(peer, None)
+        self._claims.pop(peer, None)
+        self._changed()
+
+    def _join(self, peer: int, own: ClaimRecord) -> None:
+        if (judgement := self._judgements.get(peer)) is None:
+            return
+        stage = judgement.choice(self._read(), list(self._claims.values()), own, ())
+        assert stage is not None, "every stage can be entered"
+        self._confirm(peer, stage)
+        self._swarm.join(peer, stage, lambda: self._arrived(peer, move_seconds=None))
+
+    def _arrived(self, peer: int, *, move_seconds: float | None) -> None:
+        stage = self._swarm.stage_of[peer]
+        self._announce(peer, stage)
+        if peer in self._claims:
+            self._withdraw(peer)
+        judgement = self._judgements[peer]
+        judgement.arrived(stage, move_seconds=move_seconds)
+        judgement.serves()
+        self._will_look(peer)
+
+    # -- moving ------------------------------------------------------------------------------------------------------
+
+    def _will_look(self, peer: int) -> None:
+        self._timeline.after(next_check_seconds(self._rng, LOOK_SECONDS), lambda: self._look(peer))
+
+    def _look(self, peer: int) -> None:
+        if (judgement := self._judgements.get(peer)) is None:
+            return
+        rows, now, stage = self._read(), self._timeline.monotonic(), self._swarm.stage_of[peer]
+        judgement.look(self._listed, now)
+        judgement.measured(stage, self._records[peer].samples_per_second)
+        if self._layout is None:
+            self._layout = layout_of(rows, self._claims.values(), self._costs)
+        target = judgement.wants(self._layout, (), now)
+        if target is None or not self._can_spare(peer, stage) or not self._swarm.peers[target]:
+            self._will_look(peer)
+            return
+        own = self._claim(peer, target, stage)
+        self._timeline.after(SETTLE_SECONDS, lambda: self._look_again(peer, target, own))
+
+    def _look_again(self, peer: int, target: int, own: ClaimRecord) -> None:
+        if (judgement := self._judgements.get(peer)) is None:
+            return
+        layout = layout_of(self._read(), self._claims.values(), self._costs, own=own)
+        if not judgement.still_wants(layout, target, (), self._timeline.monotonic()):
+            self._withdraw(peer)
+            self._will_look(peer)
+            return
+        self._confirm(peer, target)
+        ends = math.ceil(self._timeline.monotonic() / self._round_seconds) * self._round_seconds
+        self._timeline.at(ends, lambda: self._go(peer, target))
+
+    def _go(self, peer: int, target: int) -> None:
+        if (judgement := self._judgements.get(peer)) is None:
+            return
+        if not self._can_spare(peer, self._swarm.stage_of[peer]):
+            judgement.gave_up(target, self._timeline.monotonic())
+            self._withdraw(peer)
+            self._will_look(peer)
+            return
+        del self._records[peer]
+        self._changed()
+        seconds = self._swarm.download_seconds
+        self._swarm.move(peer, target, lambda: self._arrived(peer, move_seconds=seconds))
+
+    def _can_spare(self, peer: int, stage: int) -> bool:
+        """Whether another peer serves the stage, and is not about to leave it."""
+        return any(
+            other != peer and not (other in self._claims and self._claims[other].state is ClaimState.CONFIRMED)
+            for other in self._swarm.peers[stage]
+        )
+
+
+def _id(peer: int) -> PeerId:
+    return PeerId(f"{peer:040x}")

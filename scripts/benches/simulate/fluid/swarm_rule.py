@@ -1,0 +1,46 @@
+"""The SWARM paper's rule (arXiv 2301.11913, appendix, Algorithm 2).
+
+Every T seconds the idlest peer of the stage with the least waiting work goes to the stage with the most; newcomers go
+there too. In a full pipeline nearly all work waits before the weakest stage, and the faster another stage is the less
+waits there. So stages are ordered by their throughput, and equal ones at random. The simulation favours this rule: all
+peers see the queues as they are at that moment, and a stage is never left empty.
+"""
+
+import random
+
+from scripts.benches.simulate.fluid.swarm import FluidSwarm
+
+
+class SwarmRule:
+    """The SWARM paper's rule, applied to one simulated swarm."""
+
+    def __init__(self, swarm: FluidSwarm, rng: random.Random, *, period_seconds: float) -> None:
+        self._swarm = swarm
+        self._rng = rng
+        self._period_seconds = period_seconds
+        swarm.timeline.after(period_seconds, self._tick)
+
+    def began(self, peer: int) -> None:
+        """Do nothing."""
+
+    def came(self, peer: int) -> None:
+        """Let the newcomer join the stage where most work waits."""
+        self._swarm.join(peer, self._by_load()[-1])
+
+    def left(self, peer: int) -> None:
+        """Do nothing."""
+
+    def _tick(self) -> None:
+        idlest, *_, busiest = self._by_load()
+        peers = list(self._swarm.peers[idlest])
+        if idlest != busiest and len(peers) > 1:
+            # All machines are alike, so the idlest is chosen at random.
+            self._swarm.move(self._rng.choice(peers), busiest)
+        # The next look is planned after the move, so that the peer arrives before it even if a download takes a whole
+        # period.
+        self._swarm.timeline.after(self._period_seconds, self._tick)
+
+    def _by_load(self) -> list[int]:
+        """The stages, from the one with the least waiting work, which has most peers, to the one with the most."""
+        counts = self._swarm.num_serving
+        return sorted(range(len(counts)), key=lambda stage: (-counts[stage], self._rng.random()))

@@ -1,0 +1,1 @@
+"""What scripts/simulate runs: each module is one study."""

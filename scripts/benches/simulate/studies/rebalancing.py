@@ -1,0 +1,146 @@
+"""Which share of its best throughput a pipeline keeps under each rule for moving, while hundreds of peers come and go.
+
+    scripts/simulate rebalancing --json
+
+All rules see the same traces (../fluid/churn.py): no rule, the SWARM paper's rule every 300 and every 60 seconds, and
+this project's own code. A peer that moves serves nothing while it downloads. The best throughput is that
+of peers which are evenly spread at every moment, at no cost, except that newcomers have to download first.
+"""
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from scripts.benches.simulate.fluid.churn import Market, Visit, visits
+from scripts.benches.simulate.fluid.own_rule import OwnRule
+from scripts.benches.simulate.fluid.rule import NoRule, Rule
+from scripts.benches.simulate.fluid.swarm import FluidSwarm, Kept
+from scripts.benches.simulate.fluid.swarm_rule import SwarmRule
+from scripts.benches.simulate.study import ChanceOptions
+from scripts.benches.simulate.timeline import Timeline
+
+PAPER = {"none": 82.7, "swarm_300": 95.8, "swarm_60": 97.6}
+"""The per cent of the optimum that the paper reports, for a trace of its own."""
+FIT_POINTS = 1.0
+"""By how many points our traces may differ from the paper's, without a rule and with its rule every 300 seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ChanceOptions):
+    """What each rule for moving between stages keeps of the best throughput."""
+
+    num_traces: int = 10
+    """Traces to take the mean over; the first is drawn with `seed`, the next with the number after it."""
+    hours: float = 32.0
+    """Length of a trace."""
+    num_peers: int = 400
+    """The number of peers at the start."""
+    num_stages: int = 6
+    """The number of the pipeline's stages."""
+    download_seconds: float = 60.0
+    """The time from giving up one stage to serving another one."""
+    round_seconds: float = 60.0
+    """The length of a round; a peer of this project serves until its round's end before it moves."""
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 2 or self.num_peers < self.num_stages:
+            raise ValueError("there must be at least 2 stages, and a peer for each")
+        if self.num_traces < 1 or self.hours <= 2:
+            raise ValueError("there must be at least one trace, of more than 2 hours")
+        if min(self.download_seconds, self.round_seconds) <= 0:
+            raise ValueError("--download-seconds and --round-seconds must be more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    whole: Kept
+    first_hour: Kept
+    last_hour: Kept
+    num_moves: int
+
+
+def run(options: Options) -> dict[str, Any]:
+    """The study's figures."""
+    seeds = range(options.seed, options.seed + options.num_traces)
+    traces = {
+        seed: visits(Market(hours=options.hours, num_machines=options.num_peers), random.Random(seed)) for seed in seeds
+    }
+    outcomes = {
+        name: [_one(options, make, trace, seed) for seed, trace in traces.items()]
+        for name, make in rules_of(options).items()
+    }
+
+    def means(figure: Callable[[_Outcome], float]) -> dict[str, float]:
+        return {name: statistics.fmean(map(figure, rows)) for name, rows in outcomes.items()}
+
+    percent = means(lambda one: one.whole.percent)
+    percent_of_present = means(lambda one: one.whole.percent_of_present)
+    return {
+        "percent_of_optimal": percent,
+        "percent_of_present": percent_of_present,
+        "lowest_trace": {name: min(one.whole.percent for one in rows) for name, rows in outcomes.items()},
+        "first_hour": means(lambda one: one.first_hour.percent),
+        "last_hour": means(lambda one: one.last_hour.percent),
+        "num_moves": means(lambda one: one.num_moves),
+        "closed_of_what_swarm_60_leaves": _closed(percent),
+        "closed_of_present": _closed(percent_of_present),
+        "num_visits": statistics.fmean(len(trace) for trace in traces.values()),
+        "paper": PAPER,
+    }
+
+
+def exit_code(figures: dict[str, Any]) -> int:
+    """1 if the traces differ too much from the paper's, or if our rule closes less than half of the gap at T = 60."""
+    percent = figures["percent_of_optimal"]
+    fits = all(abs(percent[rule] - PAPER[rule]) <= FIT_POINTS for rule in ("none", "swarm_300"))
+    return int(not (fits and figures["closed_of_what_swarm_60_leaves"] >= 0.5))
+
+
+def _closed(percent: dict[str, float]) -> float:
+    """How much our rule closes of the gap to the optimum that the paper's rule leaves at T = 60 seconds, as a share."""
+    left = 100.0 - percent["swarm_60"]
+    return (percent["ours"] - percent["swarm_60"]) / left if left else 0.0
+
+
+def rules_of(options: Options) -> dict[str, Callable[[FluidSwarm, random.Random], Rule]]:
+    """The rules that are compared, by name."""
+    return {
+        "none": NoRule,
+        "swarm_300": partial(SwarmRule, period_seconds=300.0),
+        "swarm_60": partial(SwarmRule, period_seconds=60.0),
+        "ours": partial(OwnRule, round_seconds=options.round_seconds),
+    }
+
+
+def _one(
+    options: Options, make: Callable[[FluidSwarm, random.Random], Rule], trace: list[Visit], seed: int
+) -> _Outcome:
+    timeline = Timeline()
+    swarm = FluidSwarm(timeline, options.num_stages, options.download_seconds)
+    rule = make(swarm, random.Random(seed))
+
+    def come(peer: int) -> None:
+        swarm.come(peer)
+        rule.came(peer)
+
+    def leave(peer: int) -> None:
+        swarm.leave(peer)
+        rule.left(peer)
+
+    for peer, visit in enumerate(trace):
+        if visit.arrives == 0.0:
+            # Peers that are there at the start come first in a trace, and are spread evenly over the stages.
+            swarm.start(peer, peer % options.num_stages)
+            rule.began(peer)
+        else:
+            timeline.at(visit.arrives, partial(come, peer))
+        timeline.at(visit.leaves, partial(leave, peer))
+    end = options.hours * 3600
+    marks = []
+    for until in (3600.0, end - 3600.0, end):
+        timeline.run(until)
+        marks.append(swarm.kept())
+    return _Outcome(whole=marks[2], first_hour=marks[0], last_hour=marks[2].since(marks[1]), num_moves=swarm.num_moves)

@@ -1,1 +1,0 @@
-"""Ways to choose the peer for a microbatch, which the study `routing` compares."""

@@ -1,0 +1,120 @@
+"""Rules for moving, in small swarms of which one stage has lost peers."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from scripts.benches.simulate.fluid.own_rule import OwnRule
+from scripts.benches.simulate.fluid.rule import NoRule, Rule
+from scripts.benches.simulate.fluid.swarm import FluidSwarm
+from scripts.benches.simulate.fluid.swarm_rule import SwarmRule
+from scripts.benches.simulate.timeline import Timeline
+
+MakeRule = Callable[[FluidSwarm, random.Random], Rule]
+
+
+class World:
+    """Twelve peers, four at each of three stages."""
+
+    def __init__(self, make: MakeRule) -> None:
+        self.timeline = Timeline()
+        self.swarm = FluidSwarm(self.timeline, 3, 30.0)
+        self.rule = make(self.swarm, random.Random(5))
+        for peer in range(12):
+            self.swarm.start(peer, peer % 3)
+            self.rule.began(peer)
+
+    def come(self, *peers: int) -> None:
+        """Peers begin to look for a stage."""
+        for peer in peers:
+            self.swarm.come(peer)
+            self.rule.came(peer)
+
+    def leave(self, *peers: int) -> None:
+        """Peers die."""
+        for peer in peers:
+            self.swarm.leave(peer)
+            self.rule.left(peer)
+
+
+def every_five_minutes(swarm: FluidSwarm, rng: random.Random) -> SwarmRule:
+    return SwarmRule(swarm, rng, period_seconds=300.0)
+
+
+def test_without_a_rule_nobody_moves_and_newcomers_go_anywhere() -> None:
+    world = World(NoRule)
+    world.leave(0, 3)
+    world.come(*range(12, 42))
+    world.timeline.run(3600.0)
+    assert world.swarm.num_moves == 0
+    assert min(world.swarm.num_serving) < max(world.swarm.num_serving)
+    assert sum(world.swarm.num_serving) == 40
+
+
+def test_the_paper_s_rule_moves_one_peer_each_time_from_the_idlest_stage_to_the_busiest() -> None:
+    world = World(every_five_minutes)
+    world.leave(0, 3, 6)
+    world.timeline.run(299.0)
+    assert world.swarm.num_serving == [1, 4, 4]
+    world.timeline.run(301.0)
+    assert (sorted(world.swarm.num_serving), world.swarm.num_moves) == ([1, 3, 4], 1)
+    world.timeline.run(400.0)
+    assert world.swarm.num_serving[0] == 2
+    world.timeline.run(660.0)
+    assert world.swarm.num_serving == [3, 3, 3]
+
+
+def test_who_was_sent_at_one_look_of_the_paper_s_rule_is_there_at_the_next() -> None:
+    """A download takes 30 seconds here, and so does a period, so ten peers are always three, three and four."""
+    world = World(lambda swarm, rng: SwarmRule(swarm, rng, period_seconds=30.0))
+    world.leave(0, 3)
+    world.timeline.run(121.0)
+    seen = set()
+    for until in range(125, 1000, 5):
+        world.timeline.run(float(until))
+        seen.add(min(world.swarm.num_serving))
+    assert seen == {3}
+
+
+def test_our_peers_fill_a_gap_within_minutes_and_move_no_more_often_than_they_must() -> None:
+    world = World(OwnRule)
+    world.timeline.run(3600.0)
+    assert world.swarm.num_moves == 0
+    world.leave(0, 3)
+    world.timeline.run(3600.0 + 300.0)
+    assert (min(world.swarm.num_serving), world.swarm.num_moves) == (3, 1)
+    world.timeline.run(6 * 3600.0)
+    assert world.swarm.num_moves <= 3, "ten peers in three stages: hardly anybody has a reason to move"
+
+
+def test_newcomers_of_ours_that_come_at_once_spread_over_the_stages() -> None:
+    world = World(OwnRule)
+    world.come(*range(12, 24))
+    world.timeline.run(60.0)
+    assert world.swarm.num_serving == [8, 8, 8]
+
+
+@pytest.mark.parametrize("make", [NoRule, every_five_minutes, OwnRule])
+def test_no_rule_empties_a_stage(make: MakeRule) -> None:
+    world = World(make)
+    world.leave(0, 3, 6, 1, 4, 7, 2, 5)
+    for until in range(60, 7200, 60):
+        world.timeline.run(float(until))
+        assert min(world.swarm.num_serving) >= 1
+
+
+def test_the_dead_are_forgotten_wherever_they_were() -> None:
+    """Newcomers, movers and servers that die at any moment leave nothing behind."""
+    world = World(OwnRule)
+    rng = random.Random(0)
+    alive = list(range(12))
+    for peer in range(12, 300):
+        world.come(peer)
+        alive.append(peer)
+        while len(alive) > 12:
+            world.leave(alive.pop(rng.randrange(len(alive))))
+        world.timeline.run(world.timeline.monotonic() + rng.expovariate(1 / 20))
+    world.timeline.run(world.timeline.monotonic() + 600.0)
+    assert len(world.swarm.present) == 12
+    assert sum(world.swarm.num_serving) == 12

@@ -1,0 +1,88 @@
+"""Other ways to choose, each on its own."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from scripts.benches.simulate.microbatches.chooser import Answer, Chooser
+from scripts.benches.simulate.microbatches.other_choosers import UNKNOWN_SECONDS, ByChance, SwarmQueue
+from scripts.benches.simulate.timeline import Timeline
+from swarm.types import PeerId, PeerRecord, PeerState
+
+NUM_SAMPLES = 4
+ONE, TWO, THREE = (PeerId(f"{number:040x}") for number in (1, 2, 3))
+
+
+def announce(chooser: Chooser, *peers: PeerId) -> None:
+    records = [
+        PeerRecord(peer_id=peer, announced_at=0.0, stage=0, endpoint="simulated:1", state=PeerState.SERVING)
+        for peer in peers
+    ]
+    chooser.update(0, records)
+
+
+def answer(call_seconds: float, *, busy_seconds: float = 1.0, queue_length: int = 0) -> Answer:
+    return Answer(
+        num_samples=NUM_SAMPLES,
+        busy_seconds=busy_seconds,
+        link_seconds=0.0,
+        queue_length=queue_length,
+        call_seconds=call_seconds,
+    )
+
+
+def shares(chooser: Chooser, num_choices: int) -> Counter[PeerId | None]:
+    return Counter(chooser.choose(0, NUM_SAMPLES, ()) for _ in range(num_choices))
+
+
+def test_swarm_s_queue_gives_shares_in_inverse_proportion_to_the_seconds_of_a_call() -> None:
+    chooser = SwarmQueue(Timeline(), random.Random(0))
+    announce(chooser, ONE, TWO)
+    chooser.succeeded(ONE, answer(1.0))
+    chooser.succeeded(TWO, answer(3.0))
+    assert shares(chooser, 400)[ONE] == pytest.approx(300, abs=2)
+
+
+def test_swarm_s_average_is_corrected_for_its_start() -> None:
+    """After 10 s and then 1 s it is (0.9 * 10 + 1) / 1.9, and not still nearly 10."""
+    chooser = SwarmQueue(Timeline(), random.Random(0))
+    announce(chooser, ONE, TWO)
+    for seconds in (10.0, 1.0):
+        chooser.succeeded(ONE, answer(seconds))
+    expected = (0.9 * 10.0 + 1.0) / 1.9
+    chooser.succeeded(TWO, answer(expected))
+    assert shares(chooser, 400)[ONE] == pytest.approx(200, abs=2)
+
+
+def test_whom_swarm_s_queue_does_not_know_is_taken_to_need_a_second_a_sample() -> None:
+    chooser = SwarmQueue(Timeline(), random.Random(0))
+    announce(chooser, ONE, TWO)
+    chooser.succeeded(ONE, answer(NUM_SAMPLES * UNKNOWN_SECONDS / 3))
+    assert shares(chooser, 400)[ONE] == pytest.approx(300, abs=2)
+
+
+def test_a_newcomer_joins_swarm_s_queue_at_its_head() -> None:
+    chooser = SwarmQueue(Timeline(), random.Random(0))
+    announce(chooser, ONE, TWO)
+    for peer in (ONE, TWO):
+        chooser.succeeded(peer, answer(1.0))
+    shares(chooser, 100)
+    announce(chooser, ONE, TWO, THREE)
+    chooser.succeeded(THREE, answer(1.0))
+    assert shares(chooser, 300)[THREE] == pytest.approx(100, abs=2), "it owes nothing for the past, and has no credit"
+
+
+def test_chance_is_even_and_never_takes_who_is_excluded_busy_or_has_failed() -> None:
+    timeline = Timeline()
+    chooser = ByChance(timeline, random.Random(0))
+    announce(chooser, ONE, TWO, THREE)
+    assert min(shares(chooser, 600).values()) > 150
+    chooser.busy(ONE, 2.0)
+    chooser.failed(TWO, is_gone=False)
+    assert shares(chooser, 50) == {THREE: 50}
+    assert chooser.choose(0, NUM_SAMPLES, {THREE}) is None
+    timeline.run(3.0)
+    assert shares(chooser, 100).keys() == {ONE, THREE}
+    timeline.run(6.0)
+    assert shares(chooser, 100).keys() == {ONE, TWO, THREE}

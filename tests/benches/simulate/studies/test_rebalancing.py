@@ -1,0 +1,51 @@
+"""The study `rebalancing`, on a small swarm for a few hours."""
+
+from functools import partial
+
+import pytest
+
+import scripts.benches.simulate.studies.rebalancing as study
+from scripts.benches.simulate.fluid.rule import NoRule
+from scripts.benches.simulate.fluid.swarm_rule import SwarmRule
+from scripts.benches.simulate.studies.rebalancing import PAPER, Options, exit_code, run
+
+
+def test_a_small_run_gives_every_figure_of_every_rule() -> None:
+    options = Options(num_traces=2, hours=3.0, num_peers=12, num_stages=2)
+    figures = run(options)
+    rules = {*PAPER, "ours"}
+    for name in ("percent_of_optimal", "percent_of_present", "lowest_trace", "first_hour", "last_hour"):
+        assert figures[name].keys() == rules
+        assert all(0.0 < percent <= 100.0 for percent in figures[name].values()), name
+    assert all(figures["lowest_trace"][rule] <= figures["percent_of_optimal"][rule] for rule in rules)
+    assert all(figures["percent_of_present"][rule] <= figures["percent_of_optimal"][rule] for rule in rules)
+    assert figures["num_moves"]["none"] == 0
+    assert figures["num_moves"]["ours"] > 0
+    assert figures["percent_of_optimal"]["ours"] > figures["percent_of_optimal"]["none"]
+    assert run(options) == figures, "the same options give the same figures"
+
+
+def test_the_traces_are_fit_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a rule, and with the paper's rule every 300 seconds, results are near the paper's own."""
+    rules = {"none": NoRule, "swarm_300": partial(SwarmRule, period_seconds=300.0)}
+    monkeypatch.setattr(study, "rules_of", lambda options: rules | {"swarm_60": NoRule, "ours": NoRule})
+    percent = run(Options(num_traces=4))["percent_of_optimal"]
+    for rule in rules:
+        assert percent[rule] == pytest.approx(PAPER[rule], abs=1.5)
+
+
+@pytest.mark.parametrize(
+    ("none", "swarm_300", "closed", "code"),
+    [(82.0, 96.0, 0.5, 0), (84.0, 96.0, 0.5, 1), (82.0, 94.0, 0.5, 1), (82.0, 96.0, 0.49, 1)],
+)
+def test_traces_that_are_not_fit_or_too_small_a_lead_are_exit_code_1(
+    none: float, swarm_300: float, closed: float, code: int
+) -> None:
+    percent = {"none": none, "swarm_300": swarm_300}
+    assert exit_code({"percent_of_optimal": percent, "closed_of_what_swarm_60_leaves": closed}) == code
+
+
+@pytest.mark.parametrize("options", [{"num_stages": 1}, {"num_peers": 5}, {"num_traces": 0}, {"round_seconds": 0.0}])
+def test_bad_options_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Options(**options)  # type: ignore[arg-type]
