@@ -4,7 +4,7 @@
     |-- TryAnotherPeer               this peer does not do it now; another peer of its stage may
     |   |-- PeerUnavailable          unreachable, died, frozen, or hung up in mid-call
     |   |-- DeadlineExceeded         slow, not dead: never a reason for a ban
-    |   |-- RoundMismatch            the peer is at another round; `peer_round` says which
+    |   |-- RoundMismatch            the peer is at another round; the message says which
     |   |-- NotReady                 the peer is joining, leaving or behind
     |   `-- NotServed                the peer does not serve this caller, or not what it asks for
     |       |-- WrongStage           it serves another stage
@@ -56,10 +56,6 @@ class DeadlineExceeded(TryAnotherPeer):
 
 class RoundMismatch(TryAnotherPeer):
     """The peer is at another round than the request."""
-
-    def __init__(self, message: str, *, peer_round: int) -> None:
-        super().__init__(message)
-        self.peer_round = peer_round
 
 
 class NotReady(TryAnotherPeer):

@@ -48,8 +48,6 @@ async def abort(context: Any, error: SwarmError) -> NoReturn:
     metadata = [(_ERROR_KEY, type(error).__name__)]
     if isinstance(error, errors.Overloaded):
         metadata.append((_ARGUMENT_KEY, repr(error.retry_after_seconds)))
-    elif isinstance(error, errors.RoundMismatch):
-        metadata.append((_ARGUMENT_KEY, str(error.peer_round)))
     await context.abort(abort_code(error), str(error), tuple(metadata))
     raise AssertionError("abort does not return")
 
@@ -63,8 +61,6 @@ def translate(error: grpc.aio.AioRpcError) -> SwarmError:
     try:
         if error_class is errors.Overloaded:
             return errors.Overloaded(details, retry_after_seconds=float(argument))
-        if error_class is errors.RoundMismatch:
-            return errors.RoundMismatch(details, peer_round=int(argument))
     except ValueError:
         return errors.PeerUnavailable(f"a malformed error: {details}")
     if error_class is not None:

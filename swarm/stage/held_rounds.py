@@ -95,7 +95,7 @@ class HeldRounds:
             return held
         if anchor is None:
             present = self.present()
-            raise RoundMismatch(f"round {number} is not kept, this peer is at {present}", peer_round=present)
+            raise RoundMismatch(f"round {number} is not kept, this peer is at {present}")
         # If another round of this number is held, it is of a state that the stage had before.
         return HeldRound(number, anchor)
 

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 
 from swarm.routing.throughput import Observation
+from swarm.rpc.callers import Caller, Callers
+from swarm.rpc.serving import MESSAGE_SECONDS
+from swarm.stage import servicer
 from swarm.stage.incoming import Incoming
 from swarm.types import PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, running_chain
@@ -41,21 +44,26 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
     async with running_chain(DILOCO, hop_clock=clock) as chain:
         if eager:
             await chain.train_all([0])  # This microbatch's answer brings the credit.
-        router = chain.peers[0].router
-        succeeded, read = router.succeeded, Incoming.read
+        router, slow = chain.peers[0].router, chain.peers[1]
+        succeeded = router.succeeded
 
         def note(peer_id: PeerId, reply: Observation) -> None:
             links.append(reply.link_seconds)
             succeeded(peer_id, reply)
 
-        async def slowly(incoming: Incoming, *args: float) -> Any:
-            message = await read(incoming, *args)
-            if incoming._callers is chain.peers[1].callers and not message.HasField("ack"):
-                clock.advance(0.5)
-            return message
+        class Slowly(Incoming):
+            def __init__(self, context: Any, caller: Caller, callers: Callers) -> None:
+                super().__init__(context, caller, callers)
+                self.is_slow = callers is slow.callers
+
+            async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
+                message = await super().read(seconds)
+                if self.is_slow and not message.HasField("ack"):
+                    clock.advance(0.5)
+                return message
 
         monkeypatch.setattr(router, "succeeded", note)
-        monkeypatch.setattr(Incoming, "read", slowly)
+        monkeypatch.setattr(servicer, "Incoming", Slowly)
         await chain.train_all([1])
     # There is one message each way: with a credit the question goes along with the tensors.
     assert links == [0.5]

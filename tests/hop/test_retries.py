@@ -105,7 +105,7 @@ def test_a_peer_that_stalls_is_left_alone_for_long_only_if_another_one_can_be_as
     [
         (PeerUnavailable("died"), True, 1),
         (DeadlineExceeded("slow"), False, 1),
-        (RoundMismatch("elsewhere", peer_round=3), False, 1),
+        (RoundMismatch("elsewhere"), False, 1),
         (NotAllowed("no token"), True, 1),
         (IncompatibleVersion("6"), True, 1),
         (MalformedMessage("no number"), True, 1),

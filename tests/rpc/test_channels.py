@@ -253,7 +253,7 @@ ERRORS: list[errors.SwarmError] = [
     errors.PeerUnavailable("gone"),
     errors.Overloaded("full", retry_after_seconds=0.25),
     errors.DeadlineExceeded("slow"),
-    errors.RoundMismatch("too late", peer_round=12),
+    errors.RoundMismatch("too late"),
     errors.NotReady("joining"),
     errors.MalformedMessage("NaN in ä tensor"),
     errors.WrongStage("stage 9"),
@@ -325,7 +325,7 @@ async def test_nobody_there(insecure_pool: ChannelPool) -> None:
     assert isinstance(translate(caught.value), errors.PeerUnavailable)
 
 
-@pytest.mark.parametrize(("name", "argument"), [("Overloaded", "soon"), ("RoundMismatch", "1.5"), ("SystemExit", "0")])
+@pytest.mark.parametrize(("name", "argument"), [("Overloaded", "soon"), ("SystemExit", "0")])
 async def test_nonsense_for_an_error_is_an_unavailable_peer(
     serve: Serve, insecure_pool: ChannelPool, name: str, argument: str
 ) -> None:
