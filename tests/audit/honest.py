@@ -8,6 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from swarm.audit.verdict import Report
 from swarm.events.kinds import (
     Abort,
     Accumulate,
@@ -31,6 +34,11 @@ from tests.support.manual_clock import ManualClock
 SAMPLES = 2
 ROUND_MICROBATCHES = 8
 NUM_STAGES = 2
+ROUNDS = 3
+"""How many rounds an honest run has."""
+
+BOTH = pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+"""For tests of both settings."""
 
 Lines = list[dict[str, Any]]
 
@@ -171,3 +179,18 @@ def edit(path: Path, change: Callable[[Lines], Lines | None]) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     changed = change(lines) or lines
     path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+
+
+def honest_run(folder: Path, setting: str = "synchronous") -> HonestRun:
+    """Three rounds, without a fault."""
+    run = HonestRun(folder, setting)
+    for number in range(ROUNDS):
+        run.round(number)
+    return run
+
+
+def one_violation(report: Report, text: str) -> str:
+    """The only violation, which has to say this."""
+    (found,) = [violation for violation in report.findings.violations if text in violation]
+    assert not report.proven
+    return found

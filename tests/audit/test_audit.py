@@ -1,40 +1,20 @@
-"""What the audit proves of honest logs, and finds in those that were tampered with."""
+"""What the audit proves of honest logs, and what it finds wrong with rounds and branches."""
 
 from pathlib import Path
 
 import pytest
 
 from swarm.audit.audit import audit
-from swarm.audit.verdict import Report
-from swarm.events.kinds import Abort, Ack, Begin, Close, Commit, Gap, Install, Leave, Move, Step
+from swarm.events.kinds import Abort, Ack, Begin, Close, Install, Leave, Move, Step
 from swarm.training.lineage import next_lineage
-from tests.audit.honest import HonestRun, Lines, edit, start
-
-BOTH = pytest.mark.parametrize("setting", ["synchronous", "diloco"])
-ROUNDS = 3
-
-
-def honest(folder: Path, setting: str = "synchronous") -> HonestRun:
-    """Three rounds, without a fault."""
-    run = HonestRun(folder, setting)
-    for number in range(ROUNDS):
-        run.round(number)
-    return run
-
-
-def one_violation(report: Report, text: str) -> str:
-    """The only violation, which has to say this."""
-    (found,) = [violation for violation in report.findings.violations if text in violation]
-    assert not report.proven
-    return found
-
+from tests.audit.honest import BOTH, ROUNDS, HonestRun, Lines, edit, honest_run, one_violation, start
 
 # -- honest logs -------------------------------------------------------------------------------------------------------
 
 
 @BOTH
 def test_an_honest_run_is_proven(tmp_path: Path, setting: str) -> None:
-    run = honest(tmp_path, setting)
+    run = honest_run(tmp_path, setting)
     report = audit(run.files)
     assert report.proven
     assert report.findings.violations == []
@@ -49,12 +29,12 @@ def test_an_honest_run_is_proven(tmp_path: Path, setting: str) -> None:
 
 
 def test_the_order_of_the_files_does_not_matter(tmp_path: Path) -> None:
-    run = honest(tmp_path)
+    run = honest_run(tmp_path)
     assert audit(run.files[::-1]) == audit(run.files)
 
 
 def test_files_of_one_name_in_folders_of_their_own_are_told_apart(tmp_path: Path) -> None:
-    files = [path.rename(_made(tmp_path / path.stem) / "events.jsonl") for path in honest(tmp_path).files]
+    files = [path.rename(_made(tmp_path / path.stem) / "events.jsonl") for path in honest_run(tmp_path).files]
     assert audit(files).findings.digests_compared == 2 * (ROUNDS + 1)
 
 
@@ -98,7 +78,7 @@ def test_an_attempt_that_came_to_nothing_is_counted(tmp_path: Path) -> None:
 @BOTH
 def test_rounds_of_which_no_file_tells_are_not_proven(tmp_path: Path, setting: str) -> None:
     """Their members are gone, and so are their files. Peers that came later had the state from these members."""
-    run = honest(tmp_path, setting)
+    run = honest_run(tmp_path, setting)
 
     def joined_later(lines: Lines) -> Lines:
         first = max(number for number, line in enumerate(lines) if line["event"] == "commit" and line["round"] == 0)
@@ -113,7 +93,7 @@ def test_rounds_of_which_no_file_tells_are_not_proven(tmp_path: Path, setting: s
 
 
 def test_a_stage_that_was_announced_and_never_entered_has_not_been_seen(tmp_path: Path) -> None:
-    run = honest(tmp_path)
+    run = honest_run(tmp_path)
     for peer in run.members(1):
         (tmp_path / f"{peer}.jsonl").unlink()
     run.reopen("peer-0a")
@@ -199,155 +179,11 @@ def test_a_peer_that_moves_begins_afresh_at_its_new_stage(tmp_path: Path) -> Non
     assert audit(run.files).findings.violations == []
 
 
-# -- what counts twice, or not at all ----------------------------------------------------------------------------------
-
-
-@BOTH
-def test_a_planted_duplicate_is_found(tmp_path: Path, setting: str) -> None:
-    """The other member accumulates and contributes the microbatch too, and all figures fit."""
-    run = HonestRun(tmp_path, setting)
-    run.train("peer-1a", 3)
-    run.round(0)
-    report = audit(run.files)
-    assert report.findings.duplicates == 1
-    violation = next(line for line in report.findings.violations if "counts more than once" in line)
-    assert violation.startswith("stage 1, round 0, microbatch 3: ")
-    assert violation.endswith("(peer-1a.jsonl, peer-1b.jsonl)")
-    assert one_violation(report, "said to hold") if setting == "synchronous" else True
-    # Now as if the program had counted it, too: every figure fits, and it is found all the same.
-    edit(tmp_path / "peer-1a.jsonl", lambda lines: claim(lines, close={"samples": 10, "microbatches": "0 2-4 6"}))
-    for peer in run.members(1):
-        edit(tmp_path / f"{peer}.jsonl", lambda lines: claim(lines, commit={"samples": 18}))
-    report = audit(run.files)
-    assert report.findings.duplicates == 1
-    assert len(report.findings.violations) == 1
-
-
-def claim(lines: Lines, **figures: dict[str, object]) -> None:
-    """Change what lines of these names say."""
-    for line in lines:
-        line |= figures.get(line["event"], {})
-        if "samples" in figures.get(line["event"], {}) and "round_samples" in line:
-            line["round_samples"] = line["samples"]
-        if line["event"] == "step" and "close" in figures:
-            line["samples"] = figures["close"]["samples"]
-
-
-@BOTH
-def test_what_is_accumulated_twice_at_one_peer_is_found(tmp_path: Path, setting: str) -> None:
-    run = HonestRun(tmp_path, setting)
-    run.accumulate("peer-0a", 2)
-    run.round(0)
-    report = audit(run.files)
-    assert report.findings.duplicates == 1
-    assert any("microbatch 2" in line and "counts more than once" in line for line in report.findings.violations)
-
-
-def test_a_planted_loss_is_found(tmp_path: Path) -> None:
-    run = honest(tmp_path)
-    edit(tmp_path / "peer-1b.jsonl", lambda lines: [line for line in lines if line.get("microbatch") != 11])
-    report = audit(run.files)
-    assert report.findings.missing == 1
-    assert one_violation(report, "missing").startswith("stage 1, round 1, microbatch 11: missing in a committed round")
-    one_violation(report, "said to hold 9 11 13 15, not 9 13 15")
-
-
-@pytest.mark.parametrize("downloads", [True, False], ids=["downloads", "applies the result"])
-@pytest.mark.parametrize("said", [4, 6])
-def test_what_one_learnt_while_it_was_away_may_count_later(tmp_path: Path, *, downloads: bool, said: int) -> None:
-    run = HonestRun(tmp_path, "diloco")
-    run.round(0)
-    for microbatch in (8, 9, 10, 11, 16, 18):
-        run.write("trainer", Ack(microbatch=microbatch))
-    run.train("peer-1b", 9)
-    run.train("peer-1b", 11)
-    run.write("peer-1b", Step(bucket=run.bucket, samples=4))
-    run.bucket += 1
-    others = {"peer-0a": 8, "peer-0b": 10, "peer-1a": 8}
-    for peer, microbatch in others.items():
-        run.train(peer, microbatch)
-    parent = run.lineages[1]
-    run.average(1, {peer: [microbatch] for peer, microbatch in others.items()})
-    if downloads:
-        state = Install(round=2, lineage=run.lineages[1], state="state 1 2", source="download", carried=said)
-        run.write("peer-1b", state)
-    else:
-        run.write("peer-1b", Close(round=1, samples=4, round_samples=4, fragment=0))
-        run.write(
-            "peer-1b",
-            Commit(
-                round=1, parent=parent, lineage=run.lineages[1], digest="digest 1.1", attempt=1, samples=2,
-                members=("peer-1a",), carried=said,
-            ),
-        )  # fmt: skip
-    for peer, microbatch in others.items():
-        run.train(peer, microbatch + 8)
-    later = {peer: [microbatch + 8] for peer, microbatch in others.items()}
-    run.average(2, later | {"peer-1b": [9, 11]}, stepped={"peer-1b"})
-    report = audit(run.files)
-    if said == 4:
-        assert report.findings.violations == []
-        assert report.findings.duplicates == 0
-    else:
-        assert "6 samples were carried over, and 4 learnt from" in one_violation(report, "carried over")
-
-
-def test_with_diloco_a_loss_is_a_share(tmp_path: Path) -> None:
-    run = HonestRun(tmp_path, "diloco")
-    run.write("trainer", Ack(microbatch=100))
-    run.train("peer-0a", 100)
-    run.accumulate("peer-1b", 100)
-    run.roll_back("peer-1b", 100)
-    run.round(0)
-    edit(tmp_path / "peer-0a.jsonl", lambda lines: claim(lines, close={"samples": 10}))
-    for peer in run.members(0):
-        edit(tmp_path / f"{peer}.jsonl", lambda lines: claim(lines, commit={"samples": 18}))
-    report = audit(run.files)
-    assert report.findings.violations == []
-    assert [stage.lost for stage in report.stages] == [0, 1]
-    assert report.lost_share == pytest.approx(0.5 / 9)
-
-
-def test_what_a_living_peer_still_holds_is_not_lost(tmp_path: Path) -> None:
-    run = HonestRun(tmp_path, "diloco")
-    run.round(0)
-    run.write("trainer", Ack(microbatch=8))
-    for stage in range(2):
-        run.train(run.members(stage)[0], 8)
-    assert audit(run.files).lost_share == 0.0
-
-
-def test_with_diloco_a_microbatch_of_an_earlier_round_is_found(tmp_path: Path) -> None:
-    run = HonestRun(tmp_path, "diloco")
-    run.round(0)
-    run.train("peer-0b", 4)
-    run.average(1, {"peer-0b": [4]})
-    report = audit(run.files)
-    assert report.findings.duplicates == 1
-    assert one_violation(report, "earlier round").startswith("stage 0, round 1, microbatch 4: ")
-
-
-def test_what_no_trainer_acknowledged_is_found(tmp_path: Path) -> None:
-    run = honest(tmp_path)
-    edit(tmp_path / "trainer.jsonl", lambda lines: [line for line in lines if line.get("microbatch") != 5])
-    assert len([line for line in audit(run.files).findings.violations if "no trainer acknowledged" in line]) == 2
-
-
-@BOTH
-def test_what_enters_a_step_unacknowledged_is_found(tmp_path: Path, setting: str) -> None:
-    run = honest(tmp_path, setting)
-    edit(
-        tmp_path / "peer-0a.jsonl",
-        lambda lines: [line for line in lines if (line["event"], line.get("microbatch")) != ("ack", 2)],
-    )
-    assert "microbatch 2" in one_violation(audit(run.files), "before it was acknowledged")
-
-
 # -- rounds ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_planted_difference_of_digests_is_found(tmp_path: Path) -> None:
-    run = honest(tmp_path)
+    run = honest_run(tmp_path)
     edit(tmp_path / "peer-0b.jsonl", lambda lines: lines[-1].update(digest="another") or lines)
     report = audit(run.files)
     assert (report.findings.digests_compared, report.findings.digests_differing) == (2 * (ROUNDS + 1), 1)
@@ -355,13 +191,13 @@ def test_a_planted_difference_of_digests_is_found(tmp_path: Path) -> None:
 
 
 def test_a_lineage_that_does_not_follow_is_found(tmp_path: Path) -> None:
-    run = honest(tmp_path)
+    run = honest_run(tmp_path)
     edit(tmp_path / "peer-0b.jsonl", lambda lines: lines[-2].update(members=["peer-0b"]) or lines)
     one_violation(audit(run.files), "does not follow")
 
 
 def test_a_member_of_another_branch_is_found(tmp_path: Path) -> None:
-    run = honest(tmp_path)
+    run = honest_run(tmp_path)
 
     def stray(lines: Lines) -> None:
         next(line for line in lines if line["event"] == "begin")["lineage"] = "elsewhere"
@@ -371,7 +207,7 @@ def test_a_member_of_another_branch_is_found(tmp_path: Path) -> None:
 
 
 def test_a_commit_before_another_stage_holds_its_result_is_found(tmp_path: Path) -> None:
-    run = honest(tmp_path)
+    run = honest_run(tmp_path)
 
     def hurry(lines: Lines) -> None:
         next(line for line in lines if line["event"] == "commit")["monotonic"] = 0.0
@@ -381,14 +217,14 @@ def test_a_commit_before_another_stage_holds_its_result_is_found(tmp_path: Path)
 
 
 def test_a_stage_that_goes_on_alone_is_found(tmp_path: Path) -> None:
-    run = honest(tmp_path)
+    run = honest_run(tmp_path)
     for peer in run.members(1):
         edit(tmp_path / f"{peer}.jsonl", lambda lines: [line for line in lines if line.get("round") != 2])
     one_violation(audit(run.files), "committed before stage 1 held its result")
 
 
 def test_a_missing_file_leaves_its_peers_contributions_unproven(tmp_path: Path) -> None:
-    run = honest(tmp_path)
+    run = honest_run(tmp_path)
     report = audit([path for path in run.files if path.name != "peer-1a.jsonl"])
     unproven = [line for line in report.findings.violations if "no file tells what peer-1a contributed" in line]
     assert len(unproven) == ROUNDS
@@ -398,14 +234,14 @@ def test_a_missing_file_leaves_its_peers_contributions_unproven(tmp_path: Path) 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_without_any_file_leaves_the_run_unproven(tmp_path: Path, setting: str, stage: int) -> None:
     """With DiLoCo nothing else would show it, because each stage's rounds are judged by themselves."""
-    run = honest(tmp_path, setting)
+    run = honest_run(tmp_path, setting)
     report = audit([path for path in run.files if not path.name.startswith(f"peer-{stage}")])
     assert one_violation(report, "no file of any") == f"stage {stage}: no file of any of its peers was given"
 
 
 @BOTH
 def test_a_run_without_a_trainers_file_is_unproven(tmp_path: Path, setting: str) -> None:
-    run = honest(tmp_path, setting)
+    run = honest_run(tmp_path, setting)
     report = audit([path for path in run.files if path.name != "trainer.jsonl"])
     (violation,) = report.findings.violations
     assert violation == "trainer: no file of any was given, so nothing tells what they acknowledged"
@@ -465,7 +301,7 @@ def test_who_committed_without_the_others_is_judged_by_what_they_had_closed_for_
 
 
 def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_path: Path) -> None:
-    run = honest(tmp_path, "diloco")
+    run = honest_run(tmp_path, "diloco")
     first = next_lineage("genesis 1", 0, "digest 0.1", run.members(1), total_squared_norm=0.0, partners=())
     run.lineages[1] = "again"
     for peer in run.members(1):
@@ -480,72 +316,10 @@ def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_
 
 def test_a_synchronous_stage_that_began_again_is_found(tmp_path: Path) -> None:
     """Each of the stage's rounds is whole, but the stage lacks what other stages learnt from before."""
-    run = honest(tmp_path)
+    run = honest_run(tmp_path)
     run.lineages[1] = "again"
     for peer in run.members(1):
         run.write(peer, start(peer, 1, "synchronous"))
         run.write(peer, Install(round=ROUNDS, lineage="again", state="initial", source="initial", parent="genesis 1"))
     run.round(ROUNDS)
     assert any("with an older state" in violation for violation in audit(run.files).findings.violations)
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
-    run = honest(tmp_path)
-    before = audit(run.files)
-    with (tmp_path / "peer-0a.jsonl").open("a") as file:
-        file.write('{"event":"accumulate","ti')
-    assert audit(run.files) == before
-
-
-def test_a_file_with_nothing_but_a_torn_line_says_nothing(tmp_path: Path) -> None:
-    run = honest(tmp_path)
-    (tmp_path / "killed.jsonl").write_text('{"event":"sta')
-    (tmp_path / "killed-sooner.jsonl").touch()
-    assert audit(run.files).proven
-
-
-def test_a_gap_leaves_the_run_unproven(tmp_path: Path) -> None:
-    run = honest(tmp_path)
-    run.write("peer-0a", Gap(lost=12))
-    assert "peer-0a.jsonl" in one_violation(audit(run.files), "12 events were not written")
-
-
-def test_a_broken_middle_is_named(tmp_path: Path) -> None:
-    run = honest(tmp_path)
-    path = tmp_path / "peer-0a.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    for broken in (
-        "[" * 100_000 + "\n",
-        "1" * 5000 + "\n",
-        "[1, 2]\n",
-        "{\n",
-        lines[4].replace("event", "tneve"),
-        lines[4].replace('"samples":2', '"samples":"x"'),
-    ):
-        path.write_text("".join([*lines[:4], broken, *lines[5:]]))
-        with pytest.raises(ValueError, match=r"peer-0a.jsonl: line 5 is no event .*") as error:
-            audit(run.files)
-        assert "\n" not in str(error.value)
-
-
-def test_a_file_without_a_start_is_named(tmp_path: Path) -> None:
-    run = honest(tmp_path)
-    edit(tmp_path / "peer-1a.jsonl", lambda lines: lines[1:])
-    with pytest.raises(ValueError, match=r"peer-1a.jsonl: no start before line 1"):
-        audit(run.files)
-
-
-def test_a_file_of_another_run_is_named(tmp_path: Path) -> None:
-    run = honest(tmp_path)
-    edit(tmp_path / "peer-1a.jsonl", lambda lines: lines[0].update(run="run.2") or lines)
-    with pytest.raises(ValueError, match=r"peer-1a.jsonl is of run run.2, and .*peer-0a.jsonl of run run.1"):
-        audit(run.files)
-
-
-def test_nothing_to_audit(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ValueError, match="no events"):
-        audit([tmp_path / "empty.jsonl"])

@@ -1,15 +1,18 @@
 """What crosses between stages: as small as promised, the same bytes every time, and close to what was meant."""
 
+import dataclasses
 import math
 from functools import partial
 
 import pytest
 import torch
 
+from swarm.config import WireConfig
 from swarm.errors import MalformedMessage
 from swarm.rpc.wire import TensorReader, TensorSpec, require_in_range
-from swarm.stage.boundary import Boundary
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, Boundary, reply_specs, request_specs
 from swarm.stage.staging import Staging
+from tests.stage.backends import CONFIG
 from tests.support.chunks import chunks
 from tests.support.rounding import rounded
 
@@ -96,3 +99,16 @@ def test_numbers_that_nobody_can_use_are_refused_by_the_receiver(name: str, bad:
     tensor[1, 2, 3] = bad
     with pytest.raises(MalformedMessage):
         _travel(_boundary(name), tensor)
+
+
+def test_specs_follow_the_configuration() -> None:
+    tokens = TensorSpec(shape=(2, 17), encoding="int32")
+    config = dataclasses.replace(CONFIG, wire=WireConfig(dtype="bf16"))
+    hidden = TensorSpec(shape=(2, 16, 32), encoding="bf16")
+    narrow = dataclasses.replace(config, model=dataclasses.replace(CONFIG.model, bottleneck_dim=4))
+    assert request_specs(narrow, 1)[HIDDEN].shape == (2, 16, 4)
+    assert request_specs(config, 0) == {TOKENS: tokens}
+    assert request_specs(config, 2) == {TOKENS: tokens, HIDDEN: hidden}
+    assert request_specs(config, 1, 1, 4)[HIDDEN].shape == (1, 4, 32)
+    assert (reply_specs(config, 0), reply_specs(config, 1)) == ({}, {GRADIENT: hidden})
+    assert reply_specs(config, -1) == {}

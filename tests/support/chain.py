@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 
 import grpc
+import pytest
 import torch
 
 from swarm.config import (
@@ -44,6 +45,7 @@ from swarm.stage.boundary import TOKENS, reply_specs
 from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.generation import GenerationServicer
 from swarm.stage.graphs import GraphBudget
+from swarm.stage.ledger import EntryState
 from swarm.stage.places import SessionLimits
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
@@ -82,6 +84,9 @@ DILOCO = dataclasses.replace(
 LORA = dataclasses.replace(SYNCHRONOUS, lora=LoraConfig(rank=4, dropout=0.2))
 DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, dropout=0.2))
 INT8 = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype="int8"))
+
+BOTH = pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+"""For tests of both settings."""
 
 
 def tokens(config: RunConfig, microbatch: int) -> torch.Tensor:
@@ -290,6 +295,11 @@ class Chain:
         """One counter of each peer."""
         return [peer.stage.counters[name] for peer in self.peers]
 
+    def states(self, microbatch: int) -> list[EntryState | None]:
+        """What each peer's ledger has of a microbatch."""
+        entries = [peer.stage.ledger.find(microbatch) for peer in self.peers]
+        return [None if entry is None else entry.state for entry in entries]
+
     def assert_accumulated(self, microbatches: Sequence[int]) -> None:
         """Assert that every stage holds each of these microbatches once, and nothing else."""
         assert self.num_samples() == [len(microbatches) * self.config.data.microbatch_size] * 3
@@ -297,6 +307,11 @@ class Chain:
             assert_close(self.sums(), reference(self.config, microbatches)[1], SUM_TOLERANCE)
         else:
             assert max(float(value.abs().max()) for value in self.sums().values()) < SUM_TOLERANCE
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no peer has anything under way."""
+        return all(peer.num_idle == (0, 0, 0, 0) for peer in self.peers)
 
     def assert_idle(self) -> None:
         """Assert that no peer has anything under way."""

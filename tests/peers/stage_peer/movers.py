@@ -37,6 +37,9 @@ from tests.support.chain import tokens
 from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
 
+ROUND = 3
+"""The round of the state with which peers begin."""
+
 
 class Ordered(Rebalancer):
     """Moves when the test says so, and checks only whether the peer can be spared."""

@@ -1,0 +1,150 @@
+"""What counts twice in the logs of a run, or not at all, and what was never acknowledged: the audit finds it."""
+
+from pathlib import Path
+
+import pytest
+
+from swarm.audit.audit import audit
+from swarm.events.kinds import Ack, Close, Commit, Install, Step
+from tests.audit.honest import BOTH, HonestRun, Lines, edit, honest_run, one_violation
+
+
+@BOTH
+def test_a_planted_duplicate_is_found(tmp_path: Path, setting: str) -> None:
+    """The other member accumulates and contributes the microbatch too, and all figures fit."""
+    run = HonestRun(tmp_path, setting)
+    run.train("peer-1a", 3)
+    run.round(0)
+    report = audit(run.files)
+    assert report.findings.duplicates == 1
+    violation = next(line for line in report.findings.violations if "counts more than once" in line)
+    assert violation.startswith("stage 1, round 0, microbatch 3: ")
+    assert violation.endswith("(peer-1a.jsonl, peer-1b.jsonl)")
+    assert one_violation(report, "said to hold") if setting == "synchronous" else True
+    # Now as if the program had counted it, too: every figure fits, and it is found all the same.
+    edit(tmp_path / "peer-1a.jsonl", lambda lines: claim(lines, close={"samples": 10, "microbatches": "0 2-4 6"}))
+    for peer in run.members(1):
+        edit(tmp_path / f"{peer}.jsonl", lambda lines: claim(lines, commit={"samples": 18}))
+    report = audit(run.files)
+    assert report.findings.duplicates == 1
+    assert len(report.findings.violations) == 1
+
+
+def claim(lines: Lines, **figures: dict[str, object]) -> None:
+    """Change what lines of these names say."""
+    for line in lines:
+        line |= figures.get(line["event"], {})
+        if "samples" in figures.get(line["event"], {}) and "round_samples" in line:
+            line["round_samples"] = line["samples"]
+        if line["event"] == "step" and "close" in figures:
+            line["samples"] = figures["close"]["samples"]
+
+
+@BOTH
+def test_what_is_accumulated_twice_at_one_peer_is_found(tmp_path: Path, setting: str) -> None:
+    run = HonestRun(tmp_path, setting)
+    run.accumulate("peer-0a", 2)
+    run.round(0)
+    report = audit(run.files)
+    assert report.findings.duplicates == 1
+    assert any("microbatch 2" in line and "counts more than once" in line for line in report.findings.violations)
+
+
+def test_a_planted_loss_is_found(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    edit(tmp_path / "peer-1b.jsonl", lambda lines: [line for line in lines if line.get("microbatch") != 11])
+    report = audit(run.files)
+    assert report.findings.missing == 1
+    assert one_violation(report, "missing").startswith("stage 1, round 1, microbatch 11: missing in a committed round")
+    one_violation(report, "said to hold 9 11 13 15, not 9 13 15")
+
+
+@pytest.mark.parametrize("downloads", [True, False], ids=["downloads", "applies the result"])
+@pytest.mark.parametrize("said", [4, 6])
+def test_what_one_learnt_while_it_was_away_may_count_later(tmp_path: Path, *, downloads: bool, said: int) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.round(0)
+    for microbatch in (8, 9, 10, 11, 16, 18):
+        run.write("trainer", Ack(microbatch=microbatch))
+    run.train("peer-1b", 9)
+    run.train("peer-1b", 11)
+    run.write("peer-1b", Step(bucket=run.bucket, samples=4))
+    run.bucket += 1
+    others = {"peer-0a": 8, "peer-0b": 10, "peer-1a": 8}
+    for peer, microbatch in others.items():
+        run.train(peer, microbatch)
+    parent = run.lineages[1]
+    run.average(1, {peer: [microbatch] for peer, microbatch in others.items()})
+    if downloads:
+        state = Install(round=2, lineage=run.lineages[1], state="state 1 2", source="download", carried=said)
+        run.write("peer-1b", state)
+    else:
+        run.write("peer-1b", Close(round=1, samples=4, round_samples=4, fragment=0))
+        run.write(
+            "peer-1b",
+            Commit(
+                round=1, parent=parent, lineage=run.lineages[1], digest="digest 1.1", attempt=1, samples=2,
+                members=("peer-1a",), carried=said,
+            ),
+        )  # fmt: skip
+    for peer, microbatch in others.items():
+        run.train(peer, microbatch + 8)
+    later = {peer: [microbatch + 8] for peer, microbatch in others.items()}
+    run.average(2, later | {"peer-1b": [9, 11]}, stepped={"peer-1b"})
+    report = audit(run.files)
+    if said == 4:
+        assert report.findings.violations == []
+        assert report.findings.duplicates == 0
+    else:
+        assert "6 samples were carried over, and 4 learnt from" in one_violation(report, "carried over")
+
+
+def test_with_diloco_a_loss_is_a_share(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.write("trainer", Ack(microbatch=100))
+    run.train("peer-0a", 100)
+    run.accumulate("peer-1b", 100)
+    run.roll_back("peer-1b", 100)
+    run.round(0)
+    edit(tmp_path / "peer-0a.jsonl", lambda lines: claim(lines, close={"samples": 10}))
+    for peer in run.members(0):
+        edit(tmp_path / f"{peer}.jsonl", lambda lines: claim(lines, commit={"samples": 18}))
+    report = audit(run.files)
+    assert report.findings.violations == []
+    assert [stage.lost for stage in report.stages] == [0, 1]
+    assert report.lost_share == pytest.approx(0.5 / 9)
+
+
+def test_what_a_living_peer_still_holds_is_not_lost(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.round(0)
+    run.write("trainer", Ack(microbatch=8))
+    for stage in range(2):
+        run.train(run.members(stage)[0], 8)
+    assert audit(run.files).lost_share == 0.0
+
+
+def test_with_diloco_a_microbatch_of_an_earlier_round_is_found(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.round(0)
+    run.train("peer-0b", 4)
+    run.average(1, {"peer-0b": [4]})
+    report = audit(run.files)
+    assert report.findings.duplicates == 1
+    assert one_violation(report, "earlier round").startswith("stage 0, round 1, microbatch 4: ")
+
+
+def test_what_no_trainer_acknowledged_is_found(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    edit(tmp_path / "trainer.jsonl", lambda lines: [line for line in lines if line.get("microbatch") != 5])
+    assert len([line for line in audit(run.files).findings.violations if "no trainer acknowledged" in line]) == 2
+
+
+@BOTH
+def test_what_enters_a_step_unacknowledged_is_found(tmp_path: Path, setting: str) -> None:
+    run = honest_run(tmp_path, setting)
+    edit(
+        tmp_path / "peer-0a.jsonl",
+        lambda lines: [line for line in lines if (line["event"], line.get("microbatch")) != ("ack", 2)],
+    )
+    assert "microbatch 2" in one_violation(audit(run.files), "before it was acknowledged")

@@ -1,0 +1,68 @@
+"""Logs that are torn, broken, incomplete, or of another run."""
+
+from pathlib import Path
+
+import pytest
+
+from swarm.audit.audit import audit
+from swarm.events.kinds import Gap
+from tests.audit.honest import edit, honest_run, one_violation
+
+
+def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    before = audit(run.files)
+    with (tmp_path / "peer-0a.jsonl").open("a") as file:
+        file.write('{"event":"accumulate","ti')
+    assert audit(run.files) == before
+
+
+def test_a_file_with_nothing_but_a_torn_line_says_nothing(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    (tmp_path / "killed.jsonl").write_text('{"event":"sta')
+    (tmp_path / "killed-sooner.jsonl").touch()
+    assert audit(run.files).proven
+
+
+def test_a_gap_leaves_the_run_unproven(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    run.write("peer-0a", Gap(lost=12))
+    assert "peer-0a.jsonl" in one_violation(audit(run.files), "12 events were not written")
+
+
+def test_a_broken_middle_is_named(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    path = tmp_path / "peer-0a.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for broken in (
+        "[" * 100_000 + "\n",
+        "1" * 5000 + "\n",
+        "[1, 2]\n",
+        "{\n",
+        lines[4].replace("event", "tneve"),
+        lines[4].replace('"samples":2', '"samples":"x"'),
+    ):
+        path.write_text("".join([*lines[:4], broken, *lines[5:]]))
+        with pytest.raises(ValueError, match=r"peer-0a.jsonl: line 5 is no event .*") as error:
+            audit(run.files)
+        assert "\n" not in str(error.value)
+
+
+def test_a_file_without_a_start_is_named(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    edit(tmp_path / "peer-1a.jsonl", lambda lines: lines[1:])
+    with pytest.raises(ValueError, match=r"peer-1a.jsonl: no start before line 1"):
+        audit(run.files)
+
+
+def test_a_file_of_another_run_is_named(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    edit(tmp_path / "peer-1a.jsonl", lambda lines: lines[0].update(run="run.2") or lines)
+    with pytest.raises(ValueError, match=r"peer-1a.jsonl is of run run.2, and .*peer-0a.jsonl of run run.1"):
+        audit(run.files)
+
+
+def test_nothing_to_audit(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="no events"):
+        audit([tmp_path / "empty.jsonl"])

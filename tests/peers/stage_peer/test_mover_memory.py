@@ -1,0 +1,120 @@
+"""Stages for which a peer has no memory, before it serves them and while it does."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peers.shared import process
+from peers.stage_peer import own_backend
+from swarm.config import RunConfig
+from swarm.errors import Fatal
+from swarm.events.kinds import Leave
+from swarm.model.stages import build_stage
+from swarm.stage.shortage import TRIES
+from swarm.training.microbatch import Microbatch
+from swarm.types import PeerState
+from tests.peers.stage_peer.movers import ROUND, LocalPeer
+from tests.support.memory_store import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB\nand much more to say"),
+            "40.00 GiB",
+        ),
+        (MemoryError(), "what was needed"),
+    ],
+)
+async def test_a_stage_that_does_not_fit_is_one_line(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, error: Exception, reason: str,
+) -> None:  # fmt: skip
+    """A peer that moves there goes back."""
+
+    def no_memory(run: RunConfig, stage: int, **more: Any) -> torch.nn.Module:
+        if stage == 1:
+            raise error
+        return build_stage(run, stage, **more)
+
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        monkeypatch.setattr(own_backend, "build_stage", no_memory)
+        peer.rebalancer.orders.put_nowait(1)
+        assert await peer.next_served() == 0
+    assert f"stage 1 does not fit on cpu (no room for {reason}): take more stages" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\n"), Fatal, "ran out of memory (no room for 2.00 GiB)"),
+        (RuntimeError("a bug"), RuntimeError, "a bug"),
+    ],
+)
+async def test_a_stage_that_runs_out_of_memory_while_it_serves_is_one_line(
+    config: RunConfig, store: MemoryStore, trained: Path, error: Exception, expected: type[Exception], message: str
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    async def serve() -> None:
+        async with LocalPeer(config, store, resume=trained).running(0) as peer:
+            assert peer.tasks is not None
+            peer.tasks.create_task(fail())
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await serve()
+    assert all(isinstance(leaf, expected) and message in str(leaf) for leaf in process.leaves(raised.value))
+
+
+async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order_and_says_why(
+    config: RunConfig, store: MemoryStore, trained: Path
+) -> None:
+    peer = LocalPeer(config, store, resume=trained)
+
+    async def serve() -> None:
+        async with peer.running(0):
+            assert peer.server is not None
+            stage = peer.server.stage
+            size, first = config.data.microbatch_size, ROUND * config.microbatches_per_round
+            microbatch = Microbatch(index=first, round=ROUND, num_samples=size)
+            for _ in range(1 + TRIES):
+                slot = stage.admission.admit(microbatch)
+                stage.admission.ran_out_of_memory(MemoryError(), slot)
+                stage.admission.leave(slot)
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        async with asyncio.timeout(20.0):
+            await serve()
+    (fault,) = set(process.leaves(raised.value))
+    assert isinstance(fault, Fatal)
+    assert str(fault).startswith("stage 0 ran out of memory at 3 microbatches in a row")
+    assert Leave() in peer.log.events
+    record = await peer.record(0)
+    assert record is not None
+    assert record.state is PeerState.LEAVING
+
+
+async def test_what_is_not_about_memory_is_not_said_to_be(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(run: RunConfig, stage: int, **more: Any) -> torch.nn.Module:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(own_backend, "build_stage", broken)
+    peer = LocalPeer(config, store, resume=trained)
+    async with asyncio.TaskGroup() as tasks:
+        with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied$"):
+            await peer.make_server(0, 0, False, tasks)

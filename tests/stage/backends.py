@@ -1,0 +1,96 @@
+"""Backends of stages without servers, one microbatch's way through them, and one process to compare them with."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.model.masks import DropoutKey
+from swarm.model.stages import build_stage
+from swarm.model.transformer import build_transformer
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import HIDDEN, TOKENS
+from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings import weights_of
+from swarm.stage.staging import Download, Staging
+
+CONFIG = RunConfig(
+    model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
+    stages=StagesConfig(num_stages=3),
+    data=DataConfig(sequence_length=16, microbatch_size=2),
+    rounds=RoundsConfig(setting="synchronous", round_samples=16),
+)
+DROPOUT = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.2))
+DILOCO = dataclasses.replace(CONFIG, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=2))
+PLENTY = 1 << 30
+
+
+def backend_of(config: RunConfig, stage: int, limit_bytes: int = PLENTY) -> StageBackend:
+    module = build_stage(config, stage, device="cpu")
+    return StageBackend(
+        config=config, stage=stage, module=module, weights=weights_of(config, module, lineage=""),
+        staging=Staging(), budget=GraphBudget(limit_bytes=limit_bytes),
+    )  # fmt: skip
+
+
+def chain_of(config: RunConfig, limit_bytes: int = PLENTY) -> list[StageBackend]:
+    return [backend_of(config, stage, limit_bytes) for stage in range(config.stages.num_stages)]
+
+
+def tokens_of(number: int, config: RunConfig = CONFIG) -> torch.Tensor:
+    shape = (config.data.microbatch_size, config.data.sequence_length + 1)
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+
+
+def hidden_of(number: int) -> torch.Tensor:
+    return torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(number))
+
+
+def arrived(download: Download | None) -> torch.Tensor:
+    """The tensor of a download that must be there."""
+    assert download is not None
+    return download.wait()
+
+
+def run_microbatch(
+    chain: Sequence[StageBackend], microbatch: int, *, accumulate: bool = True, round_number: int = 0
+) -> tuple[float, list[Any]]:
+    """Run one microbatch through all stages; gives the loss, and what each stage accumulated."""
+    inputs: dict[str, torch.Tensor] = {TOKENS: tokens_of(microbatch, chain[0].config)}
+    forwards = []
+    for backend in chain[:-1]:
+        forwards.append(backend.forward(microbatch, round_number, inputs))
+        inputs = {TOKENS: inputs[TOKENS], HIDDEN: arrived(forwards[-1].wire_hidden)}
+    loss, gradient_BTD, last = chain[-1].forward_loss(microbatch, round_number, inputs, accumulate=accumulate)
+    accumulated = [last]
+    for backend, forward in zip(reversed(chain[:-1]), reversed(forwards), strict=True):
+        gradient_BTD, entry = backend.backward(forward, arrived(gradient_BTD), accumulate=accumulate)
+        accumulated.insert(0, entry)
+    return loss, accumulated
+
+
+def sums_of(chain: Sequence[StageBackend]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for backend in chain for name, value in backend.weights.buckets.open().sums.items()}
+
+
+def reference_of(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses, and the gradient summed over all targets, of one process."""
+    model = build_transformer(config, device="cpu")
+    losses = []
+    for microbatch in microbatches:
+        key = DropoutKey(seed=config.data.seed, microbatch=microbatch)
+        loss = model.loss(tokens_of(microbatch).long(), key)
+        (loss * config.data.tokens_per_microbatch).backward()  # type: ignore[no-untyped-call]  # torch's
+        losses.append(float(loss.detach()))
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def accumulate_and_settle(backend: StageBackend, microbatch: int) -> None:
+    """Accumulate and settle enough for an inner step."""
+    forward = backend.forward(microbatch, 0, {TOKENS: tokens_of(microbatch), HIDDEN: hidden_of(microbatch)})
+    _, entry = backend.backward(forward, hidden_of(100 + microbatch), accumulate=True)
+    assert entry is not None
+    backend.settle(entry)

@@ -1,0 +1,119 @@
+"""Gradients are taken out of a stage's sum again, with the weights that they were computed with."""
+
+import unittest.mock
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.config import RunConfig
+from swarm.stage.boundary import HIDDEN, TOKENS
+from swarm.stage.buckets import GradientBucket, Source
+from tests.stage.backends import (
+    CONFIG,
+    DILOCO,
+    DROPOUT,
+    accumulate_and_settle,
+    backend_of,
+    chain_of,
+    hidden_of,
+    run_microbatch,
+    sums_of,
+    tokens_of,
+)
+from tests.support.chain import assert_close
+
+
+@pytest.mark.parametrize("config", [CONFIG, DROPOUT])
+def test_rolling_back_brings_the_sum_back(config: RunConfig) -> None:
+    chain = chain_of(config)
+    run_microbatch(chain, 0)
+    before = sums_of(chain)
+    _, entries = run_microbatch(chain, 1)
+    for backend, entry in zip(chain, entries, strict=True):
+        backend.roll_back([entry])
+    assert_close(sums_of(chain), before, 1e-6)
+    for backend in chain:
+        bucket = backend.weights.buckets.open()
+        assert (bucket.num_samples, bucket.num_tentative) == (2, 1)
+
+
+def test_a_bucket_that_loses_all_its_gradients_is_empty_to_the_last_bit() -> None:
+    backend = backend_of(CONFIG, 2)
+    results = [
+        backend.forward_loss(i, 0, {TOKENS: tokens_of(i), HIDDEN: hidden_of(i)}, accumulate=True) for i in range(3)
+    ]
+    entries = [entry for _, _, entry in results if entry is not None]
+    backend.settle(entries[0])
+    bucket = backend.weights.buckets.open()
+    backend.roll_back(entries)
+    assert (bucket.num_tentative, backend.weights.version.users, bucket.num_samples) == (0, 0, 0)
+    assert not any(bool(value.any()) for value in bucket.sums.values())
+
+
+@pytest.mark.parametrize("num_staying", [1, 2])
+def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
+    """If others replayed nearly all that a member had, few microbatches stay, and only these are computed again."""
+    chain = chain_of(DROPOUT)
+    for index in range(num_staying):
+        run_microbatch(chain, index)
+    before = sums_of(chain)
+    entries = [run_microbatch(chain, index)[1] for index in range(num_staying, 5)]
+    for stage, backend in enumerate(chain):
+        seen: list[int] = []
+        bucket, compute = backend.weights.buckets.open(), backend._again
+
+        def again(source: Source, bucket: GradientBucket = bucket, compute: Any = compute, seen: Any = seen) -> Any:
+            seen.append(bucket.num_samples)
+            return compute(source)
+
+        with unittest.mock.patch.object(backend, "_again", again):
+            backend.roll_back([leaving[stage] for leaving in entries])
+        assert seen == [2 * num_staying] * num_staying, "it never looks empty to another thread"
+        assert (bucket.num_samples, bucket.num_tentative) == (2 * num_staying, num_staying)
+        assert len(bucket.sources) == num_staying
+    after = sums_of(chain)
+    assert all(torch.equal(after[name], before[name]) for name in before), "as if the others had never come"
+
+
+def test_a_settled_gradient_can_still_be_taken_out() -> None:
+    """This happens in the synchronous setting when another member counts the microbatch too."""
+    backend = backend_of(CONFIG, 2)
+    _, _, entry = backend.forward_loss(0, 0, {TOKENS: tokens_of(0), HIDDEN: hidden_of(0)}, accumulate=True)
+    assert entry is not None
+    backend.settle(entry)
+    backend.settle(entry)
+    bucket = backend.weights.buckets.open()
+    assert (bucket.num_tentative, backend.weights.version.users) == (0, 0)
+    backend.roll_back([entry])
+    assert (bucket.num_tentative, backend.weights.version.users, bucket.num_samples) == (0, 0, 0)
+    assert max(float(value.abs().max()) for value in bucket.sums.values()) < 1e-6
+
+
+def test_rolling_back_after_a_step_uses_the_old_weights() -> None:
+    backend = backend_of(DILOCO, 1)
+    forward = backend.forward(7, 0, {TOKENS: tokens_of(7), HIDDEN: hidden_of(7)})
+    accumulate_and_settle(backend, 1)
+    _, entry = backend.backward(forward, hidden_of(8), accumulate=True)
+    assert entry is not None
+    assert entry.source.version is not backend.weights.version
+    first = [value.clone() for value in entry.bucket.sums.values()]
+    forward = backend.forward(2, 0, {TOKENS: tokens_of(2), HIDDEN: hidden_of(2)})
+    backend.backward(forward, hidden_of(9), accumulate=True)
+    second = [both - one for both, one in zip(entry.bucket.sums.values(), first, strict=True)]
+    backend.roll_back([entry])
+    for value, expected in zip(entry.bucket.sums.values(), second, strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
+    assert entry.source.version.users == 0
+
+
+def test_what_is_rolled_back_is_not_counted_as_stale() -> None:
+    backend = backend_of(DILOCO, 1)
+    forward = backend.forward(7, 0, {TOKENS: tokens_of(7), HIDDEN: hidden_of(7)})
+    accumulate_and_settle(backend, 1)
+    _, entry = backend.backward(forward, hidden_of(8), accumulate=True)
+    assert entry is not None
+    backend.roll_back([entry])
+    accumulate_and_settle(backend, 2)
+    steps = backend.weights.inner_steps
+    assert (steps.count, steps.microbatches, steps.staleness) == (2, 2, 0)
