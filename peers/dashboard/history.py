@@ -6,7 +6,6 @@ Used by watcher.py, which adds every view of the run, and by program.py, which o
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -137,8 +136,3 @@ class HistoryFile:
             self._is_failing = True
         else:
             self._is_failing = False
-
-
-def to_json(history: History) -> dict[str, Any]:
-    """The series as the page gets them when it opens; afterwards it adds new figures itself."""
-    return {name: series.to_json() for name, series in history.series.items()}

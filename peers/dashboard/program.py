@@ -13,12 +13,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from peers.dashboard.history import HistoryFile
 from peers.dashboard.hub import Hub
-from peers.dashboard.invitation import how_to_join
 from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
 from peers.dashboard.watcher import Watcher
 from peers.shared import cli, process
@@ -131,10 +129,7 @@ def watched(options: DashboardOptions, lookout: Lookout) -> Iterator[Watched]:
     lock = require_sole_writer(folder / f"{run_id}.lock", f"--history {folder}, of {run_id},")
     try:
         file = HistoryFile(folder / f"{run_id}.json")
-        watcher = Watcher(
-            lookout, file.read(run_id), clock=SystemClock(), interval_seconds=options.interval,
-            how_to_join=partial(how_to_join, insecure=options.insecure),
-        )  # fmt: skip
+        watcher = Watcher(lookout, file.read(run_id), clock=SystemClock(), interval_seconds=options.interval)
         try:
             yield Watched(run_id, watcher, file)
         finally:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from peers.dashboard.history import History
+from peers.shared.joining import Joining
 from peers.status.figure import Column, figures, needed_columns
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView, TrainerRow
@@ -50,6 +51,17 @@ def present(view: SwarmView, history: History) -> dict[str, Any]:
         "rounds": history.rounds.to_json(),
         "contributions": history.contributions.to_json(),
         "events": [dataclasses.asdict(event) for event in history.events],
+    }
+
+
+def how_to_join(joining: Joining) -> dict[str, str]:
+    """The commands with which people join the run, by their purpose; none while no peer serves."""
+    if joining == Joining():
+        return {}
+    return {
+        "Give a machine to the run": joining.peer,
+        "Feed it text": joining.trainer,
+        "Watch it in a terminal": joining.status,
     }
 
 

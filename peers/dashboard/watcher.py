@@ -4,35 +4,29 @@ Used by program.py. Each view is added to the history, and becomes the run's par
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Never, Protocol
 
-from peers.dashboard.history import History, to_json
+from peers.dashboard.history import History
 from peers.dashboard.news import Line
-from peers.dashboard.run_state import about, present
+from peers.dashboard.run_state import about, how_to_join, present
+from peers.shared.joining import Joining
 from peers.status.view import SwarmView
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
-from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
 
 SECONDS_PER_PEER = 0.01
 """The time between two views is at least this for each peer, because it costs this machine more to ask many peers."""
 
-Records = Mapping[int, Sequence[PeerRecord]]
-
 
 class Place(Protocol):
     """What a watcher needs of a Lookout."""
 
     config: RunConfig
-
-    @property
-    def records(self) -> Records:
-        """The records that were announced at each stage, when the last view was taken."""
-        ...
+    joining: Joining
 
     async def view(self) -> SwarmView:
         """Take a view of the run now. Raises SwarmError."""
@@ -42,19 +36,11 @@ class Place(Protocol):
 class Watcher:
     """The watcher of one run."""
 
-    def __init__(
-        self, place: Place, history: History, *, clock: Clock, interval_seconds: float,
-        how_to_join: Callable[[RunConfig, Records], Mapping[str, str]],
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            how_to_join: gives the commands with which others join the run, by their purpose.
-        """
+    def __init__(self, place: Place, history: History, *, clock: Clock, interval_seconds: float) -> None:
         self.history = history
         self._place = place
         self._clock = clock
         self._interval_seconds = interval_seconds
-        self._how_to_join = how_to_join
         self._seen: SwarmView | None = None
         self._fault = ""
         self._state: dict[str, Any] = about(place.config) | {"fault": "", "interval_seconds": interval_seconds}
@@ -66,8 +52,8 @@ class Watcher:
 
     @property
     def series(self) -> Mapping[str, Any]:
-        """The figures over time, as the history has them."""
-        return to_json(self.history)
+        """The figures over time as the page gets them when it opens; afterwards it adds new figures itself."""
+        return {name: series.to_json() for name, series in self.history.series.items()}
 
     async def watch(self, publish: Callable[[], None]) -> Never:
         """Take views and publish after each, until cancelled. If one fails, the state says why."""
@@ -97,7 +83,7 @@ class Watcher:
             "at": at,
             "figures_now": figures,
             "fault": "",
-            "join": dict(self._how_to_join(self._place.config, self._place.records)),
+            "join": how_to_join(self._place.joining),
         }  # fmt: skip
 
     def _failed(self, reason: str) -> None:

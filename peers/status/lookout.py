@@ -7,7 +7,7 @@ Through a peer it needs neither torch nor hivemind.
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -55,8 +55,8 @@ class Lookout:
         self._directory = directory
         self._channels = channels
         self._on_peers = on_peers
-        self.records: Mapping[int, Sequence[PeerRecord]] = {}
-        """The records that were announced at each stage, when the last view was taken."""
+        self.joining = Joining()
+        """The commands with which others join the run, when the last view was taken."""
 
     async def view(self) -> SwarmView:
         """Take a view of the run now: read the directory, and ask every peer. Raises what RecordStore.get raises."""
@@ -64,11 +64,11 @@ class Lookout:
         rows, trainers, claims = await asyncio.gather(
             asyncio.gather(*map(self._directory.peers, numbers)), self._directory.trainers(), self._directory.claims()
         )
-        self.records = dict(zip(numbers, rows, strict=True))
         self._on_peers([record for row in rows for record in row if record.state is PeerState.SERVING])
-        view = await observe(self.config.run_id, self.records, trainers, self._channels, claims=claims)
-        joining = Joining.at(self.config, entries_of(rows), insecure=self._channels.is_insecure)
-        return dataclasses.replace(view, join_command=joining.peer)
+        stages = dict(zip(numbers, rows, strict=True))
+        view = await observe(self.config.run_id, stages, trainers, self._channels, claims=claims)
+        self.joining = Joining.at(self.config, entries_of(rows), insecure=self._channels.is_insecure)
+        return dataclasses.replace(view, join_command=self.joining.peer)
 
 
 async def views(lookouts: Sequence[Lookout]) -> list[SwarmView]:

@@ -13,12 +13,12 @@ from peers.dashboard.app import page_of
 from peers.dashboard.history import History
 from peers.dashboard.hub import Hub
 from peers.dashboard.watcher import Watcher
+from peers.shared.joining import Joining
 from peers.shared.web import Listener
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
 from swarm import config as configs
 from swarm.machine.clock import SystemClock
-from swarm.types import PeerRecord
 from tests.support.browser import chromium, page_at
 from tests.support.views import peer, view
 
@@ -35,12 +35,9 @@ class _Shown:
 
     def __init__(self) -> None:
         self.config = CONFIG
-        self.records: dict[int, list[PeerRecord]] = {}
+        self.joining = Joining(peer="swarm-peer swarm://1abc")
         self.seen = view()
-        self.watcher = Watcher(
-            self, History(run=CONFIG.run_id), clock=SystemClock(), interval_seconds=2.0,
-            how_to_join=lambda config, records: {"Give a machine to the run": "swarm-peer swarm://1abc"},
-        )  # fmt: skip
+        self.watcher = Watcher(self, History(run=CONFIG.run_id), clock=SystemClock(), interval_seconds=2.0)
         self.is_over = asyncio.Event()
         self.serving: asyncio.Task[None] | None = None
         self.hub = Hub(lambda: {CONFIG.run_id: self.watcher.series})

@@ -7,10 +7,10 @@ import pytest
 
 from peers.dashboard.history import History
 from peers.dashboard.watcher import Watcher
+from peers.shared.joining import Joining
 from peers.status.view import SwarmView
 from swarm import config as configs
 from swarm.errors import PeerUnavailable
-from swarm.types import PeerRecord
 from tests.support import virtual_time
 from tests.support.views import peer, peer_id, view
 
@@ -22,7 +22,7 @@ class _Place:
 
     def __init__(self, *outcomes: SwarmView | Exception) -> None:
         self.config = CONFIG
-        self.records: dict[int, list[PeerRecord]] = {}
+        self.joining = Joining(peer="swarm-peer swarm://1...")
         self._outcomes = list(outcomes)
         self.num_looks = 0
 
@@ -35,10 +35,8 @@ class _Place:
 
 
 def _watcher(place: _Place, interval_seconds: float = 2.0) -> Watcher:
-    return Watcher(
-        place, History(run=CONFIG.run_id), clock=virtual_time.LoopClock(), interval_seconds=interval_seconds,
-        how_to_join=lambda config, records: {"Join": "swarm-peer swarm://1..."},
-    )  # fmt: skip
+    history, clock = History(run=CONFIG.run_id), virtual_time.LoopClock()
+    return Watcher(place, history, clock=clock, interval_seconds=interval_seconds)
 
 
 async def test_the_page_has_what_status_has_of_everybody() -> None:
@@ -57,8 +55,16 @@ async def test_the_page_has_what_status_has_of_everybody() -> None:
         assert status_row.keys() <= shown["figures"]["trainer"].keys()
     assert shown["empty_stages"] == told["empty_stages"] == []
     assert shown["peers"][f"0/{peer_id('ann')}"]["cells"]["loop_lag_seconds"] == "0.5 s"
-    assert shown["join"] == {"Join": "swarm-peer swarm://1..."}
+    assert shown["join"]["Give a machine to the run"] == "swarm-peer swarm://1..."
     assert (shown["figures_now"]["loss"], shown["figures_now"]["peers"]) == (2.5, 1)
+
+
+async def test_while_nobody_serves_there_is_nobody_to_come_to() -> None:
+    place = _Place(view([]))
+    place.joining = Joining()
+    watcher = _watcher(place)
+    await watcher.look()
+    assert watcher.state["join"] == {}
 
 
 async def test_a_look_that_fails_is_told_and_what_was_seen_stays() -> None:

@@ -4,13 +4,21 @@ import dataclasses
 
 from peers.shared import cli
 from peers.shared.joining import Joining, remedy
+from peers.shared.network import entries_of
 from peers.stage_peer.options import PeerOptions
 from swarm import config as configs
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
+from swarm.types import PeerRecord, PeerState
 
 CONFIG = configs.load_preset("tiny")
 ENTRY = Entry.parse(f"{'a' * 40}@192.0.2.1:5001")
+
+
+def _record(number: int, stage: int, state: PeerState = PeerState.SERVING) -> PeerRecord:
+    return PeerRecord(
+        peer_id=f"{number:040x}", announced_at=1.0, stage=stage, endpoint=f"192.0.2.{number}:5001", state=state
+    )
 
 
 def _options(line: str) -> PeerOptions:
@@ -42,6 +50,21 @@ def test_a_locked_run_s_line_says_where_the_token_goes() -> None:
         word, _, token = line.split()[1].partition("#")
         assert Invite.parse(word).is_locked
         assert token == "TOKEN"
+
+
+def test_they_lead_to_peers_of_several_stages_that_serve() -> None:
+    records = [_record(1, 0), _record(2, 0), _record(3, 1, PeerState.LEAVING), _record(4, 1), _record(5, 2)]
+    rows = [[record for record in records if record.stage == stage] for stage in range(3)]
+    lines = dataclasses.astuple(Joining.at(CONFIG, entries_of(rows), insecure=True))
+    assert [line.split()[0] for line in lines] == ["swarm-peer", "swarm-trainer", "swarm-status"]
+    for line in lines:
+        assert line.endswith(" --insecure")
+        invite = Invite.parse(line.split()[1])
+        assert invite.is_to(CONFIG.run_id)
+        assert not invite.is_locked
+        hosts = [entry.host for entry in invite.entries]
+        assert hosts == ["192.0.2.1", "192.0.2.4", "192.0.2.5", "192.0.2.2"][: len(hosts)]
+        assert len(hosts) > 1
 
 
 def test_where_no_peer_is_known_the_invite_is_to_be_filled_in() -> None:
