@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from peers.dashboard.door import Door
 from peers.dashboard.hub import Hub
+from peers.shared import process
 
 MOST_VIEWERS = 100
 _TOKEN_SECONDS = 10.0
@@ -70,12 +71,7 @@ class Viewers:
             if not await self._is_admitted(socket):
                 await socket.close(CLOSE_REFUSED)
                 return
-            async with asyncio.TaskGroup() as tasks:
-                telling = tasks.create_task(self._tell(socket))
-                listening = tasks.create_task(_until_heard(socket))
-                await asyncio.wait([telling, listening], return_when=asyncio.FIRST_COMPLETED)
-                telling.cancel()
-                listening.cancel()
+            await process.before(_until_heard(socket), self._tell(socket))
         except (WebSocketDisconnect, TimeoutError):
             # The viewer has gone before it sent anything.
             pass

@@ -7,15 +7,14 @@ anything: that makes only the checks that cost next to nothing, and tells only w
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 from peers.doctor import line, machine
 from peers.doctor.finding import Finding, State, fine, not_checked, wrong
 from peers.doctor.needs import Needs
-from peers.doctor.ports import Ports, from_outside, unasked
+from peers.doctor.options import DoctorOptions
+from peers.doctor.ports import from_outside, unasked
 from peers.shared.cache import cache_folder
-from peers.shared.devices import Device
+from peers.shared.devices import Device, free_ram_bytes
 from peers.shared.network import KnownPeers
 from swarm import __version__
 from swarm.config import RunConfig
@@ -30,25 +29,6 @@ MOMENT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How this machine is to be used.
-
-    Attributes:
-        stage: the stage that it is to serve.
-        device: the device, as --device names it.
-        checkpoint: folder for checkpoints; None if none are written.
-        keep_checkpoints: how many checkpoints are kept.
-        ports: where it is to listen.
-    """
-
-    stage: int | Literal["auto"]
-    device: str
-    checkpoint: Path | None
-    keep_checkpoints: int
-    ports: Ports
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """What is known of the run that this machine is to join."""
 
@@ -57,7 +37,6 @@ class Run:
     channels: ChannelPool
     identity: Identity
     """The identity with which this process calls the run's peers."""
-    insecure: bool
 
     @property
     def peers(self) -> Sequence[PeerRecord]:
@@ -65,10 +44,11 @@ class Run:
         return self.known.everyone()
 
 
-async def thoroughly(plan: Plan, run: Run | str, clock: Clock) -> list[Finding]:
+async def thoroughly(plan: DoctorOptions, run: Run | str, clock: Clock) -> list[Finding]:
     """Check everything, in 20 s at most.
 
     Args:
+        plan: how this machine is to be used.
         run: the run, or text that says why nothing is known of it.
     """
     on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device))
@@ -82,16 +62,16 @@ async def thoroughly(plan: Plan, run: Run | str, clock: Clock) -> list[Finding]:
     return [*findings, versions(run.peers), *on_line]
 
 
-async def in_passing(plan: Plan, run: Run, device: Device, clock: Clock) -> list[Finding]:
+async def in_passing(plan: DoctorOptions, run: Run, device: Device, clock: Clock) -> list[Finding]:
     """Check what takes only a moment; gives what is wrong."""
     found = await line.distances(run.peers, run.channels, clock, seconds=MOMENT_SECONDS)
     on_line = [versions(run.peers), line.judge_clock(found), line.judge_round_trip(found)]
     return [finding for finding in (*_for_run(plan, run, device), *on_line) if finding.state is State.WRONG]
 
 
-async def _on_line(plan: Plan, run: Run, clock: Clock) -> list[Finding]:
+async def _on_line(plan: DoctorOptions, run: Run, clock: Clock) -> list[Finding]:
     # Others dial back meanwhile.
-    asking = from_outside(plan.ports, run.peers, run.channels, run.identity, insecure=run.insecure)
+    asking = from_outside(plan.ports, run.peers, run.channels, run.identity)
     ports, on_line = await asyncio.gather(asking, _to_peers(run, clock))
     return [*ports, *on_line]
 
@@ -109,7 +89,7 @@ async def _to_peers(run: Run, clock: Clock) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _for_run(plan: Plan, run: Run, device: Device | None) -> list[Finding]:
+def _for_run(plan: DoctorOptions, run: Run, device: Device | None) -> list[Finding]:
     """Check this machine against what the run needs."""
     findings = [machine.files(len(run.peers))]
     if run.config.model.custom_class:
@@ -121,7 +101,7 @@ def _for_run(plan: Plan, run: Run, device: Device | None) -> list[Finding]:
         stage: Needs.of(run.config, stage, on_gpu=device is not None and device.kind == "cuda") for stage in stages
     }
     if device is not None:
-        findings.append(machine.memory(needs, device, is_auto=plan.stage == "auto"))
+        findings.append(machine.judge_memory(needs, device, free_ram_bytes(), is_auto=plan.stage == "auto"))
     findings.append(machine.disk(cache_folder(), max(need.cache for need in needs.values()), "what is fetched may"))
     if plan.checkpoint is not None:
         # There is one more for a while: the next checkpoint is whole before the oldest is deleted.

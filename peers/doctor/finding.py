@@ -1,9 +1,8 @@
 """What an examination finds: one line for each thing that it checks."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class State(StrEnum):
@@ -30,10 +29,6 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.what:<10}  {self.state:<11}  {self.text}"
-
-    def to_json(self) -> dict[str, Any]:
-        """The finding as a JSON object, for programs."""
-        return asdict(self)
 
 
 def fine(what: str, text: str) -> Finding:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from peers.doctor.finding import Finding, fine, not_checked, wrong
 from peers.doctor.needs import Needs
-from peers.shared.devices import Device, device_of, free_ram_bytes, here
+from peers.shared.devices import Device, device_of, here
 from swarm.machine.out_of_memory import in_words
 from swarm.machine.words import counted
 
@@ -76,13 +76,11 @@ def judge_files(limit: int | None, num_peers: int) -> Finding:
     return wrong("files", f"{limit} may be open, and about {needed} are needed: ulimit -n {max(1024, 2 * needed)}")
 
 
-def memory(needs: Mapping[int, Needs], found: Device, *, is_auto: bool) -> Finding:
-    """Whether there is memory for the stages: for each of them, since with `is_auto` the peer may serve any."""
-    return judge_memory(needs, found, free_ram_bytes(), is_auto=is_auto)
-
-
 def judge_memory(needs: Mapping[int, Needs], found: Device, free_ram: int, *, is_auto: bool) -> Finding:
-    """Compare what each stage needs with what is free on the device, and of RAM beside a GPU."""
+    """Compare what each stage needs with what is free on the device, and of RAM beside a GPU.
+
+    There is one stage; or with `is_auto` all that the peer may serve.
+    """
     lacking = [stage for stage, need in needs.items() if need.device > found.free_bytes or need.ram > free_ram]
     least, most = (choose(need.device for need in needs.values()) for choose in (min, max))
     stages = f"stage {next(iter(needs))} takes" if len(needs) == 1 else "a stage takes"

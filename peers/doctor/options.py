@@ -51,9 +51,7 @@ class DoctorOptions:
         if self.invite is not None and self.lan:
             raise ValueError("INVITE and --lan both say which run to enter: leave one out")
         cli.require_at_least(self, {"keep_checkpoints": 1})
-        for name in ("port", "dht_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
+        cli.require_ports(self, ["port", "dht_port"])
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
 

@@ -68,7 +68,7 @@ def unasked(ports: Ports) -> list[Finding]:
 
 
 async def from_outside(
-    ports: Ports, peers: Sequence[PeerRecord], channels: ChannelPool, own: Identity, *, insecure: bool
+    ports: Ports, peers: Sequence[PeerRecord], channels: ChannelPool, own: Identity
 ) -> list[Finding]:
     """Have peers dial both ports back; gives the findings. On cancellation nothing listens any more."""
     if ports.taken or not peers:
@@ -89,7 +89,7 @@ async def from_outside(
             fault = str(error)
             return pb.CheckReply()
 
-    async with answering(ports.host, port, own, insecure=insecure), answering_as_node(ports.host, dht_port):
+    async with answering(ports.host, port, own, insecure=channels.is_insecure), answering_as_node(ports.host, dht_port):
         asked = [peer for peer in peers if direct(peer.endpoints)][:NUM_ASKED]
         replies = [reply for reply in await asyncio.gather(*map(ask, asked)) if reply.observed_host]
     if not replies:

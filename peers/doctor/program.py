@@ -13,8 +13,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from peers.doctor.examination import Plan, Run, thoroughly
+from peers.doctor.examination import Run, thoroughly
 from peers.doctor.finding import Finding, is_well, wrong
 from peers.doctor.options import DoctorOptions
 from peers.shared import cli, process
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: looking, for 20 s at most", file=sys.stderr, flush=True)
     findings = run_loop(examine(options, entrance))
     if options.json:
-        print(json.dumps({"fine": is_well(findings), "findings": [finding.to_json() for finding in findings]}))
+        print(json.dumps({"fine": is_well(findings), "findings": [asdict(finding) for finding in findings]}))
     else:
         print("\n".join(process.printable(str(finding)) for finding in findings))
     return 0 if is_well(findings) else process.EXIT_FAILURE
@@ -51,24 +52,20 @@ def main(argv: Sequence[str]) -> int:
 async def examine(options: DoctorOptions, entrance: Entrance) -> list[Finding]:
     """All findings, the run's own first."""
     clock = SystemClock()
-    plan = Plan(
-        stage=options.stage, device=options.device, checkpoint=options.checkpoint,
-        keep_checkpoints=options.keep_checkpoints, ports=options.ports,
-    )  # fmt: skip
     if not entrance.entries:
-        return await thoroughly(plan, "it takes an INVITE, and so a run", clock)
+        return await thoroughly(options, "it takes an INVITE, and so a run", clock)
     try:
         async with asyncio.timeout(LOOK_SECONDS):
             config, known = await entrance.look(clock)
     except TimeoutError:
         fault = f"no answer within {LOOK_SECONDS:.0f} s: check the network, and that a peer of the invite still runs"
-        return [wrong("run", fault), *await thoroughly(plan, "no peer of the run answers", clock)]
+        return [wrong("run", fault), *await thoroughly(options, "no peer of the run answers", clock)]
     except (SwarmError, ValueError) as error:
-        return [wrong("run", str(error)), *await thoroughly(plan, "nothing is known of the run", clock)]
+        return [wrong("run", str(error)), *await thoroughly(options, "nothing is known of the run", clock)]
     identity = admitted(generate(), entrance.token)
     channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
     try:
-        run = Run(config=config, known=known, channels=channels, identity=identity, insecure=options.insecure)
-        return await thoroughly(plan, run, clock)
+        run = Run(config=config, known=known, channels=channels, identity=identity)
+        return await thoroughly(options, run, clock)
     finally:
         await channels.close()

@@ -37,7 +37,7 @@ class Keyboard:
         self._interrupt.clear()
         if self.is_over:
             self._interrupt.set()
-        return await process.before(self._interrupt, work)
+        return await process.before(self._interrupt.wait(), work)
 
     def _end(self) -> None:
         self.is_over = True

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 async def run(swarm: LocalSwarm) -> int:
     """Run the swarm until it has trained, or this program is told to stop; gives the exit code."""
     stop = process.stop_event()
-    exit_code = await process.before(stop, swarm.run())
+    exit_code = await process.before(stop.wait(), swarm.run())
     if exit_code is None:
         print(f"{PROG}: stopped; every process is being ended", file=sys.stderr)
         return stop.exit_code

@@ -238,16 +238,20 @@ def stop_event() -> Stop:
     return stop
 
 
-async def before(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Run `work` and give its result. If `stop` is set first, cancel it, wait until it has ended, and give None."""
-    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if not working.done():
-        working.cancel()
-        await asyncio.wait([working])
+async def before(stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Run both until one ends, then cancel the other and wait for its end; gives the result of `work`, or None if
+    `stop` ended first. Raises what the one that ended raises."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop)
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        stopping.result()
         return None
-    stopping.cancel()
-    return working.result()
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.wait([working, stopping])
 
 
 def die_with_parent(parent: int | None = None) -> Callable[[], None]:

@@ -21,19 +21,11 @@ class ReportingOptions(Protocol):
     """The options that say where a program that trains reports its figures."""
 
     @property
-    def wandb(self) -> str | None:
-        """The project to report to."""
-        ...
-
+    def wandb(self) -> str | None: ...
     @property
-    def wandb_online(self) -> bool:
-        """Whether to report to the service."""
-        ...
-
+    def wandb_online(self) -> bool: ...
     @property
-    def tensorboard(self) -> Path | None:
-        """The folder to write to."""
-        ...
+    def tensorboard(self) -> Path | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

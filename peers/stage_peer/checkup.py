@@ -7,8 +7,8 @@ import logging
 
 import torch
 
-from peers.doctor.examination import Plan, Run, in_passing
-from peers.doctor.ports import Ports
+from peers.doctor.examination import Run, in_passing
+from peers.doctor.options import DoctorOptions
 from peers.shared.devices import here
 from peers.shared.membership import Membership
 from peers.stage_peer.options import PeerOptions
@@ -18,16 +18,12 @@ logger = logging.getLogger(__name__)
 
 async def say_what_is_wrong(options: PeerOptions, member: Membership, device: torch.device) -> None:
     """Log a line for each thing that is wrong. This takes a few seconds at most, if other peers are silent."""
-    run = Run(
-        config=member.config, known=member.known, channels=member.channels, identity=member.identity,
-        insecure=options.insecure,
-    )  # fmt: skip
-    plan = Plan(
+    run = Run(config=member.config, known=member.known, channels=member.channels, identity=member.identity)
+    plan = DoctorOptions(
         stage=options.first_stage,
         device=str(device),
         checkpoint=options.checkpoint,
         keep_checkpoints=options.keep_checkpoints or 3,
-        ports=Ports(host=options.host, port=options.port, dht_port=options.dht_port),
     )
     for finding in await in_passing(plan, run, here(device), member.clock):
         logger.warning("%s: %s", finding.what, finding.text)

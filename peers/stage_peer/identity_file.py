@@ -36,16 +36,12 @@ def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdenti
         ValueError: the named file is in use by another peer.
         IntegrityError: the file is no identity.
     """
-    if path is not None:
-        claimed = _try_claim(path)
-        if claimed is None:
-            raise ValueError(f"--identity {path} is in use by another peer on this machine: give each its own")
-        return claimed
-    for number in itertools.count():
-        claimed = _try_claim(folder / f"{label}.{number}.pem")
-        if claimed is not None:
-            return claimed
-    raise AssertionError("counting never ends")
+    if path is None:
+        return next(filter(None, (_try_claim(folder / f"{label}.{number}.pem") for number in itertools.count())))
+    claimed = _try_claim(path)
+    if claimed is None:
+        raise ValueError(f"--identity {path} is in use by another peer on this machine: give each its own")
+    return claimed
 
 
 def _try_claim(path: Path) -> ClaimedIdentity | None:

@@ -9,9 +9,8 @@ rebalancer.py decides when to move.
 import asyncio
 import gc
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from peers.shared import process
 from peers.shared.network import LOOK_SECONDS
@@ -103,7 +102,7 @@ class Mover:
             logger.warning("cannot begin at stage %d: %s; trying stage %d", stage, failure, other)
             await self._rebalancer.gave_up(stage)
             await self._rebalancer.goes(other, from_stage=stage)
-            await self._first_of(self._clock.sleep(retry_seconds), self._stop.wait())
+            await process.before(self._stop.wait(), self._clock.sleep(retry_seconds))
             if self._stop.is_set():
                 await self._rebalancer.gave_up(other)
                 return
@@ -164,9 +163,9 @@ class Mover:
             Fatal: the peer has left because it cannot go on.
         """
         while True:
-            target = await self._first_of(
+            target = await process.before(
+                process.before(self._stop.wait(), server.gives_up()),
                 self._rebalancer.next_move(stage, lambda: server.stage.samples_per_second),
-                self._first_of(server.gives_up(), self._stop.wait()),
             )
             if target is None:
                 if server.fault is not None:
@@ -186,12 +185,12 @@ class Mover:
                     raise server.fault
                 return None
             logger.info("moving to stage %d after this round", target)
-            await self._first_of(server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS), self._stop.wait())
+            await process.before(self._stop.wait(), server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS))
             if self._stop.is_set():
                 await self._rebalancer.gave_up(target)
                 continue
             move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
-            is_drained = await self._first_of(server.drain(DRAIN_SECONDS), self._stop.wait())
+            is_drained = await process.before(self._stop.wait(), server.drain(DRAIN_SECONDS))
             if is_drained and await self._can_spare(server, stage):
                 await server.leave()
                 return move
@@ -234,14 +233,3 @@ class Mover:
             if self._clock.monotonic() >= deadline:
                 return False
             await self._clock.sleep(LOOK_SECONDS)
-
-    async def _first_of(
-        self, work: Coroutine[Any, Any, int | bool | None], stop: Coroutine[Any, Any, object]
-    ) -> int | None:
-        """Run both until one ends, and cancel the other; gives the result of `work`, None if `stop` ended first."""
-        async with asyncio.TaskGroup() as tasks:
-            working, stopping = tasks.create_task(work), tasks.create_task(stop)
-            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-            for task in (working, stopping):
-                task.cancel()
-        return None if working.cancelled() else working.result()

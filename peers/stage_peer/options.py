@@ -145,7 +145,8 @@ class PeerOptions:
                 raise ValueError(f"--rebalance-every must be 0 or positive, not {self.rebalance_every}")
         if self.first_stage != "auto" and self.first_stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.first_stage}")
-        cli.require_at_least(self, {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1})
+        least = {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1, "max_in_flight": 0, "graph_memory_mib": 0}
+        cli.require_at_least(self, {**least, "max_sessions": 0, "session_memory_mib": 0, "relay_mbit": 0})
         if sum(source is not None for source in (self.config, self.preset, self.model)) > 1:
             raise ValueError("--config, --preset and --model exclude each other")
         if not self.names_a_run and not self.joins and not self.lan:
@@ -172,15 +173,6 @@ class PeerOptions:
         cli.require_threads(self.threads)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
-        for name in (
-            "max_in_flight",
-            "graph_memory_mib",
-            "max_sessions",
-            "session_memory_mib",
-            "relay_mbit",
-        ):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
 
     @property
     def names_a_run(self) -> bool:

@@ -110,7 +110,7 @@ async def look(options: StatusOptions, view: Look) -> None:
                 Screen(soft_wrap=True).print(*map(render, seen), sep="\n")
 
         if options.watch:
-            await process.before(process.stop_event(), watch(view, show, options.interval))
+            await process.before(process.stop_event().wait(), watch(view, show, options.interval))
         else:
             show(await view())
 

@@ -3,6 +3,7 @@
 The options of swarm-status and swarm-dashboard extend these. This imports neither gRPC nor torch.
 """
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class ViewOptions:
     (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     insecure: bool = False
     """Look at a run whose peers were started with --insecure."""
+
+    @property
+    def invite(self) -> str | None:
+        """The first invite; None if the options name none."""
+        return next(iter(self.invites), None)
 
     @property
     def num_ways(self) -> int:
@@ -90,15 +96,5 @@ class ViewOptions:
         from peers.shared.entrance import find_entrance
         from swarm.credentials.certificates import Role
 
-        way = _Way(invite, self.initial_peers, self.token, self.insecure)
+        way = self if invite is None else dataclasses.replace(self, invites=(invite,), lan=False)
         return find_entrance(way, environment, role=Role.TRAINER, clock=clock, peers=self.peer)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """One way into a run, as EntranceOptions."""
-
-    invite: str | None
-    initial_peers: tuple[str, ...]
-    token: str | None
-    insecure: bool

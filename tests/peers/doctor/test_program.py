@@ -11,7 +11,7 @@ import pytest
 
 from peers.doctor import line, ports
 from peers.doctor import program as doctor
-from peers.doctor.examination import Plan, Run, in_passing
+from peers.doctor.examination import Run, in_passing
 from peers.doctor.finding import Finding, State
 from peers.doctor.options import DoctorOptions
 from peers.shared.devices import Device
@@ -121,12 +121,11 @@ def test_lines_and_json_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: 
 async def _in_passing(run: ShownRun) -> list[Finding]:
     options = _options(run.entry)
     config, known = await find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock()).look(SystemClock())
-    plan = Plan(stage="auto", device="cpu", checkpoint=None, keep_checkpoints=3, ports=options.ports)
     identity = generate()
     channels = ChannelPool(identity=identity)
     try:
-        about = Run(config=config, known=known, channels=channels, identity=identity, insecure=False)
-        return await in_passing(plan, about, Device(name="cpu", free_bytes=8 << 30), SystemClock())
+        about = Run(config=config, known=known, channels=channels, identity=identity)
+        return await in_passing(options, about, Device(name="cpu", free_bytes=8 << 30), SystemClock())
     finally:
         await channels.close()
 
