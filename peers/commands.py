@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from types import FrameType, ModuleType
 
@@ -22,61 +23,8 @@ SLOW_SECONDS = 2.0
 """Once libraries have been loading for this long, somebody who watches is told."""
 
 
-def peer() -> None:
-    """Run `swarm-peer`."""
-    _run("swarm-peer", "peers.stage_peer.program", ("peers.stage_peer.options", "PeerOptions"), LEAST_BYTES)
-
-
-def trainer() -> None:
-    """Run `swarm-trainer`."""
-    _run("swarm-trainer", "peers.trainer.program", ("peers.trainer.options", "TrainerOptions"), LEAST_BYTES)
-
-
-def status() -> None:
-    """Run `swarm-status`."""
-    _run("swarm-status", "peers.status.program")
-
-
-def local() -> None:
-    """Run `swarm-local`."""
-    _run("swarm-local", "peers.local.program")
-
-
-def keys() -> None:
-    """Run `swarm-keys`."""
-    _run("swarm-keys", "peers.keys")
-
-
-def model() -> None:
-    """Run `swarm-model`."""
-    _run("swarm-model", "peers.model.program", ("peers.model.options", "explain"))
-
-
-def generate() -> None:
-    """Run `swarm-generate`."""
-    _run("swarm-generate", "peers.generate.program", ("peers.generate.options", "GenerateOptions"))
-
-
-def doctor() -> None:
-    """Run `swarm-doctor`."""
-    _run("swarm-doctor", "peers.doctor.program", ("peers.doctor.options", "DoctorOptions"))
-
-
-def dashboard() -> None:
-    """Run `swarm-dashboard`."""
-    _run("swarm-dashboard", "peers.dashboard.program")
-
-
-def static() -> None:
-    """Run `swarm-static`."""
-    # Threads that compute one operator together wait for each other. If they waited busily, as libgomp lets them, each
-    # would keep the other from a core that further processes want as well, and steps would take several times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    _run("swarm-static", "peers.static.program", ("peers.static.options", "explain"))
-
-
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
-    """The command line of another process that runs one of the programs above; see cli.arguments for the arguments.
+    """The command line of another process that runs one of the programs below; see cli.arguments for the arguments.
 
     Because of -P, modules that happen to lie in the current folder are not imported instead of ours.
     """
@@ -157,3 +105,24 @@ def load(module: str) -> ModuleType:
     finally:
         gc.enable()
     return program
+
+
+peer = partial(_run, "swarm-peer", "peers.stage_peer.program", ("peers.stage_peer.options", "PeerOptions"), LEAST_BYTES)
+trainer = partial(
+    _run, "swarm-trainer", "peers.trainer.program", ("peers.trainer.options", "TrainerOptions"), LEAST_BYTES
+)
+status = partial(_run, "swarm-status", "peers.status.program")
+local = partial(_run, "swarm-local", "peers.local.program")
+keys = partial(_run, "swarm-keys", "peers.keys")
+model = partial(_run, "swarm-model", "peers.model.program", ("peers.model.options", "explain"))
+generate = partial(_run, "swarm-generate", "peers.generate.program", ("peers.generate.options", "GenerateOptions"))
+doctor = partial(_run, "swarm-doctor", "peers.doctor.program", ("peers.doctor.options", "DoctorOptions"))
+dashboard = partial(_run, "swarm-dashboard", "peers.dashboard.program")
+
+
+def static() -> None:
+    """Run `swarm-static`."""
+    # Threads that compute one operator together wait for each other. If they waited busily, as libgomp lets them, each
+    # would keep the other from a core that further processes want as well, and steps would take several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    _run("swarm-static", "peers.static.program", ("peers.static.options", "explain"))

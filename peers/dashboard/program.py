@@ -57,14 +57,9 @@ def take_address(options: DashboardOptions, *, is_locked: bool) -> "tuple[Listen
             everybody.
         OSError: the file with the token cannot be read.
     """
-    try:
-        import websockets  # noqa: F401 - the web server imports it once a browser asks
+    extras.require(PROG, "starlette, uvicorn and websockets", "serve", modules=["starlette", "uvicorn", "websockets"])
+    from peers.shared.web import Listener, find_secret
 
-        from peers.shared.web import Listener, find_secret
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "websockets"):
-            raise
-        raise extras.missing(PROG, "starlette, uvicorn and websockets", "serve") from None
     view_token = find_secret(options.view_token, os.environ, option="--view-token", variable=TOKEN_VARIABLE)
     listener = Listener(options.host, options.port, option="--port")
     if not listener.is_local and view_token is None:

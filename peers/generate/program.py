@@ -67,10 +67,7 @@ async def _run(options: GenerateOptions, server: "Server | None") -> int:
 
 def _server(options: GenerateOptions) -> "Server":
     """Make the server. Raises ValueError if its libraries are not installed, or its address cannot be taken."""
-    try:
-        from peers.generate.server import Server
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
-            raise
-        raise extras.missing("--serve", "starlette and uvicorn", "serve") from None
+    extras.require("--serve", "starlette and uvicorn", "serve", modules=["starlette", "uvicorn"])
+    from peers.generate.server import Server
+
     return Server(options, os.environ)

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from peers.shared.cache import cache_folder
 from peers.shared.entrance import find_entrance
 from peers.shared.lan import with_invite
 from peers.shared.membership import Membership
-from peers.shared.network import LOOK_SECONDS
 from peers.shared.reader import reading
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.others import answers
@@ -38,11 +36,12 @@ from swarm.credentials.certificates import Role
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
+from swarm.machine.patience import patiently
 from swarm.machine.words import counted
 from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
-from swarm.types import PROTOCOL_VERSION, PeerRecord
+from swarm.types import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class StageReader:
             max_bytes=self._max_bytes, is_useful=lambda standing: standing.round == round_number,
             round_number=round_number, only=ANCHOR,
         )  # fmt: skip
-        pinned = await self._transfer.begin(self._donors(), wanted)
+        pinned = await self._transfer.begin(self._member.known.others(self.stage), wanted)
         if 2 * len(pinned.sources) <= num_asked:
             self._transfer.forget()
             raise IntegrityError(
@@ -125,9 +124,6 @@ class StageReader:
         if shapes != self._shapes:
             raise IntegrityError(f"what the peers of stage {self.stage} hold is another model")
         return snapshot
-
-    def _donors(self) -> Sequence[PeerRecord]:
-        return self._member.known.others(self.stage)
 
 
 class LiveModel:
@@ -229,16 +225,12 @@ class LiveModel:
 
     async def _newest(self) -> list[int]:
         """The newest round of each stage; for a while, looks for peers of stages where none answers."""
-        member = self._member
-        deadline = self._clock.monotonic() + SAY_SECONDS
-        while True:
-            await member.known.look(member.directory, member.stages)
-            try:
-                return [max(numbers) for numbers in await asyncio.gather(*(r.rounds() for r in self._readers))]
-            except PeerUnavailable:
-                if self._clock.monotonic() >= deadline:
-                    raise
-            await self._clock.sleep(LOOK_SECONDS)
+
+        async def ask() -> list[int]:
+            await self._member.known.look(self._member.directory, self._member.stages)
+            return [max(numbers) for numbers in await asyncio.gather(*(r.rounds() for r in self._readers))]
+
+        return await patiently(ask, self._clock, "an answer from a peer of every stage")
 
     def _write(self, folder: Path, stage: int, snapshot: Snapshot) -> None:
         header = Header(

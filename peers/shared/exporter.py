@@ -96,12 +96,11 @@ def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> Iterable[Met
         elif isinstance(value, tuple):
             counted = dataclasses.replace(each, only_grows=False)
             yield _family(f"{prefix}_num_{name}", counted, {(): len(value)}, ())
-            yield from _of_records(metric, each, [_plain(item) for item in value])
+            yield from _of_records(metric, each, [item for item in value if isinstance(item, Mapping)])
     yield InfoMetricFamily(prefix, "What this process is.", value=words)
 
 
-def _of_records(metric: str, figure: Figure, items: Sequence[Any]) -> Iterable[Metric]:
-    records = [item for item in items if isinstance(item, Mapping)]
+def _of_records(metric: str, figure: Figure, records: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
     names = sorted({name for record in records for name, value in record.items() if isinstance(value, str)})
     samples: dict[str, dict[tuple[str, ...], float]] = {}
     for record in records:
@@ -111,10 +110,6 @@ def _of_records(metric: str, figure: Figure, items: Sequence[Any]) -> Iterable[M
                 samples.setdefault(name, {})[words] = value
     for name, values in samples.items():
         yield _family(f"{metric}_{name}", figure, values, names)
-
-
-def _plain(item: Any) -> Any:
-    return dataclasses.asdict(item) if dataclasses.is_dataclass(item) and not isinstance(item, type) else item
 
 
 def _family(name: str, figure: Figure, samples: Mapping[tuple[str, ...], float], labels: Sequence[str]) -> Metric:

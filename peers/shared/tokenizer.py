@@ -3,22 +3,16 @@
 Used by the programs that make text of tokens, or tokens of text.
 """
 
-import logging
 from contextlib import suppress
 from pathlib import Path
 
 from peers.shared.cache import kept_tokenizer
 from peers.shared.membership import Membership
-from peers.shared.network import LOOK_SECONDS
 from swarm.content import tokenizer
 from swarm.content.line import Kind
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.errors import PeerUnavailable
-
-logger = logging.getLogger(__name__)
-
-WAIT_SECONDS = 20.0
-"""How long to look for a peer that has the tokenizer: the run's first peer may have started just now."""
+from swarm.machine.patience import patiently
 
 
 async def have_tokenizer(member: Membership, cache: Path) -> str:
@@ -29,7 +23,7 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
         PeerUnavailable: no peer that answers has it; the message says what to do.
         Fatal: it cannot be written to the cache.
     """
-    data, clock = member.config.data, member.clock
+    data = member.config.data
     if data.tokenizer_identity == ByteTokenizer.identity:
         return ByteTokenizer.identity
     if not data.tokenizer_files:
@@ -37,19 +31,20 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
         raise ValueError("this run does not say which tokenizer it has: name yours with --tokenizer")
     folder = kept_tokenizer(cache, data.tokenizer_files)
     fetcher = member.fetcher(Kind.TOKENIZER)
-    until, has_said = clock.monotonic() + WAIT_SECONDS, False
-    while True:
+
+    async def fetch() -> None:
         try:
             await tokenizer.have(data.tokenizer_files, folder, fetcher)
-            return str(folder)
-        except PeerUnavailable as error:
-            if not has_said:
-                has_said = True
-                logger.info("looking for a peer that has the run's tokenizer, %.0f s at most: %s", WAIT_SECONDS, error)
-            if clock.monotonic() >= until:
-                raise PeerUnavailable(
-                    f"the run's tokenizer cannot be had from its peers ({error}); name a copy with --tokenizer"
-                ) from None
-        await clock.sleep(LOOK_SECONDS)
-        with suppress(PeerUnavailable):
-            await member.known.look(member.directory, member.stages)
+        except PeerUnavailable:
+            # The run's first peer may have started just now.
+            with suppress(PeerUnavailable):
+                await member.known.look(member.directory, member.stages)
+            raise
+
+    try:
+        await patiently(fetch, member.clock, "a peer that has the run's tokenizer")
+    except PeerUnavailable as error:
+        raise PeerUnavailable(
+            f"the run's tokenizer cannot be had from its peers ({error}); name a copy with --tokenizer"
+        ) from None
+    return str(folder)

@@ -57,17 +57,18 @@ class Checkpoints:
         """
         self._config = config
         self._model = model
+        self._options = options
         self._workers = workers
         self._stage = workers.place("pp")
-        self._folders = [folder for folder in (options.checkpoint, options.resume) if folder is not None]
-        self._every = options.checkpoint_every
-        self._is_on = options.checkpoint is not None
         self._writer: CheckpointWriter | None = None
         self._written = -1
         self._is_newest_kept = True
         if options.checkpoint is not None and workers.place("dp") == workers.place("tp") == 0:
             self._writer = CheckpointWriter(
-                options.checkpoint, every=self._every, keep=options.keep_checkpoints, owner=f"static-{self._stage}"
+                options.checkpoint,
+                every=options.checkpoint_every,
+                keep=options.keep_checkpoints,
+                owner=f"static-{self._stage}",
             )
 
     def restore(self, optimizer: optim.Optimizer) -> Progress:
@@ -76,7 +77,8 @@ class Checkpoints:
         Raises:
             Fatal: the checkpoints are of another run, or damaged, or not the same for all workers.
         """
-        folders = [CheckpointFolder(path, self._config) for path in self._folders]
+        paths = (self._options.checkpoint, self._options.resume)
+        folders = [CheckpointFolder(path, self._config) for path in paths if path is not None]
         folder = next((folder for folder in folders if not folder.is_empty), None)
         progress = Progress() if folder is None else self._take(folder, optimizer)
         (total,) = self._workers.total(progress.step)
@@ -109,7 +111,7 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint of the state with which a step begins is due."""
-        return self._is_on and step % self._every == 0
+        return self._options.checkpoint is not None and step % self._options.checkpoint_every == 0
 
     def write(self, progress: Progress, optimizer: optim.Optimizer) -> Progress:
         """Write the state, unless that was done. All workers call this.
@@ -117,7 +119,7 @@ class Checkpoints:
         Returns:
             The progress; at the worker that writes, with its new lineage.
         """
-        if not self._is_on or progress.step == self._written:
+        if self._options.checkpoint is None or progress.step == self._written:
             return progress
         self._written = progress.step
         parameters = self._model.local_parameters

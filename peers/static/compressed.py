@@ -7,59 +7,41 @@ few workers, each gets what all others encoded (gather). Otherwise each worker s
 Shapes: D elements of the vector, P of a part.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
-
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from peers.static.options import StaticOptions
 from peers.static.spread import Spread
 from peers.static.workers import Workers
 from swarm.averaging.exchanging.feedback import ErrorFeedback, Residual
 from swarm.compression import layout
 from swarm.compression.buffers import Buffer
 from swarm.compression.codec import contribution_codec, result_codec
-from swarm.config import AveragingConfig, RunConfig
-
-
-def average_compressed(model: Spread, config: RunConfig, options: StaticOptions, workers: Workers) -> Callable[[], int]:
-    """Have DDP average with the codec of `--compress`; gives a function that tells how many bytes were sent since its
-    last call."""
-    assert options.compress is not None
-    assert isinstance(model.module, DistributedDataParallel)
-    averaging = dataclasses.replace(config.averaging, codec=options.compress)
-    average = CompressedAverage(averaging, model.parameters, workers.mesh.get_group("dp"))
-    model.module.register_comm_hook(None, average.hook)
-    return average.bytes_sent
+from swarm.config import AveragingConfig
 
 
 class CompressedAverage:
     """One worker's side of the average."""
 
-    def __init__(
-        self, config: AveragingConfig, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
-    ) -> None:
-        """
-        Args:
-            parameters: the parameters by their names, which decide how they are laid out.
-        """
+    def __init__(self, model: Spread, config: AveragingConfig, workers: Workers) -> None:
+        """Have the model's DDP average with a codec from now on."""
         self._num_sent = 0
-        self._names = {parameter: name for name, parameter in parameters.items()}
-        self._group = group
-        self._num_workers, self._place = dist.get_world_size(group), dist.get_rank(group)
+        self._names = {parameter: name for name, parameter in model.parameters.items()}
+        self._group = workers.mesh.get_group("dp")
+        self._num_workers, self._place = workers.shape.dp, workers.place("dp")
         self._codec, self._result_codec = contribution_codec(config), result_codec(config)
         self._gathers = self._codec.is_sparse and self._num_workers <= config.gather_members
         self._feedback = ErrorFeedback(config.feedback_decay)
+        assert isinstance(model.module, DistributedDataParallel)
+        model.module.register_comm_hook(None, self._hook)
 
     def bytes_sent(self) -> int:
         """The bytes that this worker has sent since the last call."""
         num_sent, self._num_sent = self._num_sent, 0
         return num_sent
 
-    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket's gradients. DDP calls this when they are there; there is one bucket, with all of them."""
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients = {self._names[parameter]: gradient for parameter, gradient in pairs}

@@ -80,14 +80,14 @@ def train(
         squared_norm = scaled_norm / scale.factor**2
         factor = optim.clip_factor(squared_norm, config.optimizer.clip_norm) / scale.factor
         if not scale.accepts(squared_norm, progress.step):
-            run.model.clear_gradients()
+            run.model.module.zero_grad()
             continue
 
         # Clip, and step.
         loss, rate = scaled_loss / (weight * shape.tp), optim.learning_rate(config.optimizer, progress.run_samples)
         torch._foreach_mul_(list(gradients.values()), factor)
         optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
-        run.model.clear_gradients()
+        run.model.module.zero_grad()
         batch, all_targets = next_batch, next_targets
 
         # The next step begins with this state. If it is due, write a checkpoint of it, and evaluate it.

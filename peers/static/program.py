@@ -8,7 +8,9 @@ to bottom: options -> the run -> join the other workers -> text -> spread the mo
 """
 
 import contextlib
+import dataclasses
 import io
+import itertools
 import logging
 import math
 import os
@@ -26,7 +28,7 @@ from peers.shared.reporting import require_reporters
 from peers.static import run_config, workers
 from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints
-from peers.static.compressed import average_compressed
+from peers.static.compressed import CompressedAverage
 from peers.static.computing import OneByOne, Pipeline
 from peers.static.loop import Run, train
 from peers.static.options import PROG, StaticOptions
@@ -62,12 +64,12 @@ def main(argv: Sequence[str]) -> int:
 
 def with_fsdp_named(argv: Sequence[str]) -> list[str]:
     """The command line, in which `--fsdp` without a word behind it has become `--fsdp zero3`."""
-    following = [*argv, "--"][1:]
-    return [
-        word
-        for given, after in zip(argv, following, strict=True)
-        for word in ([given, "zero3"] if given == "--fsdp" and after.startswith("-") else [given])
-    ]
+    words = list[str]()
+    for word, following in itertools.pairwise([*argv, "--"]):
+        words.append(word)
+        if word == "--fsdp" and following.startswith("-"):
+            words.append("zero3")
+    return words
 
 
 def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
@@ -114,7 +116,10 @@ def work(
         last_step = math.ceil(options.epochs * data.num_windows / config.rounds.round_samples)
     model = Spread(config, options, joined, given)
     batches = Batches(config, data, joined)
-    bytes_sent = average_compressed(model, config, options, joined) if options.compress else None
+    compressed = None
+    if options.compress is not None:
+        averaging = dataclasses.replace(config.averaging, codec=options.compress)
+        compressed = CompressedAverage(model, averaging, joined)
     is_piped = joined.shape.pp > 1
     return train(
         Run(
@@ -125,7 +130,7 @@ def work(
             computing=Pipeline(model.module, config, joined, batches.size) if is_piped else OneByOne(model.module),
             batches=batches,
             checkpoints=Checkpoints(config, model, options, joined),
-            report=Report(config, options, model, joined, bytes_sent) if joined.is_first else None,
+            report=Report(config, options, model, joined, compressed) if joined.is_first else None,
         ),
         data.held_out_by_source(options.evaluation_samples),
         last_step=last_step,

@@ -7,10 +7,10 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
 
 from peers.shared import devices, reporting
 from peers.static.checkpoints import Progress
+from peers.static.compressed import CompressedAverage
 from peers.static.options import StaticOptions
 from peers.static.spread import Spread
 from peers.static.traffic import bytes_sent
@@ -35,11 +35,11 @@ class Report:
         options: StaticOptions,
         model: Spread,
         workers: Workers,
-        compressed: Callable[[], int] | None,
+        compressed: CompressedAverage | None,
     ) -> None:
         """
         Args:
-            compressed: gives the bytes that were sent since its last call; None if they follow by arithmetic.
+            compressed: averages the gradients; None if torch does, and the bytes sent follow by arithmetic.
         """
         self._config = config
         self._workers = workers
@@ -69,7 +69,7 @@ class Report:
             gradient_norm: the gradient's norm before clipping.
             rate: the learning rate.
         """
-        num_sent = self._plain_bytes if self._compressed is None else self._compressed()
+        num_sent = self._plain_bytes if self._compressed is None else self._compressed.bytes_sent()
         now = time.monotonic()
         seconds, self._stepped_at = max(now - self._stepped_at, 1e-9), now
         length, device = self._config.data.sequence_length, self._workers.device

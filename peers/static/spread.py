@@ -144,11 +144,6 @@ class Spread:
         """Whether the workers of the axis tp have parts of a parameter."""
         return self._workers.shape.tp > 1 and shards.cut_axis(name) is not None
 
-    def clear_gradients(self) -> None:
-        """Drop the gradients of the step that was taken."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
     # -- for checkpoints -------------------------------------------------------------------------------------------
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -62,28 +62,17 @@ class Figure:
     column: Column | None = None
 
 
-def figure(
-    help: str, *, default: Any = dataclasses.MISSING, unit: str = "", only_grows: bool = False,
-    is_label: bool = False, announced: Callable[[Any], Any] | None = None,
-    answered: Callable[[Any], Any] | None = None, column: Column | None = None,
-) -> Any:  # fmt: skip
-    """Make a dataclass's field for a figure; see Figure for the arguments."""
-    made = Figure(
-        help=help, unit=unit, only_grows=only_grows, is_label=is_label, announced=announced, answered=answered,
-        column=column,
-    )  # fmt: skip
-    metadata = {"figure": made}
+def figure(help: str, *, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    """Make a dataclass's field for a figure; see Figure for what may follow."""
+    metadata = {"figure": Figure(help=help, **more)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def counter(
-    help: str, *, unit: str = "", announced: Callable[[Any], Any] | None = None,
-    answered: Callable[[Any], Any] | None = None, column: Column | None = None,
-) -> Any:  # fmt: skip
+def counter(help: str, **more: Any) -> Any:
     """Make the field of a figure that counts what happened since the process started, from 0."""
-    return figure(help, default=0, unit=unit, only_grows=True, announced=announced, answered=answered, column=column)
+    return figure(help, default=0, only_grows=True, **more)
 
 
 def bans_of(record: PeerRecord | TrainerRecord) -> tuple[dict[str, Any], ...]:

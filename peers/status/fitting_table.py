@@ -11,25 +11,18 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from peers.status.figure import Column
+
 ANY_WIDTH = 1 << 16
 """More characters than any table is wide."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Strip:
-    """One column with its cells.
+    """One column with its cells."""
 
-    Attributes:
-        rank: the lower, the more important.
-        is_text: whether it is left-justified.
-        least_width: characters to which it may be cut; None if it must not be cut.
-    """
-
-    heading: str
+    column: Column
     cells: Sequence[Text]
-    rank: int
-    is_text: bool = False
-    least_width: int | None = None
 
 
 class FittingTable:
@@ -48,9 +41,9 @@ class FittingTable:
         width = options.max_width if console.is_terminal else ANY_WIDTH
         shown = list(self._strips)
         while len(shown) > 1 and self._least_width(shown, console, options) > width:
-            shown.remove(max(shown, key=lambda strip: strip.rank))
+            shown.remove(max(shown, key=lambda strip: strip.column.rank))
         yield from console.render(self._table(shown), options.update(width=width))
-        if missing := [strip.heading for strip in self._strips if strip not in shown]:
+        if missing := [strip.column.heading for strip in self._strips if strip not in shown]:
             yield Text(
                 f"no room for {', '.join(missing)}: a wider terminal shows more, and swarm-status --json all",
                 style="dim",
@@ -62,10 +55,10 @@ class FittingTable:
 
     def _table(self, strips: Sequence[Strip], *, is_cut: bool = False) -> Table:
         table = self._frame()
-        for strip in strips:
+        for column in (strip.column for strip in strips):
             table.add_column(
-                strip.heading, justify="left" if strip.is_text else "right", no_wrap=strip.least_width is None,
-                max_width=strip.least_width if is_cut else None,
+                column.heading, justify="left" if column.is_text else "right", no_wrap=column.least_width is None,
+                max_width=column.least_width if is_cut else None,
             )  # fmt: skip
         for cells in zip(*(strip.cells for strip in strips), strict=True):
             table.add_row(*cells)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from peers.shared.joining import remedy
 from peers.shared.screen import Screen
-from peers.status.figure import needed_columns
+from peers.status.figure import Column, needed_columns
 from peers.status.fitting_table import FittingTable, Strip
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView, TrainerRow
@@ -84,7 +84,7 @@ def _peers(view: SwarmView) -> FittingTable:
         rows += [(row.stage, peer) for peer in row.peers]
         rows += [(row.stage, None)] if row.stage in view.empty_stages else []
     strips = _strips(PeerRow, [peer for _, peer in rows], if_none=Text("no peer", style="bold red"))
-    stages = Strip(heading="stage", cells=[Text(str(stage)) for stage, _ in rows], rank=0)
+    stages = Strip(Column(heading="stage", rank=0, cell=""), [Text(str(stage)) for stage, _ in rows])
     # There are no lines between the columns, so that more columns fit.
     frame = partial(
         Table, title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
@@ -110,12 +110,7 @@ def _strips(record: type, rows: Sequence[object | None], if_none: Text | None = 
             )
             for row in rows
         ]
-        strips.append(
-            Strip(
-                heading=column.heading, cells=cells, rank=column.rank, is_text=column.is_text,
-                least_width=column.least_width,
-            )
-        )  # fmt: skip
+        strips.append(Strip(column, cells))
     return strips
 
 
