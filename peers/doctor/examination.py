@@ -6,7 +6,6 @@ anything: that makes only the checks that cost next to nothing, and tells only w
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from peers.doctor import line, machine
 from peers.doctor.finding import Finding, State, fine, not_checked, wrong
@@ -15,12 +14,8 @@ from peers.doctor.options import DoctorOptions
 from peers.doctor.ports import from_outside, unasked
 from peers.shared.cache import cache_folder
 from peers.shared.devices import Device, free_ram_bytes
-from peers.shared.network import KnownPeers
+from peers.shared.membership import Membership
 from swarm import __version__
-from swarm.config import RunConfig
-from swarm.credentials.identity import Identity
-from swarm.machine.clock import Clock
-from swarm.rpc.channels import ChannelPool
 from swarm.rpc.probe import Distance
 from swarm.types import PeerId, PeerRecord
 
@@ -28,70 +23,56 @@ MOMENT_SECONDS = 2.0
 """How long `in_passing`, in a peer that joins, waits for others' answers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is known of the run that this machine is to join."""
-
-    config: RunConfig
-    known: KnownPeers
-    channels: ChannelPool
-    identity: Identity
-    """The identity with which this process calls the run's peers."""
-
-    @property
-    def peers(self) -> Sequence[PeerRecord]:
-        """The others that serve."""
-        return self.known.everyone()
-
-
-async def thoroughly(plan: DoctorOptions, run: Run | str, clock: Clock) -> list[Finding]:
+async def thoroughly(plan: DoctorOptions, run: Membership | str) -> list[Finding]:
     """Check everything, in 20 s at most.
 
     Args:
         plan: how this machine is to be used.
-        run: the run, or text that says why nothing is known of it.
+        run: the run, whose peers are known; or text that says why nothing is known of it.
     """
     on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device))
-    on_line = [] if isinstance(run, str) else await _on_line(plan, run, clock)
+    on_line = [] if isinstance(run, str) else await _on_line(plan, run)
     device_finding, device = await on_device
     findings = [device_finding]
     if isinstance(run, str):
         findings += [machine.files(0), *unasked(plan.ports)]
         return [*findings, not_checked("the rest", run)]
     findings += await asyncio.to_thread(_for_run, plan, run, device)
-    return [*findings, versions(run.peers), *on_line]
+    return [*findings, versions(run.known.everyone()), *on_line]
 
 
-async def in_passing(plan: DoctorOptions, run: Run, device: Device, clock: Clock) -> list[Finding]:
+async def in_passing(plan: DoctorOptions, run: Membership, device: Device) -> list[Finding]:
     """Check what takes only a moment; gives what is wrong."""
-    found = await line.distances(run.peers, run.channels, clock, seconds=MOMENT_SECONDS)
-    on_line = [versions(run.peers), line.judge_clock(found), line.judge_round_trip(found)]
+    peers = run.known.everyone()
+    found = await line.distances(peers, run.channels, run.clock, seconds=MOMENT_SECONDS)
+    on_line = [versions(peers), line.judge_clock(found), line.judge_round_trip(found)]
     return [finding for finding in (*_for_run(plan, run, device), *on_line) if finding.state is State.WRONG]
 
 
-async def _on_line(plan: DoctorOptions, run: Run, clock: Clock) -> list[Finding]:
+async def _on_line(plan: DoctorOptions, run: Membership) -> list[Finding]:
     # Others dial back meanwhile.
-    asking = from_outside(plan.ports, run.peers, run.channels, run.identity)
-    ports, on_line = await asyncio.gather(asking, _to_peers(run, clock))
+    asking = from_outside(plan.ports, run.known.everyone(), run.channels, run.identity)
+    ports, on_line = await asyncio.gather(asking, _to_peers(run))
     return [*ports, *on_line]
 
 
-async def _to_peers(run: Run, clock: Clock) -> list[Finding]:
-    found = await line.distances(run.peers, run.channels, clock, seconds=line.DISTANCE_SECONDS)
-    reached = [peer for peer in run.peers if isinstance(found.get(PeerId(peer.peer_id)), Distance)]
+async def _to_peers(run: Membership) -> list[Finding]:
+    peers = run.known.everyone()
+    found = await line.distances(peers, run.channels, run.clock, seconds=line.DISTANCE_SECONDS)
+    reached = [peer for peer in peers if isinstance(found.get(PeerId(peer.peer_id)), Distance)]
     passing = await line.passing(reached, run.channels)
     is_cut_off = passing and not any(passing)
     # Rates are measured last: what they send would delay the answers that tell the rest.
-    rates = "no messages pass" if is_cut_off else await line.rates(reached, run.channels, clock)
+    rates = "no messages pass" if is_cut_off else await line.rates(reached, run.channels, run.clock)
     return [
         line.judge_peers(found), line.judge_clock(found), line.judge_round_trip(found), line.judge_packets(passing),
         line.judge_rates(rates, run.config),
     ]  # fmt: skip
 
 
-def _for_run(plan: DoctorOptions, run: Run, device: Device | None) -> list[Finding]:
+def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> list[Finding]:
     """Check this machine against what the run needs."""
-    findings = [machine.files(len(run.peers))]
+    findings = [machine.files(len(run.known.everyone()))]
     if run.config.model.custom_class:
         return [*findings, machine.custom("memory"), machine.custom("disk")]
     stages = range(run.config.stages.num_stages) if plan.stage == "auto" else [plan.stage]

@@ -13,20 +13,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 
-from peers.doctor.examination import Run, thoroughly
+from peers.doctor.examination import thoroughly
 from peers.doctor.finding import Finding, is_well, wrong
 from peers.doctor.options import DoctorOptions
 from peers.shared import cli, process
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.lan import with_invite
-from peers.shared.token_option import admitted
 from swarm.credentials.certificates import Role
-from swarm.credentials.identity import generate
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
-from swarm.rpc.channels import ChannelPool
 
 PROG = "swarm-doctor"
 LOOK_SECONDS = 8.0
@@ -51,21 +49,16 @@ def main(argv: Sequence[str]) -> int:
 
 async def examine(options: DoctorOptions, entrance: Entrance) -> list[Finding]:
     """All findings, the run's own first."""
-    clock = SystemClock()
     if not entrance.entries:
-        return await thoroughly(options, "it takes an INVITE, and so a run", clock)
-    try:
-        async with asyncio.timeout(LOOK_SECONDS):
-            config, known = await entrance.look(clock)
-    except TimeoutError:
-        fault = f"no answer within {LOOK_SECONDS:.0f} s: check the network, and that a peer of the invite still runs"
-        return [wrong("run", fault), *await thoroughly(options, "no peer of the run answers", clock)]
-    except (SwarmError, ValueError) as error:
-        return [wrong("run", str(error)), *await thoroughly(options, "nothing is known of the run", clock)]
-    identity = admitted(generate(), entrance.token)
-    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
-    try:
-        run = Run(config=config, known=known, channels=channels, identity=identity)
-        return await thoroughly(options, run, clock)
-    finally:
-        await channels.close()
+        return await thoroughly(options, "it takes an INVITE, and so a run")
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                member, _ = await stack.enter_async_context(entrance.asking(SystemClock()))
+                await member.known.look(member.directory, member.stages)
+        except TimeoutError:
+            fault = f"no answer within {LOOK_SECONDS:.0f} s: check the network, and that a peer of the invite runs"
+            return [wrong("run", fault), *await thoroughly(options, "no peer of the run answers")]
+        except (SwarmError, ValueError) as error:
+            return [wrong("run", str(error)), *await thoroughly(options, "nothing is known of the run")]
+        return await thoroughly(options, member)

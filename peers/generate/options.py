@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.shared import cli
-from peers.shared.invite_option import InviteOption
+from peers.shared.invite_option import RunOptions
 from swarm.generation.sampling import Sampling
 
 PROG = "swarm-generate"
@@ -12,12 +12,12 @@ DEFAULT_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """Have a swarm, or a model in this process, write text: for a prompt, in a conversation, or over HTTP."""
+class GenerateOptions(RunOptions):
+    """Have a swarm, or a model in this process, write text: for a prompt, in a conversation, or over HTTP.
 
-    invite: InviteOption = None
-    """The invite to a run, swarm://..., as every swarm-peer prints it: its stages write the text, also while it
-    trains."""
+    With an INVITE the run's stages write it, also while they train.
+    """
+
     prompt: str | None = None
     """Text to continue."""
     chat: bool = False
@@ -30,15 +30,6 @@ class GenerateOptions:
     serve_token: str | None = None
     """What requests must bring as a bearer token; @FILE reads it from a file. Also as SWARM_SERVE_TOKEN in the
     environment."""
-    lan: bool = False
-    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
-    initial_peers: tuple[str, ...] = ()
-    """DHT addresses of a swarm's peers, instead of an invite."""
-    token: str | None = None
-    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
-    (ADDRESS#TOKEN), or in SWARM_TOKEN."""
-    insecure: bool = False
-    """Join a run whose peers were started with --insecure."""
     checkpoint: Path | None = None
     """Folder with checkpoints of all stages."""
     round: int | None = None

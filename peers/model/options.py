@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tyro
 
 from peers.shared import cli, subcommands
-from peers.shared.invite_option import InviteOption, joins
+from peers.shared.invite_option import RunOptions, joins
 from peers.shared.subcommands import Command
 from swarm.config.data import Format
 
@@ -51,21 +51,17 @@ class ImportModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportModelOptions:
-    """Make a folder that transformers loads, of what a run has learnt."""
+class ExportModelOptions(RunOptions):
+    """Make a folder that transformers loads, of what a run has learnt.
 
-    invite: InviteOption = None
-    """The invite to a running swarm, swarm://..., as every swarm-peer prints it: the weights come from the peers of all
-    stages."""
+    With an INVITE the weights come from the peers of all stages; in a locked run that takes a peer's token.
+    """
+
     output: Path
     """Folder to make."""
     checkpoint: Path | None = None
     """Folder with checkpoints of all stages, instead of a running swarm. Peers write one every 10 rounds, unless their
     --checkpoint-every says otherwise, and one as they leave."""
-    lan: bool = False
-    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
-    initial_peers: tuple[str, ...] = ()
-    """DHT addresses of a running swarm's peers, instead of an invite."""
     model: Path | None = None
     """Run folder, instead of checkpoints: the model as it was imported."""
     round: int | None = None
@@ -86,11 +82,6 @@ class ExportModelOptions:
     """The run's tokenizer, if it is not beside the checkpoints: a folder, a tokenizer.json, or a hub name."""
     metrics: Path | None = None
     """A trainer's --output folder, or the metrics.jsonl in it: its losses go into the model card."""
-    token: str | None = None
-    """A peer's token, or @FILE, if the running swarm is locked. It may also come with the invite (INVITE#TOKEN), with
-    an address (ADDRESS#TOKEN), or in SWARM_TOKEN."""
-    insecure: bool = False
-    """Look at a running swarm without TLS."""
 
     def __post_init__(self) -> None:
         cli.require_one({

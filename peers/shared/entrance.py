@@ -5,14 +5,15 @@ addresses of the DHT, so addresses that have changed do no harm while one of the
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from peers.shared.cli import spelled_out
 from peers.shared.invite_option import EntranceOptions
+from peers.shared.membership import Membership
 from peers.shared.network import KnownPeers
 from peers.shared.token_option import admitted, find_token
-from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.credentials.token import Token
@@ -62,16 +63,20 @@ class Entrance:
             return self.addresses
 
         async def ask() -> tuple[str, ...]:
-            _, known = await self.look(clock)
-            addresses = known.dht_addresses(MAX_ADDRESSES)
+            async with self.asking(clock) as (member, _):
+                await member.known.look(member.directory, member.stages)
+                addresses = member.known.dht_addresses(MAX_ADDRESSES)
             if not addresses:
                 raise PeerUnavailable(f"no peer of the run at {self.where} says where the DHT is entered")
             return tuple(addresses)
 
         return await patiently(ask, clock, f"the run at {self.where}")
 
-    async def look(self, clock: Clock) -> tuple[RunConfig, KnownPeers]:
-        """The run and its peers, as the peer of one of the entries shows them. Cancellation ends the call.
+    @asynccontextmanager
+    async def asking(self, clock: Clock) -> AsyncIterator[tuple[Membership, PeerStore]]:
+        """Be in the run inside the block, under a new identity, and read its records through the entries' peers.
+
+        Gives also the store of these records. No peer is known yet when the block begins.
 
         Raises:
             PeerUnavailable: none of the entries answers.
@@ -82,9 +87,12 @@ class Entrance:
         store = PeerStore(self.entries, channels, own, insecure=self.insecure)
         try:
             config = await discover_config(store, clock, address=self.where, authority=own.authority, run=self.run)
+            directory = Directory(store, own, config.run_id, clock)
             known = KnownPeers(Router(clock, random.Random(own.peer_id)))
-            await known.look(Directory(store, own, config.run_id, clock), range(config.stages.num_stages))
-            return config, known
+            member = Membership(
+                config=config, identity=own, directory=directory, known=known, channels=channels, clock=clock
+            )
+            yield member, store
         finally:
             await store.close()
             await channels.close()

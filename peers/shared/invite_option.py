@@ -1,8 +1,9 @@
-"""The INVITE argument of programs. The option --initial-peers is the other way to say which run to enter.
+"""The options that say which run a program enters, and with which token: INVITE, --lan or --initial-peers.
 
 Used by the options of every program that joins or looks at a run; it imports neither gRPC nor torch.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 import tyro
@@ -22,6 +23,23 @@ class EntranceOptions(Protocol):
     def token(self) -> str | None: ...
     @property
     def insecure(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options with which a program enters one run; those of programs extend these."""
+
+    invite: InviteOption = None
+    """The invite to the run, swarm://..., as every swarm-peer prints it."""
+    lan: bool = False
+    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
+    initial_peers: tuple[str, ...] = ()
+    """DHT addresses of the run's peers, instead of an invite."""
+    token: str | None = None
+    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
+    (ADDRESS#TOKEN), or in SWARM_TOKEN."""
+    insecure: bool = False
+    """Join a run whose peers were started with --insecure."""
 
 
 def joins(options: EntranceOptions) -> bool:

@@ -130,7 +130,8 @@ async def _answers(invite: Invite, *, insecure: bool) -> bool:
     entrance = Entrance(entries=invite.entries, run=invite.run, token=None, insecure=insecure)
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            await entrance.look(SystemClock())
+            async with entrance.asking(SystemClock()) as (member, _):
+                await member.known.look(member.directory, member.stages)
     except (TimeoutError, PeerUnavailable, DeadlineExceeded):
         return False
     except ValueError:

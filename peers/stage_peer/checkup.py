@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from peers.doctor.examination import Run, in_passing
+from peers.doctor.examination import in_passing
 from peers.doctor.options import DoctorOptions
 from peers.shared.devices import here
 from peers.shared.membership import Membership
@@ -18,12 +18,11 @@ logger = logging.getLogger(__name__)
 
 async def say_what_is_wrong(options: PeerOptions, member: Membership, device: torch.device) -> None:
     """Log a line for each thing that is wrong. This takes a few seconds at most, if other peers are silent."""
-    run = Run(config=member.config, known=member.known, channels=member.channels, identity=member.identity)
     plan = DoctorOptions(
         stage=options.first_stage,
         device=str(device),
         checkpoint=options.checkpoint,
         keep_checkpoints=options.keep_checkpoints or 3,
     )
-    for finding in await in_passing(plan, run, here(device), member.clock):
+    for finding in await in_passing(plan, member, here(device)):
         logger.warning("%s: %s", finding.what, finding.text)

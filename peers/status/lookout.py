@@ -23,8 +23,7 @@ from swarm.credentials.identity import Identity, generate
 from swarm.dht import keys
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
-from swarm.dht.discovery import discover_config, discover_runs
-from swarm.dht.lookup import PeerStore
+from swarm.dht.discovery import discover_runs
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
@@ -140,24 +139,16 @@ def _what_came(outcomes: Sequence[Outcome | BaseException], names: Sequence[str]
 
 @asynccontextmanager
 async def _lookouts_at(way: Way) -> AsyncIterator[list[Lookout]]:
-    entrance, clock = way.entrance, SystemClock()
+    entrance, clock, node = way.entrance, SystemClock(), way.node
+    if node is None:
+        async with entrance.asking(clock) as (member, store):
+            yield [Lookout(member.config, member.directory, member.channels, store.learn)]
+        return
     identity = admitted(generate(), entrance.token)
     channels = ChannelPool(insecure=entrance.insecure, identity=identity, clock=clock)
     try:
-        if way.node is not None:
-            node = way.node
-            configs = await _configs(way, node, identity)
-            yield [Lookout(one, Directory(node, identity, one.run_id, clock), channels) for one in configs]
-            return
-        store = PeerStore(entrance.entries, channels, identity, insecure=entrance.insecure)
-        try:
-            address = str(entrance.entries[0])
-            config = await discover_config(
-                store, clock, address=address, authority=identity.authority, run=entrance.run
-            )
-            yield [Lookout(config, Directory(store, identity, config.run_id, clock), channels, store.learn)]
-        finally:
-            await store.close()
+        configs = await _configs(way, node, identity)
+        yield [Lookout(one, Directory(node, identity, one.run_id, clock), channels) for one in configs]
     finally:
         await channels.close()
 

@@ -9,23 +9,14 @@ from pathlib import Path
 import tyro
 
 from peers.shared import cli, process
-from peers.shared.invite_option import InviteOption, joins
+from peers.shared.invite_option import RunOptions, joins
 from swarm.pipeline.window import MOST_IN_FLIGHT
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerOptions:
+class TrainerOptions(RunOptions):
     """Train: feed text into a running swarm. A step is one round of the whole swarm."""
 
-    invite: InviteOption = None
-    """The invite to the run, swarm://..., as every swarm-peer prints it."""
-    lan: bool = False
-    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
-    initial_peers: tuple[str, ...] = ()
-    """DHT addresses of the swarm's peers, instead of an invite."""
-    token: str | None = None
-    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
-    (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     steps: int = 100
     """Steps to train from where the swarm is now."""
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -61,8 +52,6 @@ class TrainerOptions:
     """Append what this trainer does with each microbatch to this file, for swarm-status --audit."""
     name: str = ""
     """What others see; by default host name and process id."""
-    insecure: bool = False
-    """Join a run whose peers were started with --insecure."""
     log_level: process.LogLevel = "info"
     """debug, info, warning or error."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from peers.doctor import line, ports
 from peers.doctor import program as doctor
-from peers.doctor.examination import Run, in_passing
+from peers.doctor.examination import in_passing
 from peers.doctor.finding import Finding, State
 from peers.doctor.options import DoctorOptions
 from peers.shared.devices import Device
@@ -120,14 +120,10 @@ def test_lines_and_json_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 async def _in_passing(run: ShownRun) -> list[Finding]:
     options = _options(run.entry)
-    config, known = await find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock()).look(SystemClock())
-    identity = generate()
-    channels = ChannelPool(identity=identity)
-    try:
-        about = Run(config=config, known=known, channels=channels, identity=identity)
-        return await in_passing(options, about, Device(name="cpu", free_bytes=8 << 30), SystemClock())
-    finally:
-        await channels.close()
+    entrance = find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock())
+    async with entrance.asking(SystemClock()) as (member, _):
+        await member.known.look(member.directory, member.stages)
+        return await in_passing(options, member, Device(name="cpu", free_bytes=8 << 30))
 
 
 async def test_a_peer_that_joins_is_told_only_what_is_wrong() -> None:
@@ -142,10 +138,10 @@ async def test_a_frozen_peer_does_not_hold_up_one_that_joins(caplog: pytest.LogC
     with socket.create_server(("127.0.0.1", 0)) as frozen, caplog.at_level(logging.DEBUG):
         channels, record = ChannelPool(insecure=True), None
         async with shown_run(CONFIG, generate(), NODE) as run:
-            _, known = await find_entrance(_options(run.entry), {}, role=Role.TRAINER, clock=SystemClock()).look(
-                SystemClock()
-            )
-            [record] = known.everyone()
+            entrance = find_entrance(_options(run.entry), {}, role=Role.TRAINER, clock=SystemClock())
+            async with entrance.asking(SystemClock()) as (member, _):
+                await member.known.look(member.directory, member.stages)
+                [record] = member.known.everyone()
         silent = record.model_copy(update={"endpoint": f"127.0.0.1:{frozen.getsockname()[1]}", "certificate_pem": ""})
         async with asyncio.timeout(10.0):
             found = await line.distances([silent], channels, SystemClock(), seconds=0.3)
