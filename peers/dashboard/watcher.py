@@ -42,7 +42,6 @@ class Watcher:
         self._clock = clock
         self._interval_seconds = interval_seconds
         self._seen: SwarmView | None = None
-        self._fault = ""
         self._state: dict[str, Any] = about(place.config) | {"fault": "", "interval_seconds": interval_seconds}
 
     @property
@@ -74,9 +73,8 @@ class Watcher:
             self._failed(str(error))
             return
         at = self._clock.time()
-        if self._fault:
+        if self._state["fault"]:
             self.history.happened(Line("good", "the run can be seen again"), at)
-            self._fault = ""
         figures = self.history.add(self._seen, view, at)
         self._seen = view
         self._state = self._state | present(view, self.history) | {
@@ -87,8 +85,7 @@ class Watcher:
         }  # fmt: skip
 
     def _failed(self, reason: str) -> None:
-        if not self._fault:
+        if not self._state["fault"]:
             logger.warning("the run cannot be seen, looking again: %s", reason)
             self.history.happened(Line("bad", f"the run cannot be seen: {reason}"), self._clock.time())
-        self._fault = reason
         self._state = self._state | {"fault": reason}

@@ -13,9 +13,9 @@ from peers.generate.options import GenerateOptions
 from peers.generate.terminal import tell
 from peers.shared.cache import cache_folder
 from peers.shared.option_names import naming_options
+from peers.shared.tokenizer import folder_of
 from peers.stage_peer.own_model import open_model
-from swarm.data import tokenizer_files, tokenizers
-from swarm.data.tokenizers import ByteTokenizer
+from swarm.data import tokenizers
 from swarm.generation.engine import LocalEngine
 from swarm.generation.room import Room
 from swarm.generation.text_model import TextModel, read_text_model
@@ -41,7 +41,9 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     num_positions = int(options.cache_gib * 2**30 / cache_bytes(config.model, config.model.num_layers))
     room = Room(options.max_sequences, max(longest, num_positions))
     engine = LocalEngine(load(found), room, longest=longest, round_number=found.card.round)
-    folders = _text_folders(options, data.tokenizer)
+    # The chat template and end tokens may be beside the tokenizer, or in the model's folder.
+    named = [Path(folder) for folder in (options.model, options.base) if folder is not None]
+    folders = [*folder_of(data.tokenizer), *named]
     model = read_text_model(config, engine, tokenizer, folders=folders, now=datetime.now)
     async with asyncio.TaskGroup() as tasks:
         computing = tasks.create_task(engine.run())
@@ -66,9 +68,3 @@ def _origin(options: GenerateOptions) -> Origin:
     folder = Path(options.model)
     is_run = (folder / run_folder.CONFIG).is_file()
     return origin.from_run_folder(folder) if is_run else origin.from_model_folder(folder)
-
-
-def _text_folders(options: GenerateOptions, tokenizer: str) -> list[Path]:
-    """The folders that may have the chat template and end tokens: the tokenizer's, and the model's."""
-    beside = [] if tokenizer == ByteTokenizer.identity else [tokenizer_files.located(tokenizer).parent]
-    return beside + [Path(folder) for folder in (options.model, options.base) if folder is not None]

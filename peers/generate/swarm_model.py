@@ -6,7 +6,6 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
-from pathlib import Path
 
 from peers.generate.options import GenerateOptions
 from peers.shared.cache import cache_folder
@@ -15,10 +14,9 @@ from peers.shared.membership import Membership
 from peers.shared.network import REFRESH_SECONDS
 from peers.shared.option_names import naming_options
 from peers.shared.reader import reading
-from peers.shared.tokenizer import have_tokenizer
+from peers.shared.tokenizer import folder_of, have_tokenizer
 from swarm.credentials.certificates import Role
-from swarm.data import tokenizer_files, tokenizers
-from swarm.data.tokenizers import ByteTokenizer
+from swarm.data import tokenizers
 from swarm.generation.text_model import TextModel, read_text_model
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
@@ -46,12 +44,7 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
         with naming_options(options):
             tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         async with _engine(member) as engine:
-            yield read_text_model(config, engine, tokenizer, folders=_beside(data.tokenizer), now=datetime.now)
-
-
-def _beside(tokenizer: str) -> list[Path]:
-    """The folder that may have the chat template and end tokens: the tokenizer's, if it has one."""
-    return [] if tokenizer == ByteTokenizer.identity else [tokenizer_files.located(tokenizer).parent]
+            yield read_text_model(config, engine, tokenizer, folders=folder_of(data.tokenizer), now=datetime.now)
 
 
 @asynccontextmanager

@@ -73,8 +73,7 @@ class LocalOptions:
         cli.require_at_least(self, least)
         if self.config is not None and self.preset is not None:
             raise ValueError("--config and --preset exclude each other")
-        if self.wandb_online and self.wandb is None:
-            raise ValueError("--wandb-online needs --wandb PROJECT")
+        cli.require_reporters(self)
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise ValueError("--checkpoint-every needs --checkpoint DIR")
         for name in ("kill_at", "join_at"):

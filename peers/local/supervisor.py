@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from peers.shared.process import die_with_parent
@@ -60,7 +59,6 @@ class Supervisor:
     def __init__(self, log_folder: Path, *, grace_seconds: float = GRACE_SECONDS) -> None:
         """
         Args:
-            log_folder: for the children's logs.
             grace_seconds: how long after SIGTERM children get SIGKILL when the block ends.
         """
         self._log_folder = log_folder
@@ -70,9 +68,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.terminate_all(self._grace_seconds)
 
     @property

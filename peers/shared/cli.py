@@ -166,6 +166,12 @@ def require_folder(option: str, folder: Path) -> None:
         raise ValueError(f"{option} {folder}: there is no such folder")
 
 
+def require_reporters(options: Any) -> None:
+    """Raise ValueError if --wandb-online is given without --wandb."""
+    if options.wandb_online and options.wandb is None:
+        raise ValueError("--wandb-online needs --wandb PROJECT")
+
+
 def require_threads(threads: int | None) -> None:
     """Raise ValueError for more --threads than PyTorch can start: it would end with a long traceback."""
     if threads is not None and not 0 <= threads <= MOST_THREADS:

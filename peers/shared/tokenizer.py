@@ -10,6 +10,7 @@ from peers.shared.cache import kept_tokenizer
 from peers.shared.membership import Membership
 from swarm.content import tokenizer
 from swarm.content.line import Kind
+from swarm.data import tokenizer_files
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.errors import PeerUnavailable
 from swarm.machine.patience import patiently
@@ -48,3 +49,8 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
             f"the run's tokenizer cannot be had from its peers ({error}); name a copy with --tokenizer"
         ) from None
     return str(folder)
+
+
+def folder_of(tokenizer: str) -> list[Path]:
+    """The folder in which a tokenizer is, perhaps with a chat template beside it; none for `bytes`."""
+    return [] if tokenizer == ByteTokenizer.identity else [tokenizer_files.located(tokenizer).parent]

@@ -36,7 +36,6 @@ class Arrival:
     ) -> None:  # fmt: skip
         """
         Args:
-            device: the device that it computes on.
             is_new: whether this peer begins the run. All runs of the same configuration and text have the same id, so
                 nothing but the words "new run" tells a user who forgot the INVITE.
             announcer: announces the invite in the local network; None if that is not wanted.

@@ -4,7 +4,6 @@ Called by server.py. It logs a few lines a minute, whatever the length of rounds
 """
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,7 +67,7 @@ class StageNews:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._said_at = -math.inf
+        self._rounds = Repeats(clock, EVERY_SECONDS)
         self._num_tasks = 0
         self._busy_at = clock.monotonic()
         self._is_quiet = False
@@ -82,17 +81,14 @@ class StageNews:
         """Log that a round was committed here, unless this peer only applies it to catch up with its group.
 
         Args:
-            samples_per_second: what this peer manages.
             is_behind: whether this peer is catching up; averaging logs how far it has come.
         """
         fault = InnerSteps.read(report.inner_steps).fault
         if fault and not self._has_warned:
             self._has_warned = True
             logger.warning("%s", fault)
-        now = self._clock.monotonic()
-        if is_behind or now - self._said_at < EVERY_SECONDS:
+        if is_behind or not self._rounds.count(""):
             return
-        self._said_at = now
         logger.info(
             "round %d committed: %s, averaged by %d of %s in %.1f s; this one manages %.3g samples/s",
             report.round, counted(report.num_samples, "sample"), report.num_members,

@@ -61,25 +61,22 @@ class OwnState:
 
         Holders that fall silent may be frozen, or cut off for a moment: this waits RETURN_SECONDS for them.
         """
-        with self._membership.waits.on(f"the state of stage {self._stage.number}"):
-            await self._arrive()
-
-    async def _arrive(self) -> None:
         clock, silent_since = self._membership.clock, None
-        while self._is_lacking:
-            if others := self._membership.known.others(self._stage.number):
-                self._holders, silent_since = others, None
-            elif not self._holders:
-                return
-            elif silent_since is None:
-                silent_since = clock.monotonic()
-                logger.warning(
-                    "the state of stage %d is with %s: waiting for %.0f s in case they are back", self._stage.number,
-                    named(self._holders), RETURN_SECONDS,
-                )  # fmt: skip
-            elif clock.monotonic() - silent_since >= RETURN_SECONDS:
-                return
-            await clock.sleep(LOOK_SECONDS)
+        with self._membership.waits.on(f"the state of stage {self._stage.number}"):
+            while self._is_lacking:
+                if others := self._membership.known.others(self._stage.number):
+                    self._holders, silent_since = others, None
+                elif not self._holders:
+                    return
+                elif silent_since is None:
+                    silent_since = clock.monotonic()
+                    logger.warning(
+                        "the state of stage %d is with %s: waiting for %.0f s in case they are back",
+                        self._stage.number, named(self._holders), RETURN_SECONDS,
+                    )  # fmt: skip
+                elif clock.monotonic() - silent_since >= RETURN_SECONDS:
+                    return
+                await clock.sleep(LOOK_SECONDS)
 
     def require(self) -> None:
         """Raise NotReady if the state is not here. It may be of another round than the holders announced at first."""

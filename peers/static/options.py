@@ -95,8 +95,7 @@ class StaticOptions:
             raise ValueError("--compress is for --dp alone, without --fsdp, --tp and --pp")
         if self.compress is not None and self.dtype == "fp16":
             raise ValueError("--compress is not for --dtype fp16, whose gradients may overflow: take bf16")
-        if self.wandb_online and self.wandb is None:
-            raise ValueError("--wandb-online needs --wandb PROJECT")
+        cli.require_reporters(self)
 
 
 def explain(argv: Sequence[str]) -> None:

@@ -33,7 +33,6 @@ class LastPeer:
     """The last peer that served a stage, where no peer serves it now.
 
     Attributes:
-        name: the peer's name.
         last_at: when it last announced itself, in seconds since the epoch.
         has_left: whether it said that it leaves; otherwise it fell silent.
     """

@@ -5,7 +5,6 @@ Used by swarm-local and by swarm-status.
 
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from rich import box
@@ -38,9 +37,7 @@ class LiveTable:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._live:
             self._live.stop()
 

@@ -66,5 +66,4 @@ class TrainerOptions(RunOptions):
         )
         cli.require_name(self.name)
         cli.require_ports(self, ["metrics_port"])
-        if self.wandb_online and self.wandb is None:
-            raise ValueError("--wandb-online needs --wandb PROJECT")
+        cli.require_reporters(self)

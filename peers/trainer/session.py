@@ -55,7 +55,7 @@ class Session:
         loss = await self.evaluate()
         if loss is not None:
             self.report.evaluated(loss)
-        await self._write_sample_if_due()
+        self.sample = await self.write_sample()
 
     async def only_evaluate(self) -> None:
         """Evaluate as `train` does at its end. Raises Fatal if the swarm could not compute the losses."""
@@ -65,11 +65,7 @@ class Session:
             raise Fatal("the swarm could not be evaluated; the line above says why")
         self.report.figures.begin(self.watcher.latest_round)
         self.report.evaluated(loss)
-        await self._write_sample_if_due()
-
-    async def _write_sample_if_due(self) -> None:
-        if self.options.sample_tokens:
-            self.sample = await self.write_sample()
+        self.sample = await self.write_sample()
 
     async def _present_round(self) -> int:
         """The round at which the swarm is; waits until a peer tells it."""
@@ -117,7 +113,10 @@ class Session:
         return None
 
     async def write_sample(self) -> str:
-        """Have the trained swarm continue a held-out prompt; empty, with a warning, if it could not."""
+        """Have the trained swarm continue a held-out prompt; empty if none is asked for or, with a warning, if it could
+        not."""
+        if not self.options.sample_tokens:
+            return ""
         tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
         sampling = Sampling(temperature=TEMPERATURE, seed=self.config.data.seed)
         try:
