@@ -11,7 +11,7 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 
@@ -97,8 +97,4 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-_COMMANDS: dict[str, Command[Any]] = {
-    "new": Command(NewOptions, new),
-    "issue": Command(IssueOptions, issue),
-    "show": Command(ShowOptions, show),
-}
+_COMMANDS: dict[str, Command] = {"new": (NewOptions, new), "issue": (IssueOptions, issue), "show": (ShowOptions, show)}

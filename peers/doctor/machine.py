@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from peers.doctor.finding import Finding, fine, not_checked, wrong
+from peers.doctor.finding import Finding, fine, wrong
 from peers.doctor.needs import Needs
 from peers.shared.devices import Device, device_of, here
 from swarm.machine.out_of_memory import in_words
@@ -113,8 +113,3 @@ def judge_disk(folder: Path, needed_bytes: int, free_bytes: int, what: str) -> F
     if needed_bytes <= free_bytes:
         return fine("disk", text)
     return wrong("disk", f"{text}: make room, or name another folder")
-
-
-def custom(what: str) -> Finding:
-    """Make the finding for a model of a custom class, whose needs are not known."""
-    return not_checked(what, "the run has a model of its own, whose size only its code knows")

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from peers.model.options import ExportModelOptions
@@ -240,21 +239,12 @@ class LiveModel:
         file.write(folder, header, snapshot.tensors, owner="export")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LiveOrigin:
-    """What an export from a running swarm needs besides its checkpoints.
-
-    Attributes:
-        tokenizer: the run's tokenizer on this machine: `bytes`, a folder or a name.
-        base: the frozen weights that adapters belong to; None if the export does not need them from the swarm.
-    """
-
-    tokenizer: str
-    base: Weights | None
-
-
-def fetch_model(options: ExportModelOptions, folder: Path) -> LiveOrigin:
+def fetch_model(options: ExportModelOptions, folder: Path) -> tuple[str, Weights | None]:
     """Write what a running swarm has learnt into a folder, as checkpoints. Blocks.
+
+    Returns:
+        The run's tokenizer on this machine (`bytes`, a folder or a name), and the frozen weights that adapters belong
+        to, None if the export does not need them from the swarm.
 
     Raises:
         ValueError, SwarmError: as joining a run does.
@@ -263,7 +253,7 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> LiveOrigin:
     clock = SystemClock()
     entrance = find_entrance(with_invite(options), os.environ, role=Role.PEER, clock=clock)
 
-    async def fetch() -> LiveOrigin:
+    async def fetch() -> tuple[str, Weights | None]:
         async with reading(entrance, clock) as member:
             config = member.config
             if config.model.custom_class:
@@ -272,7 +262,7 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> LiveOrigin:
             has_base = config.lora.is_on and config.model.weights and not (options.adapter or options.base)
             base = await _base(member) if has_base else None
             tokenizer = options.tokenizer or await have_tokenizer(member, cache_folder())
-            return LiveOrigin(tokenizer=tokenizer, base=base)
+            return tokenizer, base
 
     return run_loop(fetch())
 

@@ -10,7 +10,6 @@ import tyro
 
 from peers.shared import cli, subcommands
 from peers.shared.invite_option import RunOptions, joins
-from peers.shared.subcommands import Command
 from swarm.config.data import Format
 
 PROG = "swarm-model"
@@ -144,7 +143,7 @@ COMMANDS: dict[str, type[Any]] = {
 def explain(argv: Sequence[str]) -> None:
     """Print the help that the command line asks for, or what is wrong with it, and end the process; else return."""
     asked_to_run = list[object]()
-    commands = {name: Command(options, asked_to_run.append) for name, options in COMMANDS.items()}
+    commands = {name: (options, asked_to_run.append) for name, options in COMMANDS.items()}
     exit_code = subcommands.run(PROG, ABOUT, commands, argv)
     if not asked_to_run:
         sys.exit(exit_code)

@@ -22,7 +22,6 @@ from peers.model.options import (
 from peers.shared import process, subcommands
 from peers.shared.cache import cache_folder
 from peers.shared.option_names import naming_options
-from peers.shared.subcommands import Command
 from peers.stage_peer.own_model import open_model
 from swarm.checkpoint import file
 from swarm.config import RunConfig, StagesConfig
@@ -43,7 +42,7 @@ _DTYPES = {"fp32": DTYPES["F32"], "fp16": DTYPES["F16"], "bf16": DTYPES["BF16"]}
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
-    return subcommands.run(PROG, ABOUT, {name: Command(COMMANDS[name], run) for name, run in _RUN.items()}, argv)
+    return subcommands.run(PROG, ABOUT, {name: (COMMANDS[name], run) for name, run in _RUN.items()}, argv)
 
 
 def import_(options: ImportModelOptions) -> None:
@@ -81,9 +80,9 @@ def export(options: ExportModelOptions) -> None:
     else:
         # The temporary folder is beside the output, because there has to be room for a model there anyway.
         with TemporaryDirectory(dir=_existing(options.output.absolute().parent), prefix=".swarm-export-") as folder:
-            live = fetch_model(options, Path(folder))
-            found = origin.from_checkpoints(Path(folder), None, base or live.base)
-            _export(found, dataclasses.replace(options, tokenizer=live.tokenizer), losses)
+            tokenizer, live_base = fetch_model(options, Path(folder))
+            found = origin.from_checkpoints(Path(folder), None, base or live_base)
+            _export(found, dataclasses.replace(options, tokenizer=tokenizer), losses)
 
 
 def _export(found: Origin, options: ExportModelOptions, losses: Sequence[MeasuredLoss]) -> None:

@@ -5,28 +5,15 @@ Used by swarm-keys and swarm-model.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from peers.shared import cli, process
 
-Options = TypeVar("Options")
+Command = tuple[type[Any], Callable[[Any], object]]
+"""The options of one command of a program, and what carries it out, which raises what is printed as one line."""
 
 
-@dataclass(frozen=True)
-class Command(Generic[Options]):
-    """One command of a program.
-
-    Attributes:
-        options: read from its command line.
-        run: carries the command out. It raises what the program prints as one line.
-    """
-
-    options: type[Options]
-    run: Callable[[Options], object]
-
-
-def run(prog: str, about: str | None, commands: Mapping[str, Command[Any]], argv: Sequence[str]) -> int:
+def run(prog: str, about: str | None, commands: Mapping[str, Command], argv: Sequence[str]) -> int:
     """Run the command that the first word names; gives the exit code.
 
     Args:
@@ -40,7 +27,7 @@ def run(prog: str, about: str | None, commands: Mapping[str, Command[Any]], argv
         said = f", not {name!r}" if argv else ""
         print(f"{prog}: error: give one of {', '.join(commands)}{said} (see {prog} --help)", file=sys.stderr)
         return process.EXIT_USAGE
-    command = commands[name]
+    options, carry_out = commands[name]
     with process.interruptible():
-        command.run(cli.parse(command.options, prog=f"{prog} {name}", argv=arguments))
+        carry_out(cli.parse(options, prog=f"{prog} {name}", argv=arguments))
     return 0

@@ -5,10 +5,8 @@ Used by rebalancer.py. A peer goes on even if its claim cannot be stored: others
 
 import logging
 
-from swarm.dht.directory import Directory
+from peers.shared.membership import Membership
 from swarm.errors import PeerUnavailable
-from swarm.machine.clock import Clock
-from swarm.machine.waits import Waits
 from swarm.types import LONGEST_WAIT, ClaimRecord, ClaimState
 
 logger = logging.getLogger(__name__)
@@ -23,12 +21,10 @@ WITHDRAWN_SECONDS = 5.0
 class Claim:
     """The claim of one peer."""
 
-    def __init__(self, *, directory: Directory, clock: Clock, peer_id: str, name: str, waits: Waits) -> None:
-        self._directory = directory
-        self._clock = clock
-        self._peer_id = peer_id
+    def __init__(self, membership: Membership, name: str) -> None:
+        self._membership = membership
+        self._clock = membership.clock
         self._name = name
-        self._waits = waits
         self._record: ClaimRecord | None = None
 
     @property
@@ -40,7 +36,7 @@ class Claim:
         """Claim a stage. Another peer's claim may still take precedence over it, unless it is confirmed at once."""
         now = self._clock.time()
         self._record = ClaimRecord(
-            peer_id=self._peer_id, name=self._name, announced_at=now, stage=stage, from_stage=from_stage,
+            peer_id=self._membership.peer_id, name=self._name, announced_at=now, stage=stage, from_stage=from_stage,
             state=ClaimState.CONFIRMED if confirmed else ClaimState.PENDING, claimed_at=now,
         )  # fmt: skip
         await self._announce(self._record, CLAIM_SECONDS)
@@ -67,9 +63,9 @@ class Claim:
                 await self._announce(self._record, CLAIM_SECONDS)
 
     async def _announce(self, record: ClaimRecord, lifetime_seconds: float) -> None:
-        waiting_for = self._waits.present[:LONGEST_WAIT]
+        waiting_for = self._membership.waits.present[:LONGEST_WAIT]
         record = record.model_copy(update={"announced_at": self._clock.time(), "waiting_for": waiting_for})
         try:
-            await self._directory.announce_claim(record, lifetime_seconds)
+            await self._membership.directory.announce_claim(record, lifetime_seconds)
         except PeerUnavailable as error:
             logger.debug("the claim of stage %d was not announced: %s", record.stage, error)

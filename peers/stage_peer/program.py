@@ -269,9 +269,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     member = await enter(start)
     incarnation = incarnations.begin(clock)
     rivals = Rivals(member, own=incarnation)
-    claim = Claim(
-        directory=member.directory, clock=clock, peer_id=member.peer_id, name=options.name, waits=member.waits
-    )
+    claim = Claim(member, options.name)
     rebalancer = Rebalancer(
         member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
         checkpoints=options.resume,

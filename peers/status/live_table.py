@@ -57,7 +57,7 @@ def render(view: SwarmView) -> RenderableType:
     """The view as a rich renderable."""
     parts: list[RenderableType] = [_peers(view)]
     if view.trainers:
-        parts.append(_trainers(view.trainers))
+        parts.append(FittingTable(_strips(TrainerRow, view.trainers), Table))
     parts += [Text(line, style="bold red") for line in (*_warnings(view), *view.refusals.values())]
     parts += [Text(line, style="yellow") for line in (*view.bans.values(), *view.waits)]
     parts += [Text(event, style="dim") for event in view.events[-_EVENTS_SHOWN:]]
@@ -87,10 +87,6 @@ def _peers(view: SwarmView) -> FittingTable:
         Table, title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     return FittingTable([stages, *strips], frame)
-
-
-def _trainers(rows: Sequence[TrainerRow]) -> FittingTable:
-    return FittingTable(_strips(TrainerRow, rows), Table)
 
 
 def _strips(record: type, rows: Sequence[object | None], if_none: Text | None = None) -> list[Strip]:

@@ -162,13 +162,10 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
             tasks.create_task(watch_connections(stage=0, router=known.router, channels=member.channels, clock=clock)),
         ]
         work = session.only_evaluate() if session.options.evaluate_only else session.train()
-        training = tasks.create_task(work)
-        stopped = tasks.create_task(stop_or_expiry(stop, member.identity, clock))
-        await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
-        interrupted = not training.done() or training.cancelled()
-        for task in [*background, training, stopped]:
+        await process.before(stop_or_expiry(stop, member.identity, clock), work)
+        for task in background:
             task.cancel()
-    return stop.exit_code if interrupted else 0
+    return stop.exit_code if stop.is_set() else 0
 
 
 def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:

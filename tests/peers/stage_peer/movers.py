@@ -91,9 +91,7 @@ class LocalPeer:
         self._contents = Contents(self._membership, model, cache, checkpoints=None) if cache is not None else None
         self._resume = resume
         self.writer = CheckpointWriter(checkpoints, every=100, keep=3, owner=self.peer_id) if checkpoints else None
-        claim = Claim(
-            directory=self.directory, clock=self.clock, peer_id=self.peer_id, name="local", waits=self._membership.waits
-        )
+        claim = Claim(self._membership, "local")
         self.rebalancer = Ordered(
             self._membership, claim, random.Random(self.peer_id), every_seconds=1.0, checkpoints=resume
         )

@@ -21,7 +21,6 @@ from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.machine.waits import Waits
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimState, PeerId, PeerRecord, PeerState
 from tests.support.memory_store import MemoryStore
@@ -64,7 +63,7 @@ class Peer:
         clock, rng = world.clock, random.Random(number)
         member = Membership.enter(world.config, world.store, identity, clock, insecure=True)
         self.directory, self.known = member.directory, member.known
-        self.claim = Claim(directory=self.directory, clock=clock, peer_id=self.peer_id, name=str(number), waits=Waits())
+        self.claim = Claim(member, str(number))
         self.rebalancer = Rebalancer(
             member, self.claim, rng, every_seconds=PERIOD_SECONDS, checkpoints=world.checkpoints
         )
