@@ -9,8 +9,6 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from peers.dashboard.merge import merge_patch
-
 State = Mapping[str, Any]
 
 
@@ -57,6 +55,22 @@ class Hub:
                 text = self._whole
             seen = self._number
             yield text
+
+
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON Merge Patch (RFC 7386) that turns `before` into `after`; the page applies it.
+
+    Objects are compared field by field, and lists are replaced. A field that is null counts as missing.
+    """
+    patch: dict[str, Any] = {name: None for name in before if after.get(name) is None and before[name] is not None}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            if inner := merge_patch(old, value):
+                patch[name] = inner
+        elif value is not None and value != old:
+            patch[name] = value
+    return patch
 
 
 def _text(message: State) -> str:

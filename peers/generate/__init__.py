@@ -1,1 +1,0 @@
-"""swarm-generate: text from what a run has learnt."""

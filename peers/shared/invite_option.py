@@ -4,7 +4,7 @@ Used by the options of every program that joins or looks at a run; it imports ne
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import tyro
 
@@ -13,10 +13,14 @@ InviteOption = tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar=
 
 
 class EntranceOptions(Protocol):
-    """The options that say where, and with which token, a program enters a run."""
+    """A dataclass of options that say where, and with which token, a program enters a run."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def invite(self) -> str | None: ...
+    @property
+    def lan(self) -> bool: ...
     @property
     def initial_peers(self) -> tuple[str, ...]: ...
     @property

@@ -15,9 +15,10 @@ import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from peers.shared.entrance import Entrance
+from peers.shared.invite_option import EntranceOptions
 from peers.shared.network import in_turns
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
 from swarm.machine import extras
@@ -46,20 +47,7 @@ _INVITE, _NAME = b"invite", b"run"
 """The keys of an announcement's TXT record. Each entry of that has 255 bytes at most."""
 
 
-class LanOptions(Protocol):
-    """A dataclass of options with --lan, which stands in the place of an invite."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def invite(self) -> str | None: ...
-    @property
-    def lan(self) -> bool: ...
-    @property
-    def insecure(self) -> bool: ...
-
-
-Options = TypeVar("Options", bound=LanOptions)
+Options = TypeVar("Options", bound=EntranceOptions)
 
 
 def with_invite(options: Options) -> Options:

@@ -6,7 +6,7 @@ into shards of type `tp`, which together compute the same (Megatron-LM, arXiv 19
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from peers.static.options import StaticOptions
 from peers.static.run_config import in_shards
@@ -214,11 +215,9 @@ def _ends(workers: Workers) -> dist.ProcessGroup | None:
     return next((group for pair, group in groups.items() if dist.get_rank() in pair), None)
 
 
-def _sum_over(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _sum_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Replace each tensor by the sum over a group's workers, in one exchange."""
-    if not (tensors := list(tensors)):
-        return
-    flat_N = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat_N, group=group)
-    for tensor, part_N in zip(tensors, torch.split(flat_N, [tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part_N.view_as(tensor))
+    if tensors:
+        flat_N = parameters_to_vector(tensors)
+        dist.all_reduce(flat_N, group=group)
+        vector_to_parameters(flat_N, tensors)

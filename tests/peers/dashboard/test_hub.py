@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from peers.dashboard.hub import Hub
-from peers.dashboard.merge import merge_patch
+from peers.dashboard.hub import Hub, merge_patch
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
 _OBJECTS = st.recursive(
