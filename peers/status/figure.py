@@ -70,9 +70,14 @@ def figure(help: str, *, default: Any = dataclasses.MISSING, **more: Any) -> Any
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def number(help: str, **more: Any) -> Any:
+    """Make the field of a figure that is a number, and 0 where it is not known."""
+    return figure(help, default=0, **more)
+
+
 def counter(help: str, **more: Any) -> Any:
     """Make the field of a figure that counts what happened since the process started, from 0."""
-    return figure(help, default=0, only_grows=True, **more)
+    return number(help, only_grows=True, **more)
 
 
 def bans_of(record: PeerRecord | TrainerRecord) -> tuple[dict[str, Any], ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from peers.status.answer import MOST_ROUNDS, Answer
-from peers.status.figure import Column, bans_of, counter, figure, read
+from peers.status.figure import Column, bans_of, counter, figure, number, read
 from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord
@@ -56,9 +56,8 @@ class PeerRow:
     moves: int = counter(
         "How often it has moved to another stage since it started.", announced=lambda record: record.moves
     )
-    started_at: float = figure(
+    started_at: float = number(
         "When its process started, by its own clock; 0 where it has not announced that.",
-        default=0.0,
         unit="seconds since the epoch",
         announced=lambda record: record.started_at,
     )
@@ -87,53 +86,44 @@ class PeerRow:
             heading="reached", rank=9, cell="{row.reached}", is_shown=lambda row: row.reached != "direct", is_text=True
         ),
     )
-    punched_connections: int = figure(
-        "Connections that it has now and that a meeting point arranged.",
-        default=0,
-        answered=lambda said: said.reply.lines.punched,
+    punched_connections: int = number(
+        "Connections that it has now and that a meeting point arranged.", answered=lambda said: said.reply.lines.punched
     )
-    relayed_connections: int = figure(
-        "Connections that it has now and that a meeting point carries.",
-        default=0,
-        answered=lambda said: said.reply.lines.relayed,
+    relayed_connections: int = number(
+        "Connections that it has now and that a meeting point carries.", answered=lambda said: said.reply.lines.relayed
     )
-    waiting_peers: int = figure(
+    waiting_peers: int = number(
         "Peers that others do not reach and that wait at this one.",
-        default=0,
         unit="peers",
         answered=lambda said: said.reply.lines.waiting,
     )
-    carried_connections: int = figure(
-        "Connections that it carries for them now.", default=0, answered=lambda said: said.reply.lines.carried
+    carried_connections: int = number(
+        "Connections that it carries for them now.", answered=lambda said: said.reply.lines.carried
     )
     carried_bytes: int = counter(
         "What it has carried for them since it serves its stage, both ways together.",
         unit="bytes",
         answered=lambda said: said.reply.lines.carried_bytes,
     )
-    samples_per_second: float = figure(
+    samples_per_second: float = number(
         "What it manages at its stage.",
-        default=0.0,
         unit="samples/s",
         answered=lambda said: said.reply.samples_per_second,
         column=Column(heading="samples/s", rank=4, cell="{row.samples_per_second:.1f}"),
     )
-    queue_length: int = figure(
+    queue_length: int = number(
         "Forwards and backwards that wait for its compute thread.",
-        default=0,
         answered=lambda said: said.reply.queue_length,
         column=Column(heading="queue", rank=6, cell="{row.queue_length}"),
     )
-    round: int = figure(
+    round: int = number(
         "The round that it is at; the announced one where it does not answer.",
-        default=0,
         announced=lambda record: record.round,
         answered=lambda said: said.reply.round,
         column=Column(heading="round", rank=3, cell="{row.round}"),
     )
-    samples: int = figure(
+    samples: int = number(
         "What it holds towards this round.",
-        default=0,
         unit="samples",
         answered=lambda said: said.reply.round_samples,
         column=Column(heading="samples", rank=7, cell="{row.samples}"),
@@ -158,10 +148,9 @@ class PeerRow:
         answered=lambda said: said.reply.counters.rerouted_backwards,
         column=Column(heading="re-routed", rank=17, cell="{row.rerouted_backwards}"),
     )
-    sessions: int = figure(
+    sessions: int = number(
         "Texts that are being written with its help, those included for which it only stands by. The table has these "
         "figures where it helps with some, or has done so.",
-        default=0,
         answered=lambda said: said.reply.generation.sessions,
         column=Column(heading="texts", rank=13, cell="{row.sessions}", is_shown=lambda row: row.generated_tokens > 0),
     )
@@ -173,21 +162,18 @@ class PeerRow:
             heading="tokens", rank=14, cell="{row.generated_tokens}", is_shown=lambda row: row.generated_tokens > 0
         ),
     )
-    held_rounds: int = figure(
+    held_rounds: int = number(
         "Rounds whose weights it holds for such texts, and for evaluations.",
-        default=0,
         unit="rounds",
         answered=lambda said: said.reply.generation.rounds,
     )
-    alive_peers: int = figure(
+    alive_peers: int = number(
         "Peers of its stage when it committed its last round, itself included.",
-        default=0,
         unit="peers",
         answered=lambda said: said.last.num_alive,
     )
-    members: int = figure(
+    members: int = number(
         "Of these, the ones that took part in that round's average. The table shows both.",
-        default=0,
         unit="peers",
         answered=lambda said: said.last.num_members,
         column=Column(heading="members", rank=8, cell="{row.members}/{row.alive_peers}"),
@@ -197,14 +183,12 @@ class PeerRow:
         default=(),
         answered=lambda said: said.contributed_rounds,
     )
-    averaged_fraction: float = figure(
+    averaged_fraction: float = number(
         "The share of the stage's parameters that this round averaged.",
-        default=0.0,
         answered=lambda said: said.last.averaged_fraction,
     )
-    averaged_bytes: int = figure(
+    averaged_bytes: int = number(
         "What it sent and received for this average.",
-        default=0,
         unit="bytes",
         answered=lambda said: said.last.bytes_sent + said.last.bytes_received,
     )
@@ -213,25 +197,20 @@ class PeerRow:
         unit="bytes",
         answered=lambda said: said.reply.averaging.exchanged_bytes,
     )
-    compression_ratio: float = figure(
+    compression_ratio: float = number(
         "The float32 size of what was averaged, over its size on the wire.",
-        default=0.0,
         answered=lambda said: said.last.compression_ratio,
     )
-    exchange_seconds: float = figure(
-        "How long it took to exchange the average.",
-        default=0.0,
-        unit="seconds",
-        answered=lambda said: said.last.exchange_seconds,
+    exchange_seconds: float = number(
+        "How long it took to exchange the average.", unit="seconds", answered=lambda said: said.last.exchange_seconds
     )
-    wait_seconds: float = figure(
+    wait_seconds: float = number(
         "How long the round was closed before and after this exchange.",
-        default=0.0,
         unit="seconds",
         answered=lambda said: said.last.wait_seconds,
     )
-    contribution_norm: float = figure(
-        "The norm of what it contributed itself.", default=0.0, answered=lambda said: said.last.contribution_norm
+    contribution_norm: float = number(
+        "The norm of what it contributed itself.", answered=lambda said: said.last.contribution_norm
     )
     attempts: int = counter(
         "Attempts to average that it has led since it started.", answered=lambda said: said.reply.averaging.attempts
@@ -245,10 +224,9 @@ class PeerRow:
     downloads: int = counter(
         "States that it has downloaded because it was behind.", answered=lambda said: said.reply.averaging.downloads
     )
-    inner_steps: int = figure(
+    inner_steps: int = number(
         "Inner steps that it took in its last committed round (DiLoCo); the next figures are about these. The table "
         "shows how many there were, and of how many samples.",
-        default=0,
         answered=lambda said: said.inner.count,
         column=Column(
             heading="steps",
@@ -257,22 +235,19 @@ class PeerRow:
             is_shown=lambda row: row.configured_samples_per_inner_step > 0,
         ),
     )
-    samples_per_inner_step: float = figure(
+    samples_per_inner_step: float = number(
         "How many samples each of these steps used, on average.",
-        default=0.0,
         unit="samples",
         answered=lambda said: said.inner.samples_per_step,
     )
-    configured_samples_per_inner_step: int = figure(
+    configured_samples_per_inner_step: int = number(
         "How many each was to use; 0 in the synchronous setting.",
-        default=0,
         unit="samples",
         answered=lambda said: said.inner.configured_samples,
     )
-    staleness: float = figure(
+    staleness: float = number(
         "How late gradients were: versions of the weights made between a microbatch's forward and the step that used "
         "it, on average. Where any was late, the table shows the average and the largest.",
-        default=0.0,
         unit="steps",
         answered=lambda said: said.inner.mean_staleness,
         column=Column(
@@ -282,18 +257,14 @@ class PeerRow:
             is_shown=lambda row: row.largest_staleness > 0,
         ),
     )
-    largest_staleness: int = figure(
-        "The same of the latest gradient.",
-        default=0,
-        unit="steps",
-        answered=lambda said: said.inner.largest_staleness,
+    largest_staleness: int = number(
+        "The same of the latest gradient.", unit="steps", answered=lambda said: said.inner.largest_staleness
     )
-    loop_lag_seconds: float = figure(
+    loop_lag_seconds: float = number(
         "By how long its event loop was late at most, in the last minute or two: for so long it answered nobody, and "
         f"with some seconds the others take it for dead. The table shows it from {LARGE_LAG_SECONDS} seconds on. A "
         "machine that has more to do than it has cores makes it large (give each peer fewer threads), and so does one "
         "that swaps, or slept.",
-        default=0.0,
         unit="seconds",
         answered=lambda said: said.reply.loop_lag_seconds,
         column=Column(

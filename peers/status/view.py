@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from peers.status.answer import LastPeer, time_of_day
-from peers.status.figure import Column, bans_of, figure, read
+from peers.status.figure import Column, bans_of, figure, number, read
 from peers.status.peer_row import PeerRow
 from swarm.types import TrainerRecord
 
@@ -40,9 +40,8 @@ class TrainerRow:
         announced=lambda record: record.name,
         column=Column(heading="trainer", rank=1, cell="{row.name}", is_text=True, least_width=12),
     )
-    step: int = figure(
+    step: int = number(
         "The step that it has seen last.",
-        default=0,
         announced=lambda record: record.step,
         column=Column(heading="step", rank=2, cell="{row.step}"),
     )
@@ -53,9 +52,8 @@ class TrainerRow:
         announced=lambda record: record.loss,
         column=Column(heading="loss", rank=3, cell="{row.loss_text}"),
     )
-    tokens_per_second: float = figure(
+    tokens_per_second: float = number(
         "What the whole swarm trained on, in this step.",
-        default=0.0,
         unit="tokens/s",
         announced=lambda record: record.tokens_per_second,
         column=Column(heading="tokens/s", rank=4, cell="{row.tokens_per_second:,.0f}"),
