@@ -222,26 +222,19 @@ class Announcer:
         """Announce the first invite until cancelled, and then take it back. Without multicast it logs a warning."""
         invite = await self._invite
         try:
-            async with announcing(self._run_id, invite):
+            async with _multicast() as network:
+                from zeroconf.asyncio import AsyncServiceInfo
+
+                info = AsyncServiceInfo(
+                    SERVICE, f"{secrets.token_hex(8)}.{SERVICE}", port=invite.entries[0].port,
+                    properties={_INVITE: str(invite), _NAME: self._run_id}, server=f"{secrets.token_hex(8)}.local.",
+                    parsed_addresses=_addresses(invite),
+                )  # fmt: skip
+                await network.async_register_service(info)
+                logger.info("announces the invite in this network (--lan)")
                 await asyncio.Event().wait()
         except ValueError as error:
             logger.warning("the run is not announced in this network: %s", error)
-
-
-@asynccontextmanager
-async def announcing(run_id: str, invite: Invite) -> AsyncIterator[None]:
-    """Announce an invite inside the block. Raises ValueError as `find` does."""
-    async with _multicast() as network:
-        from zeroconf.asyncio import AsyncServiceInfo
-
-        name = f"{secrets.token_hex(8)}.{SERVICE}"
-        info = AsyncServiceInfo(
-            SERVICE, name, port=invite.entries[0].port, properties={_INVITE: str(invite), _NAME: run_id},
-            server=f"{secrets.token_hex(8)}.local.", parsed_addresses=_addresses(invite),
-        )  # fmt: skip
-        await network.async_register_service(info)
-        logger.info("announces the invite in this network (--lan)")
-        yield
 
 
 def _addresses(invite: Invite) -> list[str]:
