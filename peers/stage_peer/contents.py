@@ -86,12 +86,13 @@ class Contents:
     def _tokenizer_content(self, sha256: str) -> bytes | None:
         return None if self._tokenizer is None else self._tokenizer.content(sha256)
 
-    async def initial_weights(self, stage: int, *, resumes: bool, always: bool = False) -> Weights | None:
+    async def initial_weights(self, stage: int, *, resumes: bool) -> Weights | None:
         """The weights with which a stage begins: those on this machine, or else fetched from peers.
+
+        With LoRA they are always needed: frozen ones are no part of the state that is downloaded from a stage's peers.
 
         Args:
             resumes: there are checkpoints here, with which the stage goes on if no peer holds it.
-            always: fetch the weights even if the stage's state will be downloaded from a peer that holds it.
 
         Returns:
             None if they are drawn from the seed, if they are not needed, or if no peer that answers has them.
@@ -102,29 +103,25 @@ class Contents:
         if self._weights is None:
             return None
         member, shapes = self._member, parameter_shapes(self._member.config, stage)
-        if (here := self._weights.here(shapes)) is not None or (resumes and not always):
+        is_always_needed = member.config.lora.is_on
+        if (here := self._weights.here(shapes)) is not None or (resumes and not is_always_needed):
             return here
-        with member.waits.on(f"a peer that has the weights with which stage {stage} begins"):
-            return await self._fetched(stage, always=always)
-
-    async def _fetched(self, stage: int, *, always: bool) -> Weights | None:
-        assert self._weights is not None
-        member, shapes = self._member, parameter_shapes(self._member.config, stage)
         until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
         # Until a round is committed there is no state to download, and peers at round 0 hold these weights.
-        while always or not await self._has_gone_on(stage):
-            try:
-                return await self._weights.of(shapes)
-            except PeerUnavailable as error:
-                if self._weights.num_fetched > num_fetched:
-                    # A peer sent some of the weights, and is gone: the search for another one begins anew.
-                    until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
-                if member.clock.monotonic() >= until:
-                    return None
-                logger.debug("the weights of stage %d are not to be had yet: %s", stage, error)
-            await member.clock.sleep(LOOK_SECONDS)
-            with suppress(PeerUnavailable):
-                await member.known.look(member.directory, member.stages)
+        with member.waits.on(f"a peer that has the weights with which stage {stage} begins"):
+            while is_always_needed or not await self._has_gone_on(stage):
+                try:
+                    return await self._weights.of(shapes)
+                except PeerUnavailable as error:
+                    if self._weights.num_fetched > num_fetched:
+                        # A peer sent some of the weights, and is gone: the search for another one begins anew.
+                        until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
+                    if member.clock.monotonic() >= until:
+                        return None
+                    logger.debug("the weights of stage %d are not to be had yet: %s", stage, error)
+                await member.clock.sleep(LOOK_SECONDS)
+                with suppress(PeerUnavailable):
+                    await member.known.look(member.directory, member.stages)
         return None
 
     async def _has_gone_on(self, stage: int) -> bool:

@@ -256,13 +256,6 @@ def arrival_of(start: Start, member: Membership, announcer: Announcer | None) ->
     )  # fmt: skip
 
 
-def reach_of(start: Start, member: Membership) -> Reach:
-    """Make the part that finds out in which ways others reach the peer."""
-    options = start.options
-    router_ports = None if options.no_port_mapping else RouterPorts(member.clock, own_routers())
-    return Reach(member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports)
-
-
 async def serve(start: Start, own_figures: OwnFigures) -> None:
     """Join, serve and leave. Raises what Mover.run raises."""
     options, identity, clock = start.options, start.identity, SystemClock()
@@ -275,7 +268,9 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         checkpoints=options.resume,
     )  # fmt: skip
     announcer = Announcer(member.config.run_id) if options.lan else None
-    arrival, reach = arrival_of(start, member, announcer), reach_of(start, member)
+    arrival = arrival_of(start, member, announcer)
+    router_ports = None if options.no_port_mapping else RouterPorts(clock, own_routers())
+    reach = Reach(member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports)
     page = OwnDashboard(options, identity.peer_id, reach.port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 
@@ -285,7 +280,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
     async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
         resumes = options.resume is not None and bool(file.names(options.resume))
-        weights = await contents.initial_weights(stage, resumes=resumes, always=member.config.lora.is_on)
+        weights = await contents.initial_weights(stage, resumes=resumes)
         local = start.server_options(
             moves, moved=moved, incarnation=incarnation, weights=weights, shelves=contents.shelves,
             own_figures=own_figures,

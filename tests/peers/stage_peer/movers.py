@@ -154,8 +154,7 @@ class LocalPeer:
     ) -> StageServer:
         weights, shelves = None, Shelves()
         if self._contents is not None:
-            resumes, always = bool(file.names(self._resume)), self._config.lora.is_on
-            weights = await self._contents.initial_weights(stage, resumes=resumes, always=always)
+            weights = await self._contents.initial_weights(stage, resumes=bool(file.names(self._resume)))
             shelves = self._contents.shelves
         options = ServerOptions(
             name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
