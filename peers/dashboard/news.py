@@ -25,7 +25,7 @@ class Line(NamedTuple):
 def news(before: SwarmView | None, now: SwarmView) -> list[Line]:
     """The lines that tell what has changed between two views."""
     if before is None:
-        num_peers = sum(peer.stays for row in now.stages for peer in row.peers)
+        num_peers = sum(peer.stays for peer in now.peers)
         return [Line("plain", f"this page begins to watch: peers {num_peers}, trainers {len(now.trainers)}")]
     lines = [*_of_stages(before, now), *_of_peers(before, now), *_of_trainers(before, now), *_of_refusals(before, now)]
     if (more := len(lines) - MOST_AT_ONCE) > 0:

@@ -38,7 +38,7 @@ def about(config: RunConfig) -> dict[str, Any]:
 def present(view: SwarmView, history: History) -> dict[str, Any]:
     """The part that changes with each view: the view, and all of the history except its series."""
     rows = [(row.stage, peer) for row in view.stages for peer in row.peers]
-    columns = needed_columns(PeerRow, [peer for _, peer in rows])
+    columns = needed_columns(PeerRow, view.peers)
     trainer_columns = needed_columns(TrainerRow, view.trainers)
     return {
         "stages": [row.stage for row in view.stages],

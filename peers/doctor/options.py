@@ -54,6 +54,8 @@ class DoctorOptions:
         cli.require_ports(self, ["port", "dht_port"])
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
+        # It checks the addresses.
+        _ = self.ports
 
     @property
     def ports(self) -> Ports:

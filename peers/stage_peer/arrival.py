@@ -18,7 +18,6 @@ from peers.shared.membership import Membership
 from peers.shared.network import say_who_may_join
 from peers.stage_peer.listen import Announced
 from peers.stage_peer.options import PeerOptions
-from swarm.credentials.token import Token
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.rpc.meeting.endpoints import direct
@@ -31,9 +30,8 @@ class Arrival:
     """Tells people, the launcher and the local network that one peer serves."""
 
     def __init__(
-        self, *, options: PeerOptions, membership: Membership, device: str, token: Token | None,
-        is_new: bool, announcer: Announcer | None = None,
-    ) -> None:  # fmt: skip
+        self, options: PeerOptions, membership: Membership, device: str, *, is_new: bool, announcer: Announcer | None
+    ) -> None:
         """
         Args:
             is_new: whether this peer begins the run. All runs of the same configuration and text have the same id, so
@@ -43,7 +41,6 @@ class Arrival:
         self._options = options
         self._membership = membership
         self._device = device
-        self._token = token
         self._is_new = is_new
         self._announcer = announcer
         self._has_said = False
@@ -76,7 +73,7 @@ class Arrival:
         return [*own, *self._membership.known.entries(4)]
 
     def _invite(self, entries: Sequence[Entry]) -> Invite:
-        return Invite.fitting(self._membership.config.run_id, entries, is_locked=self._token is not None)
+        return Invite.fitting(self._membership.config.run_id, entries, is_locked=bool(self._membership.config.owner))
 
     def _say_how_to_join(self, stage: int, announced: Announced) -> None:
         """Print the command lines with which others join."""
@@ -88,7 +85,7 @@ class Arrival:
         print(f"  join:   {joining.peer}")
         print(f"  train:  {joining.trainer}")
         print(f"  watch:  {joining.status}", flush=True)
-        if self._token:
+        if config.owner:
             print("  TOKEN comes from the run's owner: swarm-keys issue FILE --role peer, or trainer", flush=True)
         addresses = list(dict.fromkeys([*announced.dht_addresses[:2], *known.dht_addresses(4)]))[:5]
         logger.info("addresses for --initial-peers: %s; for swarm-status --peer: %s", " ".join(addresses), entries[0])

@@ -249,11 +249,8 @@ async def enter(start: Start) -> Membership:
 
 def arrival_of(start: Start, member: Membership, announcer: Announcer | None) -> Arrival:
     """Make the part that tells others that the peer serves."""
-    options = start.options
-    return Arrival(
-        options=options, membership=member, device=str(start.device), token=start.entrance.token,
-        is_new=not (options.joins or start.returns or options.resume), announcer=announcer,
-    )  # fmt: skip
+    is_new = not (start.options.joins or start.returns or start.options.resume)
+    return Arrival(start.options, member, str(start.device), is_new=is_new, announcer=announcer)
 
 
 async def serve(start: Start, own_figures: OwnFigures) -> None:

@@ -94,9 +94,14 @@ class SwarmView:
         return [row.stage for row in self._unserved if row.stage not in self.silent_stages]
 
     @property
+    def peers(self) -> list[PeerRow]:
+        """The peers of all stages; one that moves may have two rows."""
+        return [peer for row in self.stages for peer in row.peers]
+
+    @property
     def round(self) -> int:
         """The newest round that a peer is at, or has announced."""
-        return max((peer.round for row in self.stages for peer in row.peers), default=0)
+        return max((peer.round for peer in self.peers), default=0)
 
     @property
     def silent_stages(self) -> dict[int, list[str]]:
@@ -124,16 +129,15 @@ class SwarmView:
         """
         return {
             f"{peer.peer_id} refuses {refusal.partition(' ')[0]}": f"{peer.name}: {refusal}"
-            for row in self.stages
-            for peer in row.peers
+            for peer in self.peers
             for refusal in peer.refusals
         }
 
     @property
     def bans(self) -> dict[str, str]:
         """Lines that say which sender has banned which peer, why and until when. Keys name both and the cause."""
-        names = {peer.peer_id: peer.name for row in self.stages for peer in row.peers}
-        senders: list[PeerRow | TrainerRow] = [*(peer for row in self.stages for peer in row.peers), *self.trainers]
+        names = {peer.peer_id: peer.name for peer in self.peers}
+        senders: list[PeerRow | TrainerRow] = [*self.peers, *self.trainers]
         lines = {}
         for sender in senders:
             for ban in sender.bans:
@@ -146,8 +150,7 @@ class SwarmView:
     @property
     def waits(self) -> list[str]:
         """Lines that say what peers wait for."""
-        peers = [peer for row in self.stages for peer in row.peers]
-        return [f"{peer.name} waits for {peer.waiting_for}" for peer in peers if peer.waiting_for]
+        return [f"{peer.name} waits for {peer.waiting_for}" for peer in self.peers if peer.waiting_for]
 
     def to_json(self) -> str:
         """One line of JSON: every field by its name, and `empty_stages` and `silent_stages` besides."""
