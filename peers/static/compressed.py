@@ -27,7 +27,7 @@ class CompressedAverage:
     def __init__(self, model: Spread, config: AveragingConfig, workers: Workers) -> None:
         """Have the model's DDP average with a codec from now on."""
         self._num_sent = 0
-        self._names = {parameter: name for name, parameter in model.parameters.items()}
+        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.parameters.items()}
         self._group = workers.mesh.get_group("dp")
         self._num_workers, self._place = workers.shape.dp, workers.place("dp")
         self._codec, self._result_codec = contribution_codec(config), result_codec(config)

@@ -6,12 +6,11 @@ import json
 import logging
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from peers.shared.entrance import Entrance, find_entrance
-from peers.shared.invite_option import EntranceOptions, joins
+from peers.shared.invite_option import EntranceOptions, RunOptions, joins
 from swarm import config as configs
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
@@ -31,7 +30,7 @@ ENTRY = Entry(PeerId("ab" * 20), "192.0.2.1:4001")
 
 
 def _options(invite: str | None = None, *initial_peers: str, token: str | None = None) -> EntranceOptions:
-    return SimpleNamespace(invite=invite, initial_peers=initial_peers, token=token, insecure=False)
+    return RunOptions(invite=invite, initial_peers=initial_peers, token=token)
 
 
 def _find(options: EntranceOptions, *peers: str) -> Entrance:
