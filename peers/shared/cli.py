@@ -102,7 +102,7 @@ def arguments(options: Any) -> list[str]:
             words.append(option)
         elif _marks(tyro.conf.Positional[str]) <= _marks(field.type):
             places += map(str, value if isinstance(value, tuple) else [value])
-        elif isinstance(value, tuple) and _marks(tyro.conf.UseAppendAction[tuple[str, ...]]) <= _marks(field.type):
+        elif isinstance(value, tuple) and _is_repeated(field.type):
             words += [word for one in value for word in (option, str(one))]
         elif isinstance(value, tuple):
             words += [option, *map(str, value)]
@@ -114,6 +114,11 @@ def arguments(options: Any) -> list[str]:
 def spelled_out(text: str) -> str:
     """What an option or a variable says: the text itself, or for @FILE what the file holds. Raises OSError."""
     return Path(text[1:]).read_text(encoding="utf-8", errors="replace").strip() if text.startswith("@") else text
+
+
+def _is_repeated(annotation: object) -> bool:
+    """Whether the option is written before each of its values."""
+    return _marks(tyro.conf.UseAppendAction[tuple[str, ...]]) <= _marks(annotation)
 
 
 def _marks(annotation: object) -> set[Any]:

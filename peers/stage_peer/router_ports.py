@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Never, Protocol
 
 from swarm.machine.clock import Clock
 
@@ -32,14 +32,26 @@ _UPNP_MILLISECONDS = 1000
 """How long routers may take to answer a search for UPnP."""
 
 
+class Router(Protocol):
+    """A router that forwards ports. Both methods block for some seconds at most, and raise OSError if it refuses."""
+
+    def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
+        """Forward a router's port to `port` of this machine; gives the router's port: `outer_port` if it is free."""
+        ...
+
+    def end(self, port: int, outer_port: int) -> None:
+        """End the forwarding of `outer_port` to `port`."""
+        ...
+
+
 class NatPmp:
-    """A router that speaks NAT-PMP. Both methods block for some seconds at most, and raise OSError if it refuses."""
+    """A router that speaks NAT-PMP."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """Forward a router's port to `port` of this machine; gives the router's port: `outer_port` if it is free."""
+        """Forward a port, as Router says."""
         request = struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, outer_port, lease_seconds)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             # A connected socket hears only the router.
@@ -52,7 +64,7 @@ class NatPmp:
         raise OSError("the router does not answer by NAT-PMP")
 
     def end(self, port: int, outer_port: int) -> None:
-        """End the forwarding of `outer_port` to `port`."""
+        """End a forwarding, as Router says."""
         with contextlib.suppress(ValueError):
             self.forward(port, 0, 0)
 
@@ -68,13 +80,13 @@ def _granted(reply: bytes, port: int) -> int:
 
 
 class Upnp:
-    """A router that speaks UPnP, by miniupnpc; its methods do what those of NatPmp do."""
+    """A router that speaks UPnP, by miniupnpc."""
 
     def __init__(self) -> None:
         self._gateway: Any = None
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """Forward a port, as NatPmp does."""
+        """Forward a port, as Router says."""
         try:
             gateway = self._found()
             gateway.addportmapping(outer_port, "TCP", gateway.lanaddr, port, "swarm", "", lease_seconds)
@@ -83,7 +95,7 @@ class Upnp:
         return outer_port
 
     def end(self, port: int, outer_port: int) -> None:
-        """End a forwarding, as NatPmp does."""
+        """End a forwarding, as Router says."""
         try:
             self._found().deleteportmapping(outer_port, "TCP")
         except Exception as error:  # noqa: BLE001 - as above.
@@ -99,9 +111,6 @@ class Upnp:
             gateway.selectigd()
             self._gateway = gateway
         return self._gateway
-
-
-Router = NatPmp | Upnp
 
 
 def own_routers() -> list[Router]:
