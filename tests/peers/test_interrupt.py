@@ -33,6 +33,8 @@ from swarm import config as configs
 from swarm.dht import node
 
 class Node:
+    port = 1
+
     def addresses(self):
         return ["/ip4/127.0.0.1/tcp/1/p2p/x"]
 
