@@ -5,7 +5,7 @@ Used by server.py, which tells it when the peer serves and when it leaves.
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -134,6 +134,10 @@ class Presence:
                 logger.warning("this peer is not announced: %s", error)
             self._is_refused = True
 
+    def works(self, news: StageNews) -> Sequence[Coroutine[Any, Any, None]]:
+        """What a serving peer does all the while, until each is cancelled."""
+        return self.keep_announced(), self._look_around(news), self.loop_lag.run()
+
     async def keep_announced(self) -> None:
         """Announce the record at intervals; at once after a commit, with new endpoints, and when the DHT is back."""
         unheard = "a node of the DHT that takes this peer's record, without which others do not find it"
@@ -146,8 +150,8 @@ class Presence:
                     if self._occasion != announced:
                         break
 
-    async def look_around(self, news: StageNews) -> None:
-        """Tell the user at intervals what concerns this peer in what others say, until cancelled."""
+    async def _look_around(self, news: StageNews) -> None:
+        """Tell the user at intervals what concerns this peer in what others say."""
         while True:
             await self._membership.clock.sleep(ANNOUNCE_SECONDS)
             news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"], await self._around())

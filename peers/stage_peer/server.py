@@ -149,11 +149,7 @@ class StageServer:
                 self.stage.admission.open()
                 await self.presence.serves()
                 self._options.events.write(Join())
-                presence = self.presence
-                works = (
-                    presence.keep_announced(), presence.look_around(self._news), presence.loop_lag.run(),
-                    self._watch_connections(),
-                )  # fmt: skip
+                works = (*self.presence.works(self._news), self._watch_connections())
                 background = [tasks.create_task(work) for work in works]
                 self._options.own_figures.follow(
                     lambda: PeerRow.of(self.presence.record(), services.describe()),

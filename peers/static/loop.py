@@ -65,29 +65,26 @@ def train(
     all_targets, num_stopping = run.workers.total(batch.num_targets, stops())
     while progress.step < last_step and num_stopping == 0:
         # Forward and backward. Gradients are averaged over the axis dp, and a sum is wanted: hence the factor dp.
-        num_targets = max(1.0, all_targets / (shape.tp * shape.pp))
+        run.model.module.zero_grad()
         weight = scale.factor * shape.dp
         with computing_in(run.dtype, run.workers.device):
-            own_loss = run.computing.backward(batch, weight / num_targets)
+            own_loss = run.computing.backward(batch, weight / max(1.0, all_targets / (shape.tp * shape.pp)))
         gradients = run.model.gradients()
 
         # In one exchange: the norm of the whole gradient, the mean loss, the next step's targets, and who was stopped.
         next_batch = run.batches.of_step(progress.step + 1)
-        own_norm = run.model.squared_norm(gradients)
         scaled_norm, scaled_loss, next_targets, num_stopping = run.workers.total(
-            own_norm, float(own_loss), next_batch.num_targets, stops()
+            run.model.squared_norm(gradients), float(own_loss), next_batch.num_targets, stops()
         )
-        squared_norm = scaled_norm / scale.factor**2
+        squared_norm, loss = scaled_norm / scale.factor**2, scaled_loss / (weight * shape.tp)
         factor = optim.clip_factor(squared_norm, config.optimizer.clip_norm) / scale.factor
         if not scale.accepts(squared_norm, progress.step):
-            run.model.module.zero_grad()
             continue
 
         # Clip, and step.
-        loss, rate = scaled_loss / (weight * shape.tp), optim.learning_rate(config.optimizer, progress.run_samples)
+        rate = optim.learning_rate(config.optimizer, progress.run_samples)
         torch._foreach_mul_(list(gradients.values()), factor)
         optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
-        run.model.module.zero_grad()
         batch, all_targets = next_batch, next_targets
 
         # The next step begins with this state. If it is due, write a checkpoint of it, and evaluate it.

@@ -12,7 +12,7 @@ from scripts.benches.shared.internet import Internet, missing
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there")
 
 BENCH = """
-import sys, time
+import signal, sys, time
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -32,6 +32,8 @@ def run(options):
 bench = ModuleType("bench")
 bench.Options, bench.run = OutputOptions, run
 sys.argv = ["bench", "waits"]
+# A shell has what it starts in the background ignore SIGINT, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(process.run_program("bench", lambda: run_named("bench", "benches", {"waits": ""}, lambda name: bench)))
 """
 
@@ -43,14 +45,16 @@ def _made_by(pid: int) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_namespaces_are_removed_at_the_end_or_at_the_next_start(number: signal.Signals) -> None:
-    bench = subprocess.Popen(
-        [sys.executable, "-c", BENCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[3]
-    )
-    assert bench.stdout is not None
-    assert bench.stdout.readline() == b"laid\n"
-    assert len(_made_by(bench.pid)) == 2
-    bench.send_signal(number)
-    bench.communicate(timeout=30.0)
+    command, root = [sys.executable, "-c", BENCH], Path(__file__).parents[3]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root) as bench:
+        try:
+            assert bench.stdout is not None
+            assert bench.stdout.readline() == b"laid\n"
+            assert len(_made_by(bench.pid)) == 2
+            bench.send_signal(number)
+            bench.communicate(timeout=30.0)
+        finally:
+            bench.kill()
     if number is signal.SIGKILL:
         assert len(_made_by(bench.pid)) == 2
         with Internet():
