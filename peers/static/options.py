@@ -1,6 +1,7 @@
 """The options of swarm-static. It imports no torch."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from peers.shared import cli, process
 from swarm.config.averaging import CompressedCodec
 
 PROG = "swarm-static"
+MOST_EPOCHS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,8 @@ class StaticOptions:
     config: Path | None = None
     """TOML file of the run."""
     preset: str | None = None
-    """Configuration that comes with swarm: tiny, small, gpt2-124m, gpt2-355m or llama-124m."""
+    """Configuration that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m, sparseloco or
+    targon."""
     model: str | None = None
     """Begin with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its name on the
     hub. The run's configuration is then the folder's, or that of --config, where model.weights is its digest."""
@@ -89,6 +92,8 @@ class StaticOptions:
         cli.require_threads(self.threads)
         if self.epochs is not None:
             cli.require_positive(self, ["epochs"])
+            if self.epochs > MOST_EPOCHS:
+                raise ValueError(f"--epochs must be at most {MOST_EPOCHS:,}, not {self.epochs:g}")
             if self.steps is not None:
                 raise ValueError("--steps and --epochs exclude each other")
         if self.compress is not None and (self.fsdp is not None or self.tp > 1 or self.pp > 1):
@@ -99,9 +104,22 @@ class StaticOptions:
 
 
 def explain(argv: Sequence[str]) -> None:
-    """Print the help if the command line asks for it, and end the process; else return.
+    """Print the help if the command line asks for it, or a mistake in it, and end the process; else return."""
+    if is_first_here(os.environ) or not {"-h", "--help"}.isdisjoint(argv):
+        parse(argv)
 
-    Faults are for the program to tell: of a machine's workers only the first one does.
-    """
-    if not {"-h", "--help"}.isdisjoint(argv):
-        cli.parse(StaticOptions, prog=PROG, argv=argv)
+
+def parse(argv: Sequence[str]) -> StaticOptions:
+    """Parse the command line, in which `--fsdp` without a word behind it means `--fsdp zero3`."""
+    following = [*argv, "--"][1:]
+    named = [
+        word
+        for given, after in zip(argv, following, strict=True)
+        for word in ([given, "zero3"] if given == "--fsdp" and after.startswith("-") else [given])
+    ]
+    return cli.parse(StaticOptions, prog=PROG, argv=named)
+
+
+def is_first_here(environment: Mapping[str, str]) -> bool:
+    """Whether this worker is its machine's first one, which speaks for all workers there."""
+    return environment.get("LOCAL_RANK", "0") == "0"

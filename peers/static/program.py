@@ -10,7 +10,6 @@ to bottom: options -> the run -> join the other workers -> text -> spread the mo
 import contextlib
 import dataclasses
 import io
-import itertools
 import logging
 import math
 import os
@@ -25,13 +24,14 @@ from peers.shared.devices import num_cores
 from peers.shared.option_names import naming_options
 from peers.shared.own_text import with_text
 from peers.shared.reporting import require_reporters
+from peers.shared.sole_writer import require_sole_writer
 from peers.static import run_config, workers
 from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints
 from peers.static.compressed import CompressedAverage
 from peers.static.computing import OneByOne, Pipeline
 from peers.static.loop import Run, train
-from peers.static.options import PROG, StaticOptions
+from peers.static.options import StaticOptions, is_first_here, parse
 from peers.static.report import Report
 from peers.static.spread import Spread
 from peers.static.workers import Workers
@@ -47,14 +47,14 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
-    argv, environment = with_fsdp_named(argv), os.environ
-    if workers.is_first_here(environment):
-        options = cli.parse(StaticOptions, prog=PROG, argv=argv)
+    environment = os.environ
+    if is_first_here(environment):
+        options = parse(argv)
         with naming_options(options):
             return run(options, environment)
     # All workers of a machine find the same faults of the user's, and only the first one prints them.
     with contextlib.redirect_stderr(io.StringIO()):
-        options = cli.parse(StaticOptions, prog=PROG, argv=argv)
+        options = parse(argv)
     try:
         return run(options, environment)
     except (ValueError, SwarmError, OSError) as error:
@@ -62,19 +62,9 @@ def main(argv: Sequence[str]) -> int:
         return process.EXIT_USAGE if isinstance(error, ValueError) else process.EXIT_FAILURE
 
 
-def with_fsdp_named(argv: Sequence[str]) -> list[str]:
-    """The command line, in which `--fsdp` without a word behind it has become `--fsdp zero3`."""
-    words = list[str]()
-    for word, following in itertools.pairwise([*argv, "--"]):
-        words.append(word)
-        if word == "--fsdp" and following.startswith("-"):
-            words.append("zero3")
-    return words
-
-
 def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
     """Train as one of the workers; gives the exit code."""
-    is_heard = workers.is_first_here(environment) or options.log_level == "debug"
+    is_heard = is_first_here(environment) or options.log_level == "debug"
     if "TORCHELASTIC_RUN_ID" in environment:
         # Otherwise workers of a torchrun that is killed would go on, beside those of the next one.
         process.die_with_parent(os.getppid())()
@@ -90,7 +80,9 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
     if options.compile:
         require_compiler(device)
     require_beginning(options)
-    with stopping(environment) as stop, workers.joined(shape, device, environment) as joined:
+    is_first = environment.get("RANK", "0") == "0"
+    own_files = writing_alone(options) if is_first else contextlib.nullcontext()
+    with own_files, stopping(environment) as stop, workers.joined(shape, device, environment) as joined:
         is_stopped = work(config, given, options, joined, stop.is_set)
     # torchrun takes any other code for a failure, and starts the workers again.
     return stop.exit_code if is_stopped and "WORLD_SIZE" not in environment else 0
@@ -103,6 +95,17 @@ def require_beginning(options: StaticOptions) -> None:
     cli.require_folder("--resume", options.resume)
     if not file.names(options.resume):
         raise ValueError(f"--resume {options.resume}: there is no checkpoint in this folder")
+
+
+@contextlib.contextmanager
+def writing_alone(options: StaticOptions) -> Iterator[None]:
+    """Keep other runs from the files that this one writes, inside the block. Raises ValueError if one is at them."""
+    with contextlib.ExitStack() as locks:
+        for option, path in (("--metrics", options.metrics), ("--checkpoint", options.checkpoint)):
+            if path is not None:
+                (path.parent if option == "--metrics" else path).mkdir(parents=True, exist_ok=True)
+                locks.callback(os.close, require_sole_writer(path, f"{option} {path}"))
+        yield
 
 
 def work(

@@ -46,7 +46,6 @@ class Report:
         self._plain_bytes = round(bytes_sent(config, options, workers.shape, model.parameters))
         self._compressed = compressed
         self._reporting = reporting.start(options, options.metrics.parent, config)
-        self._path = options.metrics
         self._metrics = MetricsLog(options.metrics, reporters=self._reporting.reporters)
         self._said_at = self._stepped_at = time.monotonic()
 
@@ -55,7 +54,10 @@ class Report:
         shape, samples = self._workers.shape, counted(self._config.rounds.round_samples, "sample")
         mesh = ", ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(shape).items() if size > 1)
         workers = counted(math.prod(self._workers.mesh.shape), "worker") + (f" ({mesh})" if mesh else "")
-        logger.info("trains from step %d to %d, a step on every %s: %s", step, last_step, samples, workers)
+        if step < last_step:
+            logger.info("trains from step %d to %d, a step on every %s: %s", step, last_step, samples, workers)
+        else:
+            logger.info("is at step %d, and was to train to %d: that counts from the run's beginning", step, last_step)
         self._metrics.event(step, BEGINS)
         self._stepped_at = time.monotonic()
 
@@ -109,5 +111,5 @@ class Report:
         if held_out is not None:
             self._metrics.evaluation(step, held_out.mean, held_out.of_several)
             told += f", validation loss {held_out.mean:.3f}"
-        print(f"{'stopped' if stopped else 'finished'} at step {step}{told}; figures in {self._path}")
+        print(f"{'stopped' if stopped else 'finished'} at step {step}{told}; {self._metrics.told}")
         self._reporting.finish()

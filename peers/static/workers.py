@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from peers.shared import process
-from peers.static.options import StaticOptions
+from peers.static.options import StaticOptions, is_first_here
 from swarm.errors import PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
 
@@ -43,11 +43,6 @@ class Shape:
     dp: int
     tp: int
     pp: int
-
-
-def is_first_here(environment: Mapping[str, str]) -> bool:
-    """Whether this worker is its machine's first one, which speaks for all workers there."""
-    return environment.get("LOCAL_RANK", "0") == "0"
 
 
 def num_threads(environment: Mapping[str, str], num_cores: int) -> int | None:

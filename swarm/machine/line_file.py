@@ -28,6 +28,7 @@ class LineFile:
         # If a killed writer left an unfinished line, the next line begins on a line of its own.
         self._is_torn = path.exists() and not _ends_with_newline(path)
         self._is_losing = False
+        self.is_complete = True
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def append(self, line: str) -> bool:
@@ -43,6 +44,7 @@ class LineFile:
         if num_written:
             self._is_torn = num_written < len(data)
         was_losing, self._is_losing = self._is_losing, num_written < len(data)
+        self.is_complete &= not self._is_losing
         if self._is_losing and not was_losing:
             logger.error("%s are not written to %s: %s", self._what, self._path, reason)
         return not self._is_losing

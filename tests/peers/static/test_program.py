@@ -14,6 +14,7 @@ import torch
 
 from peers.shared import process
 from peers.shared.process import run_program
+from peers.shared.sole_writer import require_sole_writer
 from peers.static import precision, program, run_config
 from peers.static.options import PROG, StaticOptions
 from peers.static.workers import Shape
@@ -93,6 +94,7 @@ def trained(config_file: Path, *arguments: str | Path | int) -> int:
         (2, ["--preset", "tiny", "--dtype", "fp16", "--compress", "int8"], "--compress is not for --dtype fp16"),
         (1, ["--preset", "none"], "unknown preset"),
         (1, ["--preset", "tiny", "--resume", "/nowhere"], "--resume /nowhere: there is no such folder"),
+        (1, ["--preset", "tiny", "--epochs", "1e308"], "--epochs must be at most 1,000,000, not 1e+308"),
         (1, ["--preset", "tiny", "--resume", "/dev"], "--resume /dev: there is no checkpoint in this folder"),
         (1, ["--preset", "tiny", "swarm://1abc"], "takes no such word: swarm://1abc"),
     ],
@@ -221,6 +223,42 @@ def test_a_last_checkpoint_that_is_not_written_is_a_failure(
     monkeypatch.setattr(file, "write", full)
     assert trained(config_file, "--steps", 2, "--checkpoint", config_file.parent / "checkpoints") == 1
     assert "step 2 could not be written" in capsys.readouterr().err
+
+
+def test_figures_that_a_full_disk_lost_are_not_said_to_be_there(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        return 0 if b"train/loss" in data else written(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    assert trained(config_file, "--steps", 2) == 0
+    assert "; some figures, and others are lost, in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["metrics", "checkpoint"])
+def test_two_runs_do_not_write_to_the_same_place(
+    option: str, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("metrics.jsonl" if option == "metrics" else "checkpoints")
+    assert trained(config_file, "--steps", 1, "--checkpoint", tmp_path / "checkpoints") == 0
+    other = require_sole_writer(path, "the other run's")
+    try:
+        assert trained(config_file, "--steps", 2, "--checkpoint", tmp_path / "checkpoints") == 2
+    finally:
+        os.close(other)
+    assert f"--{option} {path} is in use by another process on this machine" in capsys.readouterr().err
+    assert trained(config_file, "--steps", 2, "--checkpoint", tmp_path / "checkpoints") == 0
+
+
+def test_a_run_that_is_at_its_end_says_so(config_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = config_file.parent / "checkpoints"
+    assert trained(config_file, "--steps", 3, "--checkpoint", folder) == 0
+    with caplog.at_level("INFO"):
+        assert trained(config_file, "--steps", 2, "--checkpoint", folder) == 0
+    assert "is at step 3, and was to train to 2: that counts from the run's beginning" in caplog.text
 
 
 def test_refuses_checkpoints_of_another_model(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
