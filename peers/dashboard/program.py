@@ -61,7 +61,7 @@ def take_address(options: DashboardOptions, *, is_locked: bool) -> "tuple[Listen
     from peers.shared.web import Listener, find_secret
 
     view_token = find_secret(options.view_token, os.environ, option="--view-token", variable=TOKEN_VARIABLE)
-    listener = Listener(options.host, options.port, option="--port")
+    listener = Listener(options.host, options.port, option="--port", host_option="--host")
     if not listener.is_local and view_token is None:
         if is_locked:
             listener.close()

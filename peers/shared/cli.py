@@ -112,7 +112,14 @@ def arguments(options: Any) -> list[str]:
 
 
 def spelled_out(text: str) -> str:
-    """What an option or a variable says: the text itself, or for @FILE what the file holds. Raises OSError."""
+    """What an option or a variable says: the text itself, or for @FILE what the file holds.
+
+    Raises:
+        ValueError: the @ names no file.
+        OSError: the file cannot be read.
+    """
+    if text == "@":
+        raise ValueError("@ names no file: write @FILE")
     return Path(text[1:]).read_text(encoding="utf-8", errors="replace").strip() if text.startswith("@") else text
 
 
@@ -159,6 +166,30 @@ def require_folder(option: str, folder: Path) -> None:
     """Raise ValueError if what the option names is no folder."""
     if not folder.is_dir():
         raise ValueError(f"{option} {folder}: there is no such folder")
+
+
+def require_own_host(option: str, host: str) -> None:
+    """Raise ValueError, which names the option, if no process can listen at this host; an empty one is accepted."""
+    try:
+        if host:
+            free_port(host, 0)
+    except ValueError as error:
+        raise ValueError(f"{option} {host} is no IP address of this machine: {error}") from None
+
+
+def require_kinds(options: object, *, files: Iterable[str] = (), folders: Iterable[str] = ()) -> None:
+    """Raise ValueError, which names the option, for a folder in the place of a file, or the other way round.
+
+    None (left out) and what does not exist are accepted.
+    """
+    for name in files:
+        path: Path | None = getattr(options, name)
+        if path is not None and path.is_dir():
+            raise ValueError(f"--{name.replace('_', '-')} {path} is a folder: it takes a file")
+    for name in folders:
+        path = getattr(options, name)
+        if path is not None and path.exists() and not path.is_dir():
+            raise ValueError(f"--{name.replace('_', '-')} {path} is no folder")
 
 
 def require_reporters(options: Any) -> None:

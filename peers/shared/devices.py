@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -38,6 +39,7 @@ GPU_SHARE, RAM_SHARE = 0.5, 0.25
 """The share that a stage's graphs may take of the memory that is free beside its weights and optimizer. The rest of a
 GPU is for computing one microbatch. Other programs need RAM too, and the system kills a process that takes too much."""
 ASKING_SECONDS = 60.0
+_NAME = re.compile("auto|(cpu|cuda|mps)(:[0-9]+)?")
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -101,14 +103,15 @@ def device_of(name: str, rng: random.Random) -> "torch.device":
     """
     import torch
 
+    # PyTorch would list the devices of all machines there are.
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"--device {name} cannot be used: it takes cpu, cuda, cuda:N, mps or auto")
     try:
         if name in ("auto", "cuda") and torch.cuda.is_available():
             name = choose(found(), rng).name if torch.cuda.device_count() > 1 else "cuda:0"
         elif name == "auto":
             name = "mps" if torch.backends.mps.is_available() else "cpu"
         device = torch.device(name)
-        if device.type not in ("cpu", "cuda", "mps"):
-            raise RuntimeError("a stage computes on cpu, cuda or mps")
         # A GPU that this build of PyTorch does not support allocates memory, but fails to compute.
         torch.zeros(1, device=device).add_(1).cpu()
     except (RuntimeError, AssertionError) as error:

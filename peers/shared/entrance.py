@@ -27,7 +27,7 @@ from swarm.machine.patience import patiently
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
-from swarm.rpc.invite import Invite
+from swarm.rpc.invite import SCHEME, Invite
 
 MAX_ADDRESSES = 8
 """The most peers at which a process enters the DHT."""
@@ -132,9 +132,9 @@ def find_entrance(
 def _invite(text: str) -> str:
     """The invite that an argument is, or that the file it names (@FILE) holds: alone, or in a peer's --ready-file."""
     content = spelled_out(text)
-    if not text.startswith("@") or not content.startswith("{"):
+    if not text.startswith("@") or content.startswith(SCHEME):
         return content
     try:
         return str(json_file.parse(content)["invite"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         raise ValueError(f"{text[1:]} holds no invite: name a file that a peer wrote for --ready-file") from None

@@ -5,6 +5,7 @@ Used by swarm-generate --serve and by swarm-dashboard. Needs the extra serve.
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import socket
 from collections.abc import Iterator, Mapping
@@ -31,16 +32,17 @@ _MOST_MESSAGE_BYTES = 4096
 class Listener:
     """A listening socket at an address, and the web server that answers there."""
 
-    def __init__(self, host: str, port: int, *, option: str) -> None:
+    def __init__(self, host: str, port: int, *, option: str, host_option: str | None = None) -> None:
         """Take the address; port 0 takes a free one.
 
         Args:
-            option: the option in which the user gave the address.
+            option: the option in which the user gave the address, or its port.
+            host_option: the option in which the user gave the host, if that is another one.
 
         Raises:
             ValueError: the address cannot be taken.
         """
-        self._socket = _bound(host, port, option)
+        self._socket = _bound(host, port, option, host_option)
         host, port = self._socket.getsockname()[:2]
         self.is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         """Whether only processes of this machine can reach it."""
@@ -118,7 +120,7 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
 
-def _bound(host: str, port: int, option: str) -> socket.socket:
+def _bound(host: str, port: int, option: str, host_option: str | None) -> socket.socket:
     """A socket with this address. Raises ValueError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -133,8 +135,15 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
             raise
     except (OSError, UnicodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "there is no such host"
+        if host_option is not None and _is_of_host(error):
+            raise ValueError(f"{host_option} {host}: {reason}; choose another address") from None
         raise ValueError(f"{option} {endpoint_of(host, port)}: {reason}; choose another address or port") from None
     return listening
+
+
+def _is_of_host(error: OSError | UnicodeError) -> bool:
+    """Whether no port of the host could be taken."""
+    return isinstance(error, (socket.gaierror, UnicodeError)) or error.errno == errno.EADDRNOTAVAIL
 
 
 def find_secret(option_value: str | None, environment: Mapping[str, str], *, option: str, variable: str) -> str | None:

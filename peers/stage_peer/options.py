@@ -13,6 +13,7 @@ import tyro
 from peers.shared import cli, process
 from peers.shared.invite_option import InviteOption, joins
 from peers.stage_peer.listen import Outside
+from swarm.rpc.endpoint import ip_of
 
 DEFAULT_REBALANCE_SECONDS = 60.0
 
@@ -169,6 +170,9 @@ class PeerOptions:
             raise ValueError(
                 "--announce HOST:PORT is for gRPC alone: give --announce-dht HOST:PORT for the DHT as well"
             )
+        if self.host and ip_of(self.host) is None:
+            raise ValueError(f"--host {self.host} is no IP address of this machine: it takes an address, not a name")
+        cli.require_kinds(self, files=["config", "identity", "events"], folders=["checkpoint"])
         cli.require_name(self.name)
         cli.require_threads(self.threads)
         if self.resume_round is not None and self.resume is None:

@@ -82,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
     # If the stage is fixed, log lines name it: that tells more than a process id.
     process.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock = SystemClock()
+    cli.require_own_host("--host", options.host)
     require_exporter(options.metrics_host, options.metrics_port)
     if options.lan:
         require_installed()

@@ -64,6 +64,7 @@ class TrainerOptions(RunOptions):
             self,
             {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1},
         )
+        cli.require_kinds(self, files=["events"], folders=["output", "tensorboard"])
         cli.require_name(self.name)
         cli.require_ports(self, ["metrics_port"])
         cli.require_reporters(self)

@@ -68,13 +68,23 @@ class Entry:
             insecure: whether the run does without TLS; then the id is not checked.
 
         Raises:
-            PeerUnavailable: no peer answers there, or another one, or one without TLS.
+            PeerUnavailable: no peer answers there, or another one, or one that uses TLS and should not, or the other
+                way round.
             ValueError: the run is locked, and there is no token.
         """
         if insecure:
+            await self._require_no_tls()
             return grpc.aio.insecure_channel(self.endpoint, options=CLIENT_OPTIONS)
         credentials = tls.pinned_credentials(await self.certificate(own), own)
         return grpc.aio.secure_channel(self.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS))
+
+    async def _require_no_tls(self) -> None:
+        """Raise PeerUnavailable if the peer uses TLS: gRPC would only say that the connection was closed."""
+        try:
+            await shown_certificate(self.host, self.port)
+        except OSError:
+            return
+        raise PeerUnavailable(f"the peer at {self.endpoint} uses TLS: leave out --insecure")
 
     async def certificate(self, own: Identity | None) -> str:
         """Fetch the certificate of this very peer, to pin it. Raises as `connect` does."""

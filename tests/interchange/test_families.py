@@ -100,7 +100,7 @@ def _changed(tmp_path: Path, name: str, **values: Any) -> Path:
         ("llama-2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ("llama-2", {"residual_multiplier": 0.2}, "the key 'residual_multiplier' is not known"),
         ("llama-2", {"num_hidden_layers": "3"}, "num_hidden_layers is '3', and should be of type int"),
-        ("llama-2", {"hidden_size": None}, "hidden_size is None, and should be of type int"),
+        ("llama-2", {"hidden_size": None}, "hidden_size is missing"),
         ("llama-2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "of type 'yarn' are not supported"),
         ("llama-3", {"rope_parameters": {"rope_type": "default", "mscale": 2}}, "the key 'mscale' is not known"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
@@ -115,6 +115,16 @@ def test_what_changes_the_maths_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=fault):
         read_config(_changed(tmp_path, name, **values))
+
+
+def test_a_fault_names_the_file_with_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=rf"^{path}: [a-z_]+ is missing$"):
+        read_config(path)
+    path.write_text('{"model_type": "abacus"}')
+    with pytest.raises(ValueError, match=rf"^{path}: the architecture 'abacus' is not supported"):
+        read_config(path)
 
 
 def test_older_spellings_of_rotary_positions_are_read(tmp_path: Path) -> None:

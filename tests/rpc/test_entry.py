@@ -73,6 +73,15 @@ async def test_the_peer_of_that_id_is_called(serve: Callable[[Identity | None], 
         assert await _is_answered(await entry.connect(caller, insecure=False))
 
 
+async def test_a_peer_with_tls_is_not_called_without(serve: Callable[[Identity | None], Awaitable[str]]) -> None:
+    for server in (OPEN, locked.PEER):
+        endpoint = await serve(server)
+        with pytest.raises(PeerUnavailable, match=f"^the peer at {endpoint} uses TLS: leave out --insecure$"):
+            await Entry(server.peer_id, endpoint).connect(generate(), insecure=True)
+    plain = Entry(OPEN.peer_id, await serve(None))
+    assert await _is_answered(await plain.connect(generate(), insecure=True))
+
+
 async def test_a_peer_of_another_id_is_told_nothing(serve: Callable[[Identity | None], Awaitable[str]]) -> None:
     endpoint = await serve(OPEN)
     with pytest.raises(PeerUnavailable, match="another peer answers at"):

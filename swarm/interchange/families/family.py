@@ -41,7 +41,10 @@ _LARGEST = 2**53
 
 
 class Keys:
-    """A model's config.json. `finish` refuses a key that was neither read nor expected, and is not harmless."""
+    """A model's config.json. `finish` refuses a key that was neither read nor expected, and is not harmless.
+
+    Its errors do not name the file: `known.read_config`, which knows the path, does so.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -56,12 +59,14 @@ class Keys:
         self._unread.discard(name)
         value = self._values.get(name)
         value = default if value is None else value
+        if value is None:
+            raise ValueError(f"{name} is missing")
         if kind in (int, float) and isinstance(value, int) and abs(value) > _LARGEST:
-            raise ValueError(f"config.json: {name} is {reprlib.repr(value)}, which is too large")
+            raise ValueError(f"{name} is {reprlib.repr(value)}, which is too large")
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"config.json: {name} is {reprlib.repr(value)}, and should be of type {kind.__name__}")
+            raise ValueError(f"{name} is {reprlib.repr(value)}, and should be of type {kind.__name__}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -72,7 +77,7 @@ class Keys:
         """
         value: int = self.get(name, int, default)
         if self._values.get(name) is not None and value < 1:
-            raise ValueError(f"config.json: {name} is {value}, and should be at least 1")
+            raise ValueError(f"{name} is {value}, and should be at least 1")
         return value
 
     def has(self, name: str) -> bool:
@@ -84,9 +89,7 @@ class Keys:
         self._unread.discard(name)
         value = self._values.get(name, allowed[0])
         if value not in allowed:
-            raise ValueError(
-                f"config.json: {name} = {reprlib.repr(value)} is not supported, only {' or '.join(map(repr, allowed))}"
-            )
+            raise ValueError(f"{name} = {reprlib.repr(value)} is not supported, only {' or '.join(map(repr, allowed))}")
 
     def section(self, name: str) -> "Keys | None":
         """An object within the configuration; None if it is missing or null."""
@@ -95,15 +98,14 @@ class Keys:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise ValueError(f"config.json: {name} is {reprlib.repr(value)}, and should be an object")
+            raise ValueError(f"{name} is {reprlib.repr(value)}, and should be an object")
         return Keys(value)
 
     def finish(self) -> None:
         """Raise ValueError, which names the key, if there is one that was not read."""
         if self._unread:
             raise ValueError(
-                f"config.json: the key {min(self._unread)!r} is not known for this family, and may change what the "
-                "model computes"
+                f"the key {min(self._unread)!r} is not known for this family, and may change what the model computes"
             )
 
 

@@ -24,10 +24,13 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
     values = json_file.read_object(path)
     if values.get("quantization_config"):
         raise ValueError(f"{path}: a quantized model cannot be trained; take the one that it was made from")
-    family = _family(values)
-    keys = Keys(values)
-    fields = family.read(keys)
-    keys.finish()
+    try:
+        family = _family(values)
+        keys = Keys(values)
+        fields = family.read(keys)
+        keys.finish()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     tokens = special_tokens.read(path.parent, values, family.special_tokens, vocab_size=fields["vocab_size"])
     return family, ModelConfig(**fields, **tokens)
 
@@ -35,13 +38,13 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
 def _family(values: Mapping[str, Any]) -> Family:
     named = values.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise ValueError(f"config.json: architectures is {reprlib.repr(named)}, and should be a list of names")
+        raise ValueError(f"architectures is {reprlib.repr(named)}, and should be a list of names")
     for family in FAMILIES:
         if family.architecture in named or (not named and values.get("model_type") == family.model_type):
             return family
     what = named[0] if named else values.get("model_type", "nothing")
     supported = ", ".join(family.architecture for family in FAMILIES)
-    raise ValueError(f"config.json: the architecture {reprlib.repr(what)} is not supported; these are: {supported}")
+    raise ValueError(f"the architecture {reprlib.repr(what)} is not supported; these are: {supported}")
 
 
 def family_of(model: ModelConfig) -> Family:

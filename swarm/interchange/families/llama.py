@@ -66,7 +66,7 @@ def _read_rope(keys: Keys) -> dict[str, Any]:
         said.append(fields)
     if any(other != fields for other in said):
         raise ValueError(
-            "config.json: rope_parameters and rope_scaling describe different rotary positions; "
+            "rope_parameters and rope_scaling describe different rotary positions; "
             "take out the one with which the model was not trained"
         )
     return fields
@@ -92,7 +92,7 @@ def _read_rope_section(rope: Keys, theta: float) -> dict[str, Any]:
             "rope_original_positions": rope.size("original_max_position_embeddings"),
         }
     elif kind != "default":
-        raise ValueError(f"config.json: rotary positions of type {kind!r} are not supported")
+        raise ValueError(f"rotary positions of type {kind!r} are not supported")
     rope.finish()
     return fields
 
@@ -161,7 +161,7 @@ def _read_qwen(keys: Keys) -> dict[str, Any]:
     is_used = keys.get("use_sliding_window", bool, False)
     kinds = set(map(str, keys.get("layer_types", list, ["full_attention"])))
     if not kinds <= {"full_attention", "sliding_attention"}:
-        raise ValueError(f"config.json: layer_types has {min(kinds)!r}, which is not supported")
+        raise ValueError(f"layer_types has {min(kinds)!r}, which is not supported")
     return _within_window(fields, window) if is_used or "sliding_attention" in kinds else fields
 
 

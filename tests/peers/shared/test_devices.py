@@ -118,6 +118,12 @@ def test_a_device_that_cannot_be_used_is_one_line(name: str, is_there: bool) -> 
         device_of(name, random.Random(0))
 
 
+@pytest.mark.parametrize("name", ["foo", "meta", "cuda:x", "auto:0", ""])
+def test_what_is_no_device_is_told_which_there_are(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^--device {name} cannot be used: it takes cpu, cuda, cuda:N, mps or auto$"):
+        device_of(name, random.Random(0))
+
+
 def test_a_swarm_on_one_machine_names_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [*_gpus(8, 8), CPU]
     monkeypatch.setattr(devices, "found", lambda: here)

@@ -59,13 +59,16 @@ def test_an_invite_may_be_in_a_file(content: str, tmp_path: Path) -> None:
     assert _find(_options(f"@{path}")).entries == (ENTRY,)
 
 
-def test_a_file_without_an_invite_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"stage": 0}', "A book # with a chapter\n", "[1]", "5", ""])
+def test_a_file_without_an_invite_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "ready.json"
-    path.write_text('{"stage": 0}')
+    path.write_text(content)
     with pytest.raises(ValueError, match=r"ready\.json holds no invite: name a file that a peer wrote"):
         _find(_options(f"@{path}"))
     with pytest.raises(FileNotFoundError):
         _find(_options(f"@{tmp_path / 'other'}"))
+    with pytest.raises(ValueError, match=r"^@ names no file: write @FILE$"):
+        _find(_options("@"))
 
 
 async def test_addresses_are_taken_as_they_are() -> None:

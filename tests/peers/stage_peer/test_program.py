@@ -28,6 +28,7 @@ from tests.support.swarm import write_text
         ({"resume_round": 10}, "--resume-round needs --resume DIR"),
         ({"checkpoint_every": 5}, "--checkpoint-every needs --checkpoint DIR"),
         ({"keep_checkpoints": 5}, "--keep-checkpoints needs --checkpoint DIR"),
+        ({"host": "nosuch"}, "--host nosuch is no IP address of this machine: it takes an address, not a name"),
         ({"name": "x" * 65}, "--name must have at most 64 characters, not 65"),
         ({"name": "x\x1b[2J"}, r"--name must have no control characters: not 'x\\x1b\[2J'"),
         ({"name": "x\n"}, "--name must have no control characters"),
@@ -37,6 +38,17 @@ from tests.support.swarm import write_text
 def test_wrong_options(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         PeerOptions(preset="tiny", **options)  # type: ignore[arg-type]  # any of them
+
+
+@pytest.mark.parametrize("name", ["config", "identity", "events", "checkpoint"])
+def test_a_folder_in_the_place_of_a_file_is_named_with_its_option(name: str, tmp_path: Path) -> None:
+    """So is a file in the place of a folder."""
+    file = tmp_path / "file"
+    file.write_text("")
+    wrong, fault = (file, "is no folder") if name == "checkpoint" else (tmp_path, "is a folder: it takes a file")
+    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} {wrong} {fault}$"):
+        PeerOptions(invite="swarm://1x", **{name: wrong})  # type: ignore[arg-type]  # each takes a path
+    assert PeerOptions(preset="tiny", checkpoint=tmp_path, identity=file).identity == file
 
 
 def test_how_often_a_peer_looks_is_for_those_that_may_move() -> None:
@@ -105,6 +117,12 @@ def test_a_ready_file_that_cannot_be_written_is_noticed_at_once(
     monkeypatch.setattr(process, "setup_logging", lambda *_: None)
     with pytest.raises(ValueError, match=f"^--ready-file {tmp_path / name}: cannot be written: {reason}$"):
         stage_peer.main(["--initial-peers", "no address", "--ready-file", str(tmp_path / name)])
+
+
+def test_a_host_of_another_machine_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "setup_logging", lambda *_: None)
+    with pytest.raises(ValueError, match=r"^--host 192\.0\.2\.1 is no IP address of this machine: Cannot assign"):
+        stage_peer.main(["--initial-peers", "no address", "--host", "192.0.2.1"])
 
 
 def test_to_check_a_ready_file_makes_its_folder_alone(tmp_path: Path) -> None:
