@@ -32,6 +32,9 @@ GAP_SECONDS = 5.0
 WAITS_SECONDS = 600.0
 """Least time between two such lines with the same cause, unless a step comes in between."""
 
+EMPTY_SECONDS = 30.0
+"""For so long after a stage was found empty, it is the reason why peers of earlier stages are busy."""
+
 
 class Report(contextlib.AbstractContextManager["Report"]):
     """Reports every step that it is told of. Inside its `with` block the progress bar is shown."""
@@ -56,6 +59,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._waits, self._busy = Repeats(clock, WAITS_SECONDS), Repeats(clock)
         self._said_at: dict[int, float] = {}
         """For each stage that took no work, when the last line about it was logged."""
+        self._empty_at: dict[int, float] = {}
+        """For each stage that had no peer, when that was last heard."""
         self._warned: set[int] = set()
         """Stages of which a warning about inner steps was logged."""
         self._bar = Progress(
@@ -83,11 +88,18 @@ class Report(contextlib.AbstractContextManager["Report"]):
         """
         if stage >= self._config.stages.num_stages:
             return  # There is no such stage: a peer has made it up.
+        now = self._clock.monotonic()
+        if obstacle.is_empty_stage:
+            self._empty_at[stage] = now
+        else:
+            self._empty_at.pop(stage, None)
         if obstacle.is_business:
+            # Peers before an empty stage are full of what waits for it. The line about that stage names the cause.
+            if any(later > stage and now - at < EMPTY_SECONDS for later, at in self._empty_at.items()):
+                return
             if self._busy.count(stage):
                 logger.info("waiting: %s", obstacle.in_words(stage))
             return
-        now = self._clock.monotonic()
         if now - self._said_at.get(stage, -math.inf) < GAP_SECONDS or not self._waits.count((stage, obstacle.causes)):
             return
         self._said_at[stage] = now
@@ -98,6 +110,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
 
     def step(self, step: Step, validation: HeldOutLoss | None) -> None:
         """Log a step."""
+        self._empty_at.clear()
         self._waits = Repeats(self._clock, WAITS_SECONDS)
         report, figures = step.report, self.figures
         figures.add(step)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from peers.trainer.report import GAP_SECONDS, Report
+from peers.trainer.report import EMPTY_SECONDS, GAP_SECONDS, Report
 from swarm.config import RunConfig
 from swarm.hop.obstacle import Obstacle
 from swarm.machine.clock import Clock
@@ -102,6 +102,22 @@ def test_why_a_stage_takes_no_work_is_told_once_a_cause_until_the_next_step(
     assert caplog.messages.count(expected) == 2
     report.waiting(4000, Obstacle(num_peers=0))
     assert "4000" not in caplog.text, "a stage that some peer has made up"
+
+
+def test_peers_before_an_empty_stage_are_not_said_to_be_the_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock()
+    report = _report(tmp_path, clock=clock)
+    busy = Obstacle(num_peers=1, num_busy=1, causes="a: work waits here already")
+    line = "waiting: the peer of stage 0 takes no work now (a: work waits here already)"
+    with caplog.at_level("INFO"):
+        report.waiting(1, Obstacle(num_peers=0))
+        report.waiting(0, busy)
+        assert caplog.messages == ["waiting: stage 1 has no peer: start one at 1"]
+        clock.advance(EMPTY_SECONDS)
+        report.waiting(0, busy)
+    assert caplog.messages[1:] == [line], "the stage has not been heard to be empty for long"
 
 
 def test_what_makes_a_stage_learn_badly_is_said_once_and_the_figures_are_kept(
