@@ -35,4 +35,5 @@ class DashboardOptions(ViewOptions):
     def __post_init__(self) -> None:
         self.require_one_way("swarm-dashboard")
         cli.require_ports(self, ["port"])
+        cli.require_kinds(self, folders=["history"])
         cli.require_positive(self, ["interval"])

@@ -63,6 +63,7 @@ class GenerateOptions(RunOptions):
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 
     def __post_init__(self) -> None:
+        cli.require_kinds(self, folders=["checkpoint"])
         cli.require_one({
             "INVITE": self.invite is not None,
             "--lan": self.lan,

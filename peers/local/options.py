@@ -73,6 +73,7 @@ class LocalOptions:
         cli.require_at_least(self, least)
         if self.config is not None and self.preset is not None:
             raise ValueError("--config and --preset exclude each other")
+        cli.require_kinds(self, files=["config"], folders=["output", "tensorboard", "checkpoint", "resume"])
         cli.require_reporters(self)
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise ValueError("--checkpoint-every needs --checkpoint DIR")

@@ -13,7 +13,7 @@ from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
 from peers.model.options import ExportModelOptions, ImportModelOptions
-from peers.shared.cli import arguments, parse, require_distinct, require_ports, require_positive
+from peers.shared.cli import arguments, parse, require_distinct, require_kinds, require_ports, require_positive
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from peers.trainer.options import TrainerOptions
@@ -210,3 +210,15 @@ def test_a_port_or_none_is_taken(port: int | None) -> None:
 def test_a_number_that_is_no_port_is_refused(port: int) -> None:
     with pytest.raises(ValueError, match=f"--some-port must be between 0 and 65535, not {port}"):
         require_ports(SimpleNamespace(some_port=port), ["some_port"])
+
+
+def test_a_file_and_a_folder_do_not_take_each_others_place(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    given = SimpleNamespace(some_file=tmp_path, some_folder=file, left_out=None, to_come=tmp_path / "to-come")
+    with pytest.raises(ValueError, match=f"^--some-file {tmp_path} is a folder: it takes a file$"):
+        require_kinds(given, files=["some_file"])
+    with pytest.raises(ValueError, match=f"^--some-folder {file} is no folder$"):
+        require_kinds(given, folders=["some_folder"])
+    both = ["left_out", "to_come"]
+    require_kinds(given, files=[*both, "some_folder"], folders=[*both, "some_file"])

@@ -128,3 +128,11 @@ async def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     entrance = _find(_options(_invite(Entry(PeerId("cd" * 20), "127.0.0.1:1"))))
     with pytest.raises(PeerUnavailable, match=r"^no peer of the run answers: no swarm-peer answers at 127\.0\.0\.1:1 "):
         await entrance.dht_addresses(SystemClock())
+
+
+async def test_a_run_with_tls_is_not_entered_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "JOIN_SECONDS", 0.1)
+    async with shown_run(CONFIG, generate(), NODE) as run:
+        entrance = dataclasses.replace(_find(_options(_invite(run.entry))), insecure=True)
+        with pytest.raises(PeerUnavailable, match=r"uses TLS: leave out --insecure$"):
+            await entrance.dht_addresses(SystemClock())
