@@ -51,9 +51,9 @@ class ImportModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportModelOptions(RunOptions):
-    """Make a folder that transformers loads, of what a run has learnt.
+    """Write what a run has learnt into a folder that Hugging Face's transformers can load.
 
-    With an INVITE the weights come from the peers of all stages; in a locked run that takes a peer's token.
+    With an INVITE the weights come from the peers of all stages; in a locked run that needs a peer's token.
     """
 
     output: Path

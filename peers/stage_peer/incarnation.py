@@ -134,7 +134,8 @@ class Rivals:
         return [record for record in announced if record.peer_id == peer_id and record.nonce not in ("", nonce)]
 
     async def _ask(self, records: Sequence[PeerRecord], caller: pb.Incarnation) -> pb.Incarnation | None:
-        """What one of these peers says of the caller's rival. Only the caller checks the signature: it has the key."""
+        """What one of these peers says of the caller's rival. The signature is checked only if this peer is the caller:
+        that takes the key of its identity."""
         with suppress(PeerUnavailable):
             for reply in await answers(self._membership.config, records, self._membership.channels, caller=caller):
                 is_own = caller.peer_id == self._identity.peer_id

@@ -1,8 +1,9 @@
 """Asks this machine's router to forward TCP ports to it: by NAT-PMP, or else by UPnP.
 
 Used by reach.py where others do not reach the peer. A forwarding has a lease, which is renewed, and is ended when the
-peer leaves. A router's answer is a claim like any other: the peer announces only endpoints that others then reach, at
-the outer address from which they see it call. NAT-PMP (RFC 6886) takes two datagrams; UPnP needs miniupnpc.
+peer leaves. A router's answer is a claim like any other: the peer announces an endpoint only once others have reached
+it there. Its address is the one from which others see this peer call. NAT-PMP (RFC 6886) takes two datagrams; UPnP
+needs miniupnpc.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """All figures that are shown of one stage peer, each with its unit, its meaning, its source and its column.
 
-To show one more figure, add a field to PeerRow: JSON and the table have it then, and so has docs/status.md once it is
-generated again.
+To show one more figure, add a field to PeerRow: JSON and Prometheus have it then, the table if it has a column, and
+docs/status.md once it is generated again. A figure that does not travel yet is also a field of DescribeReply
+(proto/swarm/rpc/v1/stage.proto), which services.py fills.
 """
 
 from collections.abc import Mapping

@@ -123,7 +123,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def run_config(setting: str, options: Options) -> RunConfig:
-    """A run whose rounds take each member WAVES times as many microbatches as are in flight."""
+    """A run in which each member computes WAVES times as many microbatches a round as it has in flight."""
     wave_samples = 2 * options.in_flight
     return RunConfig(
         run="bench-memory",

@@ -7,10 +7,10 @@ Three sides train the same model with the same rounds, microbatches and optimize
     single    one process with two threads
 
 Only one side works at a time: a whole-model process is stopped by signal while it waits, and two peers that no trainer
-feeds take less than 2 % of a core, which the other sides lack. A whole-model process computes some of a round's
-microbatches, each of which takes as long as any other, and counts as if it had computed all; the swarm trains whole
-rounds. Start-up, every trainer's first step and its evaluation are not measured, nor the first rounds of the swarm, in
-which its peers' memory still grows. Ratios are of the turns of one repetition.
+feeds take less than 2 % of a core away from the other sides. A whole-model process computes only some of a round's
+microbatches, and its time is scaled up to the whole round, since each takes as long as any other; the swarm trains
+whole rounds. Start-up, every trainer's first step and its evaluation are not measured, nor the first rounds of the
+swarm, in which its peers' memory still grows. A ratio compares turns of the same repetition.
 """
 
 import sys

@@ -247,7 +247,7 @@ class CommittedRounds:
         return ids
 
     def num_aborted(self) -> int:
-        """Attempts that came to nothing: those before the one that committed, or, without one, those given up."""
+        """Attempts that came to nothing: those before a round's commit, and all those of rounds that were given up."""
         committed = {(r.stage, r.event.parent): r.ballot for r in self.rounds.values()}
         total = 0
         for key, ballots in self._ballots.items():

@@ -201,7 +201,7 @@ def parameters(path: Path) -> set[str]:
 
 
 def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
-    """The state of some parameters: `anchor/NAME` and every `outer/NAME/KEY`. Their memory may be the file's.
+    """The state of some parameters: `anchor/NAME` and every `outer/NAME/KEY`. They may share the file's memory.
 
     Raises IntegrityError if the file cannot be read.
     """

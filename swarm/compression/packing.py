@@ -64,7 +64,7 @@ def _to_bits(numbers: Numbers, width: int) -> Bytes:
 
 
 def _from_bits(bits: Bytes) -> Numbers:
-    """The numbers in bits of shape (R, C, width)."""
+    """The numbers, of shape (R, C), whose bits of shape (R, C, width) these are."""
     num_rows, count, width = bits.shape
     if width == 1:
         return bits[:, :, 0].astype(np.uint16)

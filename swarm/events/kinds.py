@@ -188,7 +188,7 @@ class Commit(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class State(Event):
-    """The state that a commit led to. Steps of the new round may come before it, since the digest takes a while."""
+    """The state that a commit led to. Steps of the new round may be logged first, since the digest takes a while."""
 
     round: int
     """The round that began with this state."""

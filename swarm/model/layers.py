@@ -76,7 +76,8 @@ class GELU(nn.Module):
 
 
 FEED_FORWARDS: Mapping[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
-"""The feed-forward blocks, by `model.feed_forward`. What they cost is in rebalancing/costs.py."""
+"""The feed-forward blocks, by `model.feed_forward`. What they cost is in rebalancing/costs.py. Their matrices are named
+gate, up and down: shards.py, stages.py and config/lora.py go by these names."""
 
 
 class TransformerLayer(nn.Module):

@@ -1,9 +1,9 @@
 """What a stage peer does when its memory runs out: it takes less, and gives up where that does not help.
 
 Used by stage/admission, which tells it of every microbatch that failed for want of memory and of every one that was
-computed. Each failure halves what the peer may have in flight, and the graphs that it may keep. What was in flight
-before that may still fail, and says nothing new. A peer that takes one microbatch at a time, and fails at several in a
-row, gives up. Pure.
+computed. Each failure halves what the peer may have in flight, and the graphs that it may keep. A microbatch that was
+admitted before that may still fail, and is not counted. A peer that takes one microbatch at a time, and fails at
+several in a row, gives up. Pure.
 
 A peer never takes more again: the next failure might hit an optimizer step, and that ends a peer at once.
 """

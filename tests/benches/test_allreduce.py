@@ -1,4 +1,4 @@
-"""The parts of the allreduce bench that could flatter or wrong a side unnoticed: values, distances, formula, orders."""
+"""The parts of the allreduce bench that could favour or harm a side unnoticed: values, distances, formula, orders."""
 
 import math
 import sys
@@ -67,7 +67,7 @@ def test_a_round_waits_for_all_until_the_survivors_have_learnt_more(num_peers: i
     complete = partial(is_complete, averaging_config("fp16", num_peers))
     assert complete(0, (), num_peers * (num_peers - 1))
     assert not complete(0, (), (num_peers - 1) * (num_peers - 1))
-    # One of the survivors has not learnt more yet, because it has not heard that it should.
+    # One of the survivors still trains for as many members as before: it has not heard yet that one is gone.
     assert not complete(0, (), (num_peers - 2) * num_peers + num_peers - 1)
     assert complete(0, (), (num_peers - 1) * num_peers)
 

@@ -54,7 +54,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_order_is_well_mixed() -> None:
-    """Neighbours in the order are no neighbours in the text, and each part of an epoch sees the whole text."""
+    """Neighbours in the order are no neighbours in the text, and each part of an epoch draws from the whole text."""
     first = np.array(_epoch(_microbatches(training=40_001), 0)) / 40_000
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.05
     counts = np.histogram(first[:1000], bins=10, range=(0, 1))[0]

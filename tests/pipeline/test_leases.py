@@ -117,7 +117,8 @@ def test_nobody_can_release_anothers_lease(config: RunConfig) -> None:
 
 
 def test_a_grant_that_did_not_arrive_is_made_again_as_new() -> None:
-    """As a replay for stage 0 its gradient would be lacking at all other stages, which would be replayed one by one."""
+    """If it were granted again as a replay for stage 0, all other stages would still lack its gradient, and each would
+    need a replay of its own."""
     leader = Leader(SYNCHRONOUS)
     assert leader.give("a", 3) == [0, 1, 2]
     grant = leader.ask("a", 9, acknowledged=[1])

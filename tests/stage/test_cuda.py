@@ -122,7 +122,7 @@ async def test_rolling_back_on_a_gpu_brings_the_sum_back() -> None:
         assert chain.num_samples() == [6, 6, 6]
         for peer in chain.peers:
             async with peer.stage.changing_state():
-                pass  # All that is unfinished is undone.
+                pass  # Entering this rolls back all that is unfinished.
         reply.close()
         assert chain.num_samples() == [4, 4, 4]
         assert_close(chain.sums(), before, 1e-5)

@@ -121,7 +121,7 @@ class Blame:
         accusers = {accuser: failure for accuser, failure in accusations.items() if failure.blamed_id == blamed}
         logger.warning("the exchange failed because of %s: %s", blamed, next(iter(accusers.values())).reason)
         if self._can_sum_all(members) and self._own_id not in counts.keys() | accusations.keys():
-            # The fault is a line between others, which all have just answered this peer: none need be left out.
+            # The connection between two others is at fault. Both have just answered this peer, so neither is left out.
             self._round_through_one = round_number
             return failed
         # Where members accuse the leader, which itself noticed nothing, these members are cut off.

@@ -20,7 +20,10 @@ _Id = TypeVar("_Id", bound=str)
 
 
 def leader_of(peer_ids: Iterable[_Id]) -> _Id:
-    """The leader of these peers of a stage: the one with the lowest id. There must be one at least."""
+    """The leader of these peers of a stage: the one with the lowest id. There must be one at least.
+
+    Roster.leader says which peers these are.
+    """
     return min(peer_ids)
 
 

@@ -54,7 +54,7 @@ class Kept:
         return kept
 
     def write(self, arm: str, seed: int, figures: Mapping[str, Any], version: str) -> None:
-        """Keep the figures of an arm and seed, made by that version of the code."""
+        """Keep the figures of an arm and seed, and the version of the code that made them."""
         of = {
             "rounds_at_200": self.rounds_at_200,
             "dataset": self.dataset,

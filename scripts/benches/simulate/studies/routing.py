@@ -2,11 +2,11 @@
 
     scripts/simulate routing --json
 
-A pipeline has unequal peers, and its trainers keep it full. The SWARM paper's queue, chance, and this project's router
-have the same machines, links and failures. SWARM's trainers choose the peers of all stages. With the other ways each
-machine that hands a microbatch on chooses the next peer, by what it has seen itself and what peers announce. Failures
-come at the rates of the CheckFree paper (arXiv 2506.15461): in each iteration every peer dies with probability 0.2, 0.4
-or 1 %. A machine that died comes back later, and has to be found again.
+A pipeline has unequal peers, and its trainers keep it full. Three ways are compared with the same machines, links and
+failures: the SWARM paper's queue, a random choice, and this project's router. SWARM's trainers choose the peers of all
+stages. With the other ways each machine that hands a microbatch on chooses the next peer, by what it has seen itself
+and what peers announce. Failures come at the rates of the CheckFree paper (arXiv 2506.15461): in each iteration every
+peer dies with probability 0.2, 0.4 or 1 %. A machine that died comes back later, and has to be found again.
 """
 
 import gc
