@@ -9,7 +9,7 @@ import io
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -249,6 +249,15 @@ def require_distinct(options: object, names: Iterable[str]) -> None:
         values = getattr(options, name)
         if not values or len(set(values)) < len(values):
             raise ValueError(f"--{name.replace('_', '-')} must name at least one, and none twice")
+
+
+def require_known(options: object, name: str, known: Collection[str], *, at_least: int = 1) -> None:
+    """Raise ValueError for an option that lists a name that is none of the known ones, or lists too few."""
+    option, values = f"--{name.replace('_', '-')}", getattr(options, name)
+    if unknown := [value for value in values if value not in known]:
+        raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
+    if len(values) < at_least:
+        raise ValueError(f"{option} needs at least one name")
 
 
 def _require_utf8(name: str, text: str) -> None:

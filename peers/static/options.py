@@ -90,6 +90,7 @@ class StaticOptions:
         least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
         cli.require_at_least(self, {**least, "evaluate_every": 0, "evaluation_samples": 1})
         cli.require_threads(self.threads)
+        cli.require_kinds(self, files=["metrics"], folders=["checkpoint", "tensorboard"])
         if self.epochs is not None:
             cli.require_positive(self, ["epochs"])
             if self.epochs > MOST_EPOCHS:

@@ -46,6 +46,7 @@ class Report:
         self._plain_bytes = round(bytes_sent(config, options, workers.shape, model.parameters))
         self._compressed = compressed
         self._reporting = reporting.start(options, options.metrics.parent, config)
+        self._path = options.metrics
         self._metrics = MetricsLog(options.metrics, reporters=self._reporting.reporters)
         self._said_at = self._stepped_at = time.monotonic()
 
@@ -111,5 +112,5 @@ class Report:
         if held_out is not None:
             self._metrics.evaluation(step, held_out.mean, held_out.of_several)
             told += f", validation loss {held_out.mean:.3f}"
-        print(f"{'stopped' if stopped else 'finished'} at step {step}{told}; {self._metrics.told}")
+        print(f"{'stopped' if stopped else 'finished'} at step {step}{told}; {self._metrics.written} in {self._path}")
         self._reporting.finish()

@@ -163,9 +163,10 @@ class Report(contextlib.AbstractContextManager["Report"]):
         """Print at which step training is, and how well the model does."""
         figures = self.figures
         by_source = {} if figures.validation is None else figures.validation.of_several
+        written = f"{self._metrics.written} in {self._output}"
         if not self._steps:
             found = figures.validation_loss
-            told = "not evaluated" if found is None else f"validation loss {found:.4f}; figures in {self._output}"
+            told = "not evaluated" if found is None else f"validation loss {found:.4f}; {written}"
             print(f"step {figures.step_number}: {told}")
             self._print(by_source)
             return
@@ -173,8 +174,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         loss = "" if figures.loss is None else f", loss {figures.loss:.3f}"
         held_out = "" if figures.validation_loss is None else f", validation loss {figures.validation_loss:.3f}"
         print(
-            f"{how} at step {figures.step_number}{loss}{held_out}; figures in {self._output}. The swarm keeps its "
-            "state: start swarm-trainer again to go on."
+            f"{how} at step {figures.step_number}{loss}{held_out}; {written}. The swarm keeps its state: start "
+            "swarm-trainer again to go on."
         )
         self._print(by_source)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from peers.shared import cli
 from scripts.benches.catalogue import MEASURING, module_of
 from scripts.benches.shared import figures_file
 from scripts.benches.shared.common import BenchOptions, say
@@ -34,8 +35,7 @@ class Options(BenchOptions):
     """Run these alone."""
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.only if name not in MEASURING]:
-            raise ValueError(f"--only: {unknown[0]!r} is none of {', '.join(MEASURING)}")
+        cli.require_known(self, "only", MEASURING, at_least=0)
         if not self.out.parent.is_dir():
             raise ValueError(f"--out {self.out}: there is no folder {self.out.parent}")
         if self.out.exists():

@@ -48,8 +48,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"iterations": 1, "seed": 0})
-        if unknown := [name for name in self.blocks if name not in ARMS]:
-            raise ValueError(f"--blocks: {unknown[0]!r} is none of {', '.join(ARMS)}")
+        cli.require_known(self, "blocks", ARMS)
         cli.require_distinct(self, ("blocks",))
         if self.shards not in (2, 4):
             raise ValueError(f"--shards must be 2 or 4, not {self.shards}: the model has 4 heads")

@@ -98,10 +98,7 @@ class Options(BenchOptions):
     """Peak of the rate, which falls to a tenth by a cosine."""
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.rows if name not in ROWS]:
-            raise ValueError(f"--rows: {unknown[0]!r} is none of {', '.join(ROWS)}")
-        if not self.rows:
-            raise ValueError("--rows needs at least one name")
+        cli.require_known(self, "rows", ROWS)
         cli.require_at_least(self, {"seeds": 1, "num_layers": 1})
         require_multiple("iterations", self.iterations, 100)
         require_multiple("d-model", self.d_model, 32)

@@ -65,10 +65,7 @@ class Options(BenchOptions):
     same rounds and text."""
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.arms if name not in ARMS]:
-            raise ValueError(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
-        if not self.arms:
-            raise ValueError("--arms needs at least one name")
+        cli.require_known(self, "arms", ARMS)
         cli.require_at_least(self, {"seeds": 1, "jobs": 1, "rounds_at_200": 1})
 
 

@@ -73,10 +73,7 @@ class Options(BenchOptions):
     """Kill a worker of each in a training of its own."""
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.methods if name not in METHODS]:
-            raise ValueError(f"--methods: {unknown[0]!r} is none of {', '.join(METHODS)}")
-        if not self.methods:
-            raise ValueError("--methods needs at least one name")
+        cli.require_known(self, "methods", METHODS)
         cli.require_at_least(self, {"steps": 2 * BATCHES_A_ROUND, "d_model": 32})
         if self.steps % BATCHES_A_ROUND or self.d_model % 32:
             raise ValueError("--steps must be a multiple of 16, and --d-model of 32")

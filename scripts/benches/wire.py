@@ -76,8 +76,7 @@ class Options(BenchOptions):
     """Width of the model; a multiple of 64."""
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.arms if name not in ARMS]:
-            raise ValueError(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
+        cli.require_known(self, "arms", ARMS, at_least=0)
         cli.require_at_least(self, {"seeds": 1, "steps": 1})
         require_multiple("d-model", self.d_model, 64)
 

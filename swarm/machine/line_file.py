@@ -12,7 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class LineFile:
-    """Appends to one file."""
+    """Appends to one file.
+
+    Attributes:
+        is_complete: whether all lines so far were written.
+    """
 
     def __init__(self, path: Path, what: str) -> None:
         """Open the file, or make it.

@@ -104,7 +104,6 @@ class MetricsLog:
     def __init__(self, path: Path, *, reporters: Sequence[Reporter] = ()) -> None:
         """Open the file and make its folder. Raises OSError if that fails."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
         self._file = LineFile(path, "figures")
         self._reporters = reporters
 
@@ -117,9 +116,9 @@ class MetricsLog:
         self._file.close()
 
     @property
-    def told(self) -> str:
-        """Where the figures are, as text for people."""
-        return f"{'figures' if self._file.is_complete else 'some figures, and others are lost,'} in {self._path}"
+    def written(self) -> str:
+        """What has been written, as text for people."""
+        return "figures" if self._file.is_complete else "some figures, and others are lost,"
 
     def step(self, metrics: StepMetrics) -> None:
         """Append a step."""

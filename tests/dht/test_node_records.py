@@ -1,4 +1,4 @@
-"""What a DHT node stores, and of whom: real nodes, with real p2pd processes."""
+"""A DHT node stores the records that it may, and no others. The nodes are real, with real p2pd processes."""
 
 import asyncio
 import time

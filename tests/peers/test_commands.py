@@ -103,7 +103,7 @@ def test_the_help_of_a_command_of_swarm_model_and_its_faults_are_printed_before_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for argv, code, said in (
-        (["export", "--help"], 0, "Make a folder that transformers loads"),
+        (["export", "--help"], 0, "Write what a run has learnt into a folder that Hugging Face's transformers"),
         (["--help"], 0, "swarm-model import|export|show|push --help"),
         (["expor", "--help"], 2, "give one of import, export, show, push, not 'expor' (see swarm-model --help)"),
         ([], 2, "give one of import, export, show, push (see swarm-model --help)"),

@@ -92,10 +92,7 @@ class Options(BenchOptions):
     """Keep logs and event files in this new folder."""
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.kinds if name not in KINDS]:
-            raise ValueError(f"--kinds: {unknown[0]!r} is none of {', '.join(KINDS)}")
-        if not self.kinds:
-            raise ValueError("--kinds needs at least one name")
+        cli.require_known(self, "kinds", KINDS)
         cli.require_positive(
             self, ("minutes", "faults_per_hour", "calibration_seconds", "settling_seconds", "bound_seconds")
         )

@@ -101,11 +101,11 @@ class DialBack:
         async with self._dialling:
             proved, nodes = await asyncio.gather(
                 _reached(grpc_targets, lambda host, port: self._is_peer(host, port, request.peer_id)),
-                _reached(near, _is_node),
+                _reached(near, is_node),
             )
             hosts = {target.addresses for target in proved}
             far = [target for target in dht_targets if target not in near and target.addresses in hosts]
-            nodes += await _reached(far, _is_node)
+            nodes += await _reached(far, is_node)
         if any(target.is_strange for target in set(grpc_targets) - set(proved)):
             # The caller must not learn how soon a port of another machine refuses.
             await self.clock.sleep(max(0.0, began_at + DIAL_SECONDS - self.clock.monotonic()))
@@ -149,7 +149,7 @@ async def _reached(targets: Iterable[_Target], answers: Any) -> list[_Target]:
     return [target for target, is_there in zip(targets, found, strict=True) if is_there]
 
 
-async def _is_node(host: str, port: int) -> bool:
+async def is_node(host: str, port: int) -> bool:
     """Whether a node of libp2p answers at this address."""
     reader, writer = await asyncio.open_connection(host, port)
     try:

@@ -13,7 +13,15 @@ from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
 from peers.model.options import ExportModelOptions, ImportModelOptions
-from peers.shared.cli import arguments, parse, require_distinct, require_kinds, require_ports, require_positive
+from peers.shared.cli import (
+    arguments,
+    parse,
+    require_distinct,
+    require_kinds,
+    require_known,
+    require_ports,
+    require_positive,
+)
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from peers.trainer.options import TrainerOptions
@@ -174,6 +182,15 @@ def test_what_has_to_be_positive_is_finite_as_well(value: float) -> None:
     require_positive(SimpleNamespace(some_seconds=0.5), ["some_seconds"])
     with pytest.raises(ValueError, match=f"^--some-seconds must be positive, not {value}$"):
         require_positive(SimpleNamespace(some_seconds=value), ["some_seconds"])
+
+
+def test_a_list_of_names_has_known_ones_alone() -> None:
+    require_known(SimpleNamespace(some_names=("a", "b")), "some_names", ("a", "b", "c"))
+    require_known(SimpleNamespace(some_names=()), "some_names", ("a",), at_least=0)
+    with pytest.raises(ValueError, match=r"^--some-names: 'd' is none of a, b$"):
+        require_known(SimpleNamespace(some_names=("a", "d")), "some_names", ("a", "b"))
+    with pytest.raises(ValueError, match=r"^--some-names needs at least one name$"):
+        require_known(SimpleNamespace(some_names=()), "some_names", ("a",))
 
 
 @pytest.mark.parametrize("values", [(), ("a", "b", "a")])

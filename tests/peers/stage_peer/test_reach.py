@@ -120,7 +120,7 @@ def nobody_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
         return False
 
     monkeypatch.setattr(checks, "shown_certificate", dial)
-    monkeypatch.setattr(checks, "_is_node", is_node)
+    monkeypatch.setattr(checks, "is_node", is_node)
 
 
 async def test_a_peer_that_is_reached_announces_its_endpoint_and_keeps_its_port() -> None:
@@ -163,12 +163,12 @@ async def test_a_peer_that_was_not_reached_by_accident_is_soon_reached_directly(
 async def test_a_node_of_the_dht_that_was_not_reached_by_accident_is_soon_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answers, is_node = [False], checks._is_node
+    answers, is_node = [False], checks.is_node
 
     async def check(host: str, port: int) -> bool:
         return answers.pop() if answers else await is_node(host, port)
 
-    monkeypatch.setattr(checks, "_is_node", check)
+    monkeypatch.setattr(checks, "is_node", check)
     monkeypatch.setattr(reaches, "DOUBT_SECONDS", 0.05)
     monkeypatch.setattr(checks, "GAP_SECONDS", 0.0)
     (port,) = free_ports(1)
@@ -197,7 +197,7 @@ async def test_a_port_that_is_reached_is_not_to_be_opened(
     async def is_node(host: str, port: int) -> bool:
         return True
 
-    monkeypatch.setattr(checks, "_is_node", is_node)
+    monkeypatch.setattr(checks, "is_node", is_node)
     async with _reach() as (reach, node, _):
         await reach.found_out()
         line = next(record.message for record in caplog.records if "by way of further peers" in record.message)

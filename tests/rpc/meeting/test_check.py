@@ -104,7 +104,7 @@ async def test_a_stranger_cannot_have_this_machine_or_its_network_dialled(monkey
         raise AssertionError(f"{host} was dialled")
 
     monkeypatch.setattr(checks, "shown_certificate", dial)
-    monkeypatch.setattr(checks, "_is_node", dial)
+    monkeypatch.setattr(checks, "is_node", dial)
     dial_back = DialBack(SystemClock(), insecure=False)
     request = pb.CheckRequest(
         peer_id=OWN.peer_id,
