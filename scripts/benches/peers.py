@@ -12,7 +12,6 @@ other two sides keep graphs. Start-up, a first turn of each side, whose memory i
 trainer of the swarm are not measured. Ratios are of the turns of one repetition.
 """
 
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from scripts.benches.shared.common import (
     write_config,
 )
 from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.ports import free_ports
 from scripts.benches.shared.turns import Worker
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 
@@ -114,9 +114,7 @@ def _config(options: Options) -> RunConfig:
 
 
 def _start_static(folder: Path, steps: int, children: Supervisor) -> list[Worker]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     workers = []
     for rank in range(NUM_STAGES):
         results = folder / f"static-{rank}"

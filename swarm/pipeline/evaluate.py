@@ -12,7 +12,7 @@ from swarm.errors import Fatal, Overloaded
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 
-_CONCURRENCY = 4
+CONCURRENCY = 4
 """How many chains of peers hold the round and compute at the same time."""
 
 
@@ -41,7 +41,7 @@ async def held_out_loss(
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(_CONCURRENCY, len(batches))):
+            for _ in range(min(CONCURRENCY, len(batches))):
                 group.create_task(work())
     except* (Fatal, Overloaded) as failures:
         raise Fatal(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None

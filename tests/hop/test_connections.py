@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
+from scripts.benches.shared.ports import free_ports
 from swarm.hop import connections
 from swarm.hop.connections import GAP_SECONDS, watch_connections
 from swarm.machine.clock import SystemClock
@@ -48,9 +49,7 @@ class _Peer:
         self.health = _Health()
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_HealthServicer_to_server(self.health, self.server)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         endpoint = f"127.0.0.1:{self.port}"
         record = PeerRecord(peer_id=_ID, stage=0, endpoint=endpoint, state=PeerState.SERVING, announced_at=0.0)
         self.record = record

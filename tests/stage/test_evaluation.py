@@ -2,8 +2,8 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, closing
+import itertools
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Overloaded, RoundGone
 from swarm.hop import hop as hops
 from swarm.model.transformer import build_transformer
-from swarm.pipeline.evaluate import held_out_loss
+from swarm.pipeline.evaluate import CONCURRENCY, held_out_loss
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN
 from swarm.stage.held_rounds import MAX_ROUNDS
@@ -42,32 +42,33 @@ def _num_held(chain: Chain) -> list[int]:
     return [len(peer.stage.held_rounds) for peer in chain.peers]
 
 
-@asynccontextmanager
-async def _rounds_passing(chain: Chain) -> AsyncIterator[None]:
-    """Let rounds pass at all peers at once, as fast as they can."""
+def _pass_a_round_before_each_microbatch(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all peers begin the next round each time that the trainer evaluates a microbatch."""
+    evaluate, passing, num_asked = chain.trainer.evaluate, asyncio.Lock(), itertools.count(1)
+    all_hold = asyncio.Event()
 
-    async def pass_by() -> None:
-        while True:
+    async def later(*args: Any) -> float:
+        # A chain of peers that has not yet been asked to hold round 0 would no longer find it.
+        if next(num_asked) == CONCURRENCY:
+            all_hold.set()
+        await all_hold.wait()
+        async with passing:
             await begin_next_round(chain.peers)
+        return await evaluate(*args)
 
-    passing = asyncio.create_task(pass_by())
-    try:
-        yield
-    finally:
-        passing.cancel()
-        await asyncio.wait([passing])
+    monkeypatch.setattr(chain.trainer, "evaluate", later)
 
 
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
-async def test_rounds_may_pass_faster_than_an_evaluation_takes(config: RunConfig) -> None:
+async def test_rounds_may_pass_faster_than_an_evaluation_takes(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_chain(config, num_peers=(2, 2, 2)) as chain:
         expected = await held_out_loss(chain.trainer, DATA, round_number=0, num_samples=24)
         assert expected.by_source["even"] != expected.by_source["odd"]
-        async with _rounds_passing(chain):
-            evaluating = asyncio.create_task(held_out_loss(chain.trainer, DATA, round_number=0, num_samples=24))
-            found = await evaluating
-        assert found == expected
-        assert min(peer.stage.round for peer in chain.peers) > 4
+        _pass_a_round_before_each_microbatch(chain, monkeypatch)
+        assert await held_out_loss(chain.trainer, DATA, round_number=0, num_samples=24) == expected
+        assert [peer.stage.round for peer in chain.peers] == 6 * [24]
         # Training has left the round behind, and no peer keeps it longer than it is wanted.
         await eventually(lambda: not any(_num_held(chain)))
         with pytest.raises(RoundGone, match="round 0 is not kept"):

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from peers.trainer.options import TrainerOptions
 from scripts.benches.chaos.program import TASKS_FILE, set_clock
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, say
+from scripts.benches.shared.ports import free_ports
 from scripts.benches.shared.throttle import Link, Throttle
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.rpc.endpoint import host_and_port
@@ -231,7 +231,7 @@ class Cast:
         folder.mkdir(parents=True)
         role = Role(name=name, stage=stage, folder=folder, link=self.throttle.link())
         if stage is not None:
-            port, role.dht_port = _free_ports(2)
+            port, role.dht_port = free_ports(2)
             role.endpoint = f"127.0.0.1:{port}"
             self.throttle.serve(role.endpoint, role.link)
         self.roles.append(role)
@@ -297,14 +297,3 @@ def _usage(role: Role, now: float) -> Usage | None:
         num_threads=int(status["Threads"]),
         num_tasks=num_tasks,
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

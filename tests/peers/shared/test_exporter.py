@@ -20,7 +20,7 @@ from peers.status.figure import figure, figures
 from peers.status.peer_row import PeerRow
 from peers.status.view import TrainerRow
 from peers.trainer import program as trainer
-from tests.support.ports import free_ports
+from scripts.benches.shared.ports import free_ports
 
 PEER = PeerRow(
     name='a "name"\\', peer_id="ab" * 20, state="serving", device="cpu", samples_per_second=12.5, queue_length=2,

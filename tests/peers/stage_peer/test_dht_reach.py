@@ -7,9 +7,9 @@ from typing import cast
 
 from peers.stage_peer.dht_reach import DhtReach
 from peers.stage_peer.listen import Listen, Outside
+from scripts.benches.shared.ports import free_ports
 from swarm.dht.node import DhtNode
 from swarm.rpc.meeting.check import MULTISTREAM
-from tests.support.ports import free_ports
 
 NODE_ID = "12D3KooWGRUVh6WhGUE1NEHGbHPhc3nCWzYLWvQYYTLvMaFRRxMH"
 

@@ -16,6 +16,7 @@ from peers.stage_peer.listen import Listen, Outside
 from peers.stage_peer.reach import Reach
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
+from scripts.benches.shared.ports import free_ports
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.dht.node import DhtNode
@@ -29,7 +30,6 @@ from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.meeting import Host, meeting_point
 from tests.support.memory_store import MemoryStore
-from tests.support.ports import free_ports
 from tests.support.proxy import Direction, Proxy
 
 CONFIG = RunConfig(

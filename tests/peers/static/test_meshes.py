@@ -11,10 +11,10 @@ import pytest
 
 from peers.local.supervisor import Supervisor
 from scripts.benches.shared.common import with_corpus, write_config
+from scripts.benches.shared.ports import free_ports
 from scripts.benches.sides.reference import Reference
 from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.metrics import log
-from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.e2e
 

@@ -14,9 +14,9 @@ import torch
 
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
+from scripts.benches.shared.ports import free_ports
 from swarm.checkpoint import file
 from swarm.metrics import log
-from tests.support.ports import free_ports
 from tests.support.processes import wait_until_gone
 from tests.support.swarm import CONFIG, RealSwarm, wait_until, write_text
 
