@@ -42,7 +42,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interruptible:
         signal.signal(signal.SIGINT, _end)
-    from peers.shared import cli, env_file, process  # This takes a while, so the handler above comes first.
+    from peers.shared import cli, env_file, faults, process  # This takes a while, so the handler above comes first.
 
     process.prepare_environment()
     process.keep_freed_memory()
@@ -68,7 +68,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
                 signal.signal(signal.SIGINT, _end)
         return exit_code
 
-    sys.exit(process.run_program(prog, main))
+    sys.exit(faults.run_program(prog, main))
 
 
 def _end(number: int, frame: FrameType | None) -> None:

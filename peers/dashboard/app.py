@@ -19,7 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from peers.dashboard.door import Door
 from peers.dashboard.hub import Hub
-from peers.shared import process
+from peers.shared import stopping
 
 MOST_VIEWERS = 100
 _TOKEN_SECONDS = 10.0
@@ -71,7 +71,7 @@ class Viewers:
             if not await self._is_admitted(socket):
                 await socket.close(CLOSE_REFUSED)
                 return
-            await process.before(_until_heard(socket), self._tell(socket))
+            await stopping.before(_until_heard(socket), self._tell(socket))
         except (WebSocketDisconnect, TimeoutError):
             # The viewer has gone before it sent anything.
             pass

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from peers.shared import cli, process
+from peers.shared import cli, logs
 from peers.status.view_options import ViewOptions
 
 TOKEN_VARIABLE = "SWARM_VIEW_TOKEN"
@@ -29,7 +29,7 @@ class DashboardOptions(ViewOptions):
     """Folder that keeps what was seen; by default dashboard in ~/.cache/swarm."""
     embed: bool = False
     """End when stdin ends: for a program that starts this one, such as swarm-peer --dashboard-port."""
-    log_level: process.LogLevel = "warning"
+    log_level: logs.LogLevel = "warning"
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:

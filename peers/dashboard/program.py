@@ -19,7 +19,7 @@ from peers.dashboard.history import HistoryFile
 from peers.dashboard.hub import Hub
 from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
 from peers.dashboard.watcher import Watcher
-from peers.shared import cli, process
+from peers.shared import cli, logs, stopping
 from peers.shared.cache import cache_folder
 from peers.shared.sole_writer import require_sole_writer
 from peers.status.lookout import Lookout, Way, lookouts_on, ways_to
@@ -37,7 +37,7 @@ SAVE_SECONDS = 30.0
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(DashboardOptions, prog=PROG, argv=argv)
-    process.setup_logging("dashboard", options.log_level)
+    logs.setup_logging("dashboard", options.log_level)
     entrances = options.entrances(os.environ, SystemClock())
     is_locked = any(entrance.token is not None for entrance in entrances)
     listener, view_token = take_address(options, is_locked=is_locked)
@@ -91,7 +91,7 @@ async def run(options: DashboardOptions, ways: Sequence[Way], listener: "Listene
             runs = [stack.enter_context(watched(options, lookout)) for lookout in lookouts]
             hub = Hub(lambda: {one.run_id: one.watcher.series for one in runs})
             page = page_of(hub, token=view_token, names=["localhost", *map(str.lower, options.known_as)])
-            stop = process.stop_event()
+            stop = stopping.stop_event()
             say(f"shows {', '.join(one.run_id for one in runs)} at {listener.url}")
 
             def publish() -> None:

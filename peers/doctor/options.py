@@ -7,7 +7,7 @@ from typing import Literal
 import tyro
 
 from peers.doctor.ports import Ports
-from peers.shared import cli, process
+from peers.shared import cli, logs
 from peers.shared.invite_option import InviteOption
 from peers.stage_peer.listen import Outside
 
@@ -44,7 +44,7 @@ class DoctorOptions:
     """Print one line of JSON instead of a line for each check."""
     insecure: bool = False
     """Look at a run whose peers were started with --insecure."""
-    log_level: process.LogLevel = "warning"
+    log_level: logs.LogLevel = "warning"
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:

@@ -19,9 +19,11 @@ from dataclasses import asdict
 from peers.doctor.examination import thoroughly
 from peers.doctor.finding import Finding, is_well, wrong
 from peers.doctor.options import DoctorOptions
-from peers.shared import cli, process
+from peers.shared import cli, logs
 from peers.shared.entrance import Entrance, find_entrance
+from peers.shared.exit_codes import EXIT_FAILURE
 from peers.shared.lan import with_invite
+from peers.shared.strangers_text import printable
 from swarm.credentials.certificates import Role
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
@@ -34,7 +36,7 @@ LOOK_SECONDS = 8.0
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(DoctorOptions, prog=PROG, argv=argv)
-    process.setup_logging("doctor", options.log_level)
+    logs.setup_logging("doctor", options.log_level)
     options = with_invite(options)
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=SystemClock())
     if not options.json:
@@ -43,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"fine": is_well(findings), "findings": [asdict(finding) for finding in findings]}))
     else:
-        print("\n".join(process.printable(str(finding)) for finding in findings))
-    return 0 if is_well(findings) else process.EXIT_FAILURE
+        print("\n".join(printable(str(finding)) for finding in findings))
+    return 0 if is_well(findings) else EXIT_FAILURE
 
 
 async def examine(options: DoctorOptions, entrance: Entrance) -> list[Finding]:

@@ -5,7 +5,8 @@ import sys
 from peers.generate import terminal
 from peers.generate.keyboard import Keyboard
 from peers.generate.options import PROG, GenerateOptions
-from peers.shared import process
+from peers.shared.exit_codes import EXIT_FAILURE, EXIT_TERMINATED
+from peers.shared.strangers_text import printable
 from swarm.errors import SwarmError
 from swarm.generation.text_model import TextModel
 from swarm.machine.words import counted
@@ -89,6 +90,6 @@ async def talk(model: TextModel, options: GenerateOptions) -> int:
             try:
                 await keyboard.before_interrupt(conversation.answer(line.strip()))
             except (ValueError, SwarmError) as error:
-                print(f"{PROG}: error: {process.printable(str(error))}", file=sys.stderr)
-                exit_code = 0 if is_terminal else process.EXIT_FAILURE
-    return process.EXIT_TERMINATED if keyboard.is_over else exit_code
+                print(f"{PROG}: error: {printable(str(error))}", file=sys.stderr)
+                exit_code = 0 if is_terminal else EXIT_FAILURE
+    return EXIT_TERMINATED if keyboard.is_over else exit_code

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from peers.shared import process
+from peers.shared import stopping
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ class Keyboard:
         self._interrupt.clear()
         if self.is_over:
             self._interrupt.set()
-        return await process.before(self._interrupt.wait(), work)
+        return await stopping.before(self._interrupt.wait(), work)
 
     def _end(self) -> None:
         self.is_over = True

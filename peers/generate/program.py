@@ -21,7 +21,7 @@ from peers.generate import conversation, terminal
 from peers.generate.local_model import open_local_model
 from peers.generate.options import PROG, GenerateOptions
 from peers.generate.swarm_model import open_swarm
-from peers.shared import cli, process
+from peers.shared import cli, logs, stopping
 from peers.shared.invite_option import joins
 from peers.shared.lan import with_invite
 from swarm.interchange.source import located
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(GenerateOptions, prog=PROG, argv=argv)
-    process.setup_logging(PROG, "warning")
+    logs.setup_logging(PROG, "warning")
     if options.threads:
         torch.set_num_threads(options.threads)
     # If something keeps the server from starting, the user learns it before anything is loaded.
     server = _server(options) if options.serve is not None else None
-    with process.interruptible():
+    with stopping.interruptible():
         options = with_invite(options)
         options = dataclasses.replace(options, model=_folder(options.model), base=_folder(options.base))
         return run_loop(_run(options, server))

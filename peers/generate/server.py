@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 
 from peers.generate.options import GenerateOptions
 from peers.generate.terminal import tell
-from peers.shared import process
+from peers.shared import stopping
 from peers.shared.web import LOCAL_NAMES, Listener, find_secret
 from swarm.generation.openai_api.app import Api
 from swarm.generation.openai_api.gate import Gate
@@ -38,7 +38,7 @@ class Server:
 
     async def serve(self, model: TextModel) -> None:
         """Answer requests until Ctrl-C or SIGTERM. Answers under way then have a few seconds."""
-        stop = process.stop_event()
+        stop = stopping.stop_event()
         if not self._listener.is_local and self._token is None:
             tell(f"warning: everybody who reaches {self._url} can use the model: lock it with --serve-token @FILE")
         if model.template is not None:

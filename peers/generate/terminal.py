@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 from peers.generate.options import PROG, GenerateOptions
-from peers.shared.process import printable
+from peers.shared.strangers_text import printable
 from swarm.generation.text_model import TextModel
 from swarm.machine.words import counted
 

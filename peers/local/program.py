@@ -17,7 +17,8 @@ from peers.local.options import PRESET, LocalOptions
 from peers.local.peers import LocalPeers
 from peers.local.supervisor import GRACE_SECONDS, Supervisor
 from peers.local.swarm import LocalSwarm
-from peers.shared import cli, devices, process
+from peers.shared import cli, devices, stopping
+from peers.shared.logs import setup_logging
 from peers.shared.reporting import require_reporters
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
@@ -34,7 +35,7 @@ CHECKPOINT_GRACE_SECONDS = 120.0
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(LocalOptions, prog=PROG, argv=argv)
-    process.setup_logging("local", "warning")
+    setup_logging("local", "warning")
     require_reporters(options)
     if not hasattr(os, "waitid"):
         raise ValueError("swarm-local cannot watch over processes with this Python: on macOS take 3.13 or newer")
@@ -63,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
 async def run(swarm: LocalSwarm) -> int:
     """Run the swarm until it has trained, or this program is told to stop; gives the exit code."""
-    stop = process.stop_event()
-    exit_code = await process.before(stop.wait(), swarm.run())
+    stop = stopping.stop_event()
+    exit_code = await stopping.before(stop.wait(), swarm.run())
     if exit_code is None:
         print(f"{PROG}: stopped; every process is being ended", file=sys.stderr)
         return stop.exit_code

@@ -19,7 +19,7 @@ from peers.model.options import (
     PushModelOptions,
     ShowModelOptions,
 )
-from peers.shared import process, subcommands
+from peers.shared import logs, subcommands
 from peers.shared.cache import cache_folder
 from peers.shared.option_names import naming_options
 from peers.stage_peer.own_model import open_model
@@ -65,7 +65,7 @@ def import_(options: ImportModelOptions) -> None:
 
 def export(options: ExportModelOptions) -> None:
     """Make a folder for transformers, or for peft. Raises ValueError, IntegrityError, OSError, PeerUnavailable."""
-    process.setup_logging(PROG, "info")
+    logs.setup_logging(PROG, "info")
     # These checks come before any peer is asked, and before anything large is read.
     require_new(options.output)
     for source in (options.checkpoint, options.model, options.base):

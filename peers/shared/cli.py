@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from peers.shared.process import EXIT_USAGE
+from peers.shared.exit_codes import EXIT_USAGE
 from swarm.dht.addresses import free_port
 from swarm.machine.words import counted
 from swarm.types import LONGEST_NAME, NAME_PATTERN

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from peers.shared import process
+from peers.shared import faults
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +115,7 @@ def device_of(name: str, rng: random.Random) -> "torch.device":
         # A GPU that this build of PyTorch does not support allocates memory, but fails to compute.
         torch.zeros(1, device=device).add_(1).cpu()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} cannot be used: {process.first_line(error)}") from None
+        raise ValueError(f"--device {name} cannot be used: {faults.first_line(error)}") from None
     return device
 
 

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from peers.shared import cli, process
+from peers.shared import cli, stopping
+from peers.shared.exit_codes import EXIT_USAGE
 
 Command = tuple[type[Any], Callable[[Any], object]]
 """The options of one command of a program, and what carries it out, which raises what is printed as one line."""
@@ -26,8 +27,8 @@ def run(prog: str, about: str | None, commands: Mapping[str, Command], argv: Seq
     if name not in commands:
         said = f", not {name!r}" if argv else ""
         print(f"{prog}: error: give one of {', '.join(commands)}{said} (see {prog} --help)", file=sys.stderr)
-        return process.EXIT_USAGE
+        return EXIT_USAGE
     options, carry_out = commands[name]
-    with process.interruptible():
+    with stopping.interruptible():
         carry_out(cli.parse(options, prog=f"{prog} {name}", argv=arguments))
     return 0

@@ -12,7 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from peers.shared import process
+from peers.shared import stopping
+from peers.shared.faults import leaves
 from peers.shared.network import LOOK_SECONDS
 from peers.stage_peer.listen import Announced, Listening
 from peers.stage_peer.rebalancer import Rebalancer
@@ -102,7 +103,7 @@ class Mover:
             logger.warning("cannot begin at stage %d: %s; trying stage %d", stage, failure, other)
             await self._rebalancer.gave_up(stage)
             await self._rebalancer.goes(other, from_stage=stage)
-            await process.before(self._stop.wait(), self._clock.sleep(retry_seconds))
+            await stopping.before(self._stop.wait(), self._clock.sleep(retry_seconds))
             if self._stop.is_set():
                 await self._rebalancer.gave_up(other)
                 return
@@ -130,9 +131,9 @@ class Mover:
             if serving or (move is None and not self._stop.is_set()):
                 raise
             # Only the text is kept: the fault's traceback would keep the server and its model in memory.
-            failure = str(next(process.leaves(faults)))
+            failure = str(next(leaves(faults)))
         except* (RuntimeError, MemoryError) as errors:
-            error = next(process.leaves(errors))
+            error = next(leaves(errors))
             if not is_out_of_memory(error):
                 raise
             raise Fatal(
@@ -163,8 +164,8 @@ class Mover:
             Fatal: the peer has left because it cannot go on.
         """
         while True:
-            target = await process.before(
-                process.before(self._stop.wait(), server.gives_up()),
+            target = await stopping.before(
+                stopping.before(self._stop.wait(), server.gives_up()),
                 self._rebalancer.next_move(stage, lambda: server.stage.samples_per_second),
             )
             if target is None:
@@ -185,12 +186,12 @@ class Mover:
                     raise server.fault
                 return None
             logger.info("moving to stage %d after this round", target)
-            await process.before(self._stop.wait(), server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS))
+            await stopping.before(self._stop.wait(), server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS))
             if self._stop.is_set():
                 await self._rebalancer.gave_up(target)
                 continue
             move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
-            is_drained = await process.before(self._stop.wait(), server.drain(DRAIN_SECONDS))
+            is_drained = await stopping.before(self._stop.wait(), server.drain(DRAIN_SECONDS))
             if is_drained and await self._can_spare(server, stage):
                 await server.leave()
                 return move

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from peers.shared import cli, process
+from peers.shared import cli, logs
 from peers.shared.invite_option import InviteOption, joins
 from peers.stage_peer.listen import Outside
 from swarm.rpc.endpoint import ip_of
@@ -135,7 +135,7 @@ class PeerOptions:
     """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
     ready_file: Path | None = None
     """Write a JSON object with this peer's addresses here once it serves."""
-    log_level: process.LogLevel = "info"
+    log_level: logs.LogLevel = "info"
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:

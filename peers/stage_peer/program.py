@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from peers.shared import cli, process
+from peers.shared import cli, logs, stopping
 from peers.shared.cache import cache_folder
 from peers.shared.devices import device_of
 from peers.shared.entrance import Entrance, find_entrance
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
     name = options.name or default_name()
     # If the stage is fixed, log lines name it: that tells more than a process id.
-    process.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
+    logs.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock = SystemClock()
     cli.require_own_host("--host", options.host)
     require_exporter(options.metrics_host, options.metrics_port)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     addresses = run_loop(entrance.dht_addresses(clock))
-    with process.interruptible(), naming_options(options):
+    with stopping.interruptible(), naming_options(options):
         model = open_model(options.model) if options.model is not None else None
         own = own_config(options, token, cache, model=model)
     identity = claim_identity(options.identity, cache / "identities", options.label.replace(" ", "-"))
@@ -300,7 +300,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         with member.waits.on("a stage that needs this peer"):
             stage = await first_stage(options, rebalancer)
         # Until here nothing would look at a stop event, and Ctrl-C and SIGTERM end the process by themselves.
-        stop = process.stop_event()
+        stop = stopping.stop_event()
         said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=stage)
         begin(start.events, options.events, said)
         serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]

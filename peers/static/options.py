@@ -8,7 +8,7 @@ from typing import Literal
 
 import tyro
 
-from peers.shared import cli, process
+from peers.shared import cli, logs
 from swarm.config.averaging import CompressedCodec
 
 PROG = "swarm-static"
@@ -81,7 +81,7 @@ class StaticOptions:
     """Report to the Weights & Biases service as it happens."""
     tensorboard: Path | None = None
     """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
-    log_level: process.LogLevel = "info"
+    log_level: logs.LogLevel = "info"
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:

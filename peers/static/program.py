@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from peers.shared import cli, process
+from peers.shared import cli, logs, process
 from peers.shared.cache import cache_folder
 from peers.shared.devices import num_cores
+from peers.shared.exit_codes import EXIT_FAILURE, EXIT_USAGE
 from peers.shared.option_names import naming_options
 from peers.shared.own_text import with_text
 from peers.shared.reporting import require_reporters
 from peers.shared.sole_writer import require_sole_writer
+from peers.shared.stopping import Stop
 from peers.static import run_config, workers
 from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return run(options, environment)
     except (ValueError, SwarmError, OSError) as error:
         logger.debug("where it went wrong:", exc_info=error)
-        return process.EXIT_USAGE if isinstance(error, ValueError) else process.EXIT_FAILURE
+        return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILURE
 
 
 def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
@@ -68,8 +70,8 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
     if "TORCHELASTIC_RUN_ID" in environment:
         # Otherwise workers of a torchrun that is killed would go on, beside those of the next one.
         process.die_with_parent(os.getppid())()
-    level: process.LogLevel = options.log_level if is_heard else "error"
-    process.setup_logging(f"worker {environment.get('RANK', '0')}", level)
+    level: logs.LogLevel = options.log_level if is_heard else "error"
+    logs.setup_logging(f"worker {environment.get('RANK', '0')}", level)
     shape = workers.shape_of(options, environment)
     device = workers.device_of(options.device, environment)
     own_share = workers.num_threads(environment, num_cores()) if device.type == "cpu" else None
@@ -143,7 +145,7 @@ def work(
 
 
 @contextlib.contextmanager
-def stopping(environment: Mapping[str, str]) -> Iterator[process.Stop]:
+def stopping(environment: Mapping[str, str]) -> Iterator[Stop]:
     """On Ctrl-C and SIGTERM inside the block, set the event: training is to end after its present step.
 
     A second Ctrl-C ends a worker that is alone at once.
@@ -151,7 +153,7 @@ def stopping(environment: Mapping[str, str]) -> Iterator[process.Stop]:
     Under torchrun, SIGTERM ends a worker at once: torchrun uses it for workers that wait for one that has died.
     """
     is_alone = "WORLD_SIZE" not in environment
-    stop = process.Stop()
+    stop = Stop()
 
     def note(number: int, frame: object) -> None:
         # Under a launcher that signals all processes, as srun does, workers get Ctrl-C from it and from torchrun.

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from peers.shared import cli, process
+from peers.shared import cli, logs, stopping
+from peers.shared.exit_codes import EXIT_FAILURE
 from peers.shared.screen import Screen
 from peers.status import audit_report
 from peers.status.live_table import LiveTable, render
@@ -52,7 +53,7 @@ class StatusOptions(ViewOptions):
     """One line of JSON for each run and look, instead of a table."""
     interval: float = 2.0
     """Seconds between two looks with --watch."""
-    log_level: process.LogLevel = "warning"
+    log_level: logs.LogLevel = "warning"
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class StatusOptions(ViewOptions):
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(StatusOptions, prog=PROG, argv=argv)
-    process.setup_logging("status", options.log_level)
+    logs.setup_logging("status", options.log_level)
     if options.audit:
         return audit_files(options)
     entrances = options.entrances(os.environ, SystemClock())
@@ -84,7 +85,7 @@ def audit_files(options: StatusOptions) -> int:
         print(json.dumps(report.to_json()))
     else:
         Screen(soft_wrap=True).print(audit_report.render(report))
-    return 0 if report.proven else process.EXIT_FAILURE
+    return 0 if report.proven else EXIT_FAILURE
 
 
 async def look_from(options: StatusOptions, ways: Sequence[Way]) -> None:
@@ -110,7 +111,7 @@ async def look(options: StatusOptions, view: Look) -> None:
                 Screen(soft_wrap=True).print(*map(render, seen), sep="\n")
 
         if options.watch:
-            await process.before(process.stop_event().wait(), watch(view, show, options.interval))
+            await stopping.before(stopping.stop_event().wait(), watch(view, show, options.interval))
         else:
             show(await view())
 

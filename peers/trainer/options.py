@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from peers.shared import cli, process
+from peers.shared import cli, logs
 from peers.shared.invite_option import RunOptions, joins
 from swarm.pipeline.window import MOST_IN_FLIGHT
 
@@ -52,7 +52,7 @@ class TrainerOptions(RunOptions):
     """Append what this trainer does with each microbatch to this file, for swarm-status --audit."""
     name: str = ""
     """What others see; by default host name and process id."""
-    log_level: process.LogLevel = "info"
+    log_level: logs.LogLevel = "info"
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from peers.shared import cli, process, reporting
+from peers.shared import cli, logs, process, reporting, stopping
 from peers.shared.cache import cache_folder
 from peers.shared.entrance import find_entrance
 from peers.shared.event_file import begin, open_events, start_of
+from peers.shared.exit_codes import EXIT_FAILURE
 from peers.shared.joining import Joining, remedy
 from peers.shared.lan import with_invite
 from peers.shared.membership import Membership
@@ -72,7 +73,7 @@ def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(TrainerOptions, prog=PROG, argv=argv)
-    process.setup_logging(options.name or "trainer", options.log_level)
+    logs.setup_logging(options.name or "trainer", options.log_level)
     require_exporter(options.metrics_host, options.metrics_port)
     reporting.require_reporters(options)
     torch.set_num_threads(1)
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
             if options.tokenizer is None:
                 options = dataclasses.replace(options, tokenizer=runner.run(have_tokenizer(member, cache_folder())))
             # This runs in the main thread, outside the loop: it may take minutes, and Ctrl-C could not end a thread.
-            with process.interruptible(), naming_options(options):
+            with stopping.interruptible(), naming_options(options):
                 corpus, data = open_corpus(member.config, options.dataset, options.tokenizer)
             process.require_addresses(process.THREAD_BYTES)
             return runner.run(run(options, member, corpus, data, events))
@@ -154,7 +155,7 @@ def make_session(
 async def carry_out(member: Membership, session: Session, name: str) -> int:
     """Train, or only evaluate, until it is done or told to stop; gives the exit code, 0 if it is done."""
     known, directory, clock = member.known, member.directory, member.clock
-    stop = process.stop_event()
+    stop = stopping.stop_event()
     async with asyncio.TaskGroup() as tasks:
         background = [
             tasks.create_task(directory.watch(member.stages, known.update, REFRESH_SECONDS)),
@@ -162,7 +163,7 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
             tasks.create_task(watch_connections(stage=0, router=known.router, channels=member.channels, clock=clock)),
         ]
         work = session.only_evaluate() if session.options.evaluate_only else session.train()
-        await process.before(stop_or_expiry(stop, member.identity, clock), work)
+        await stopping.before(stop_or_expiry(stop, member.identity, clock), work)
         for task in background:
             task.cancel()
     return stop.exit_code if stop.is_set() else 0
@@ -216,7 +217,7 @@ async def finish(
             write(folder / name)
         except OSError as error:
             logger.error("%s is not written: %s", folder / name, error.strerror or error)
-            exit_code = process.EXIT_FAILURE
+            exit_code = EXIT_FAILURE
     await asyncio.to_thread(reported.finish)
     return exit_code
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from peers.shared import process
+from peers.shared.strangers_text import printable
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from swarm.config import RunConfig
@@ -127,7 +127,7 @@ class Session:
             logger.warning("no sample of text: %s", error)
             return ""
         # The swarm's text comes from strangers, and may have control characters for the terminal.
-        written = [process.printable(tokenizer.decode(part), keep="\n\t") for part in (prompt, tokens)]
+        written = [printable(tokenizer.decode(part), keep="\n\t") for part in (prompt, tokens)]
         return f"--- held-out text ---\n{written[0]}\n--- the swarm goes on ---\n{written[1]}\n---"
 
 

@@ -7,7 +7,7 @@ processes other than the bench's used meanwhile.
 
 import sys
 
-from peers.shared import process
+from peers.shared import faults, process
 from scripts.benches.catalogue import MEASURING, module_of
 from scripts.benches.menu import run_named
 
@@ -26,4 +26,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     process.prepare_environment()
-    sys.exit(process.run_program(PROG, main))
+    sys.exit(faults.run_program(PROG, main))

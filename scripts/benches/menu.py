@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from peers.shared import cli, process
+from peers.shared import cli, logs, stopping
+from peers.shared.exit_codes import EXIT_USAGE
 from scripts.benches.shared.company import Company
 
 
@@ -36,12 +37,12 @@ def run_named(
     if name not in known:
         listed = ", ".join(f"{one} ({purpose})" for one, purpose in known.items())
         print(f"{prog}: error: name one of the {kind}: {listed}; {prog} NAME --help says more", file=sys.stderr)
-        return process.EXIT_USAGE
+        return EXIT_USAGE
     module = module_of(name)
     options = cli.parse(module.Options, prog=f"{prog} {name}", argv=arguments)
-    process.setup_logging(f"{prog.rpartition('/')[2]} {name}", "warning")
+    logs.setup_logging(f"{prog.rpartition('/')[2]} {name}", "warning")
     others = Company()
-    with process.interruptible():
+    with stopping.interruptible():
         figures: dict[str, Any] = module.run(options)
     if name in measuring:
         figures = {**figures, "others_cpu_share": others.share()}

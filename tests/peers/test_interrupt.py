@@ -217,7 +217,7 @@ def test_a_reader_that_goes_away_ends_a_program_without_a_word(tmp_path: Path) -
     """So does a program that prints from a task, and whose error is in a group."""
     script = """
 import asyncio, sys
-from peers.shared import process
+from peers.shared import faults
 from peers.shared.screen import Screen
 
 async def watch():
@@ -230,12 +230,12 @@ async def main():
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(watch())
 
-sys.exit(process.run_program("swarm-x", lambda: asyncio.run(main())))
+sys.exit(faults.run_program("swarm-x", lambda: asyncio.run(main())))
 """
     assert _ends_unread(script, "a look")
 
 
 def test_what_nobody_reads_any_more_is_no_fault_at_the_end_either() -> None:
-    script = "import sys; from peers.shared import process; sys.stdin.read()\n"
-    script += "sys.exit(process.run_program('swarm-x', lambda: print('a line') or 0))"
+    script = "import sys; from peers.shared import faults; sys.stdin.read()\n"
+    script += "sys.exit(faults.run_program('swarm-x', lambda: print('a line') or 0))"
     assert _ends_unread(script, "")

@@ -11,7 +11,8 @@ import json
 import os
 import sys
 
-from peers.shared.process import prepare_environment, run_program
+from peers.shared.faults import run_program
+from peers.shared.process import prepare_environment
 
 
 def main(number: int, cases: list[list[tuple[int, int, int, list[str]]]]) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli, process
+from peers.shared import cli, faults, process, stopping
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault
@@ -242,7 +242,7 @@ def main() -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(Options, prog="scripts/chaos", argv=sys.argv[1:])
     others = Company()
-    with process.interruptible():
+    with stopping.interruptible():
         found = run(options)
     found["others_cpu_share"] = others.share()
     print(json.dumps(found) if options.json else json.dumps(found, indent=2))
@@ -251,4 +251,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     process.prepare_environment()
-    sys.exit(process.run_program("scripts/chaos", main))
+    sys.exit(faults.run_program("scripts/chaos", main))

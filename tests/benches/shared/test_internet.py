@@ -16,7 +16,7 @@ import signal, sys, time
 from dataclasses import dataclass
 from types import ModuleType
 
-from peers.shared import process
+from peers.shared import faults
 from scripts.benches.menu import run_named
 from scripts.benches.shared.common import OutputOptions
 from scripts.benches.shared.internet import Internet
@@ -34,7 +34,7 @@ bench.Options, bench.run = OutputOptions, run
 sys.argv = ["bench", "waits"]
 # A shell has what it starts in the background ignore SIGINT, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(process.run_program("bench", lambda: run_named("bench", "benches", {"waits": ""}, lambda name: bench)))
+sys.exit(faults.run_program("bench", lambda: run_named("bench", "benches", {"waits": ""}, lambda name: bench)))
 """
 
 

@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 from peers.commands import command_line
 from peers.dashboard import program
 from peers.dashboard.options import DashboardOptions
-from peers.shared import process
+from peers.shared import faults
 from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.rpc.invite import Invite
@@ -47,7 +47,7 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         arguments = ["--peer", f"{'ab' * 20}@127.0.0.1:1", "--port", port]
-        assert process.run_program(program.PROG, lambda: program.main(arguments)) == 2
+        assert faults.run_program(program.PROG, lambda: program.main(arguments)) == 2
     assert capsys.readouterr().err == (
         f"swarm-dashboard: error: --port 127.0.0.1:{port}: Address already in use; choose another address or port\n"
     )

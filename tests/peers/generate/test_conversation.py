@@ -11,7 +11,7 @@ import pytest
 
 from peers.generate import conversation
 from peers.generate.options import GenerateOptions
-from peers.shared import process
+from peers.shared.exit_codes import EXIT_FAILURE, EXIT_TERMINATED
 from swarm.errors import PeerUnavailable
 from tests.support.scripted_model import ScriptedEngine, scripted_model
 
@@ -88,7 +88,7 @@ async def test_sigterm_ends_it_in_mid_answer(typed: int) -> None:
     _type(typed, "hi\nthere\n", is_all=False)
     await _until(lambda: engine.under_way == 1)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await talking == process.EXIT_TERMINATED
+    assert await talking == EXIT_TERMINATED
     os.close(typed)
     assert len(engine.asked) == 1
     assert engine.under_way == 0
@@ -98,7 +98,7 @@ async def test_what_cannot_be_answered_is_a_line(typed: int, capsys: pytest.Capt
     engine = ScriptedEngine(longest=60)
     engine.fault, engine.fault_after = PeerUnavailable("stage 1 has no peer"), 2
     _type(typed, "hi\n" + "x" * 70 + "\nhi\n")
-    assert await conversation.talk(scripted_model(engine), _options()) == process.EXIT_FAILURE
+    assert await conversation.talk(scripted_model(engine), _options()) == EXIT_FAILURE
     said = capsys.readouterr()
     assert said.out == "he\nhe\n"
     assert said.err.splitlines() == [
@@ -112,7 +112,7 @@ async def test_what_cannot_be_answered_is_a_line(typed: int, capsys: pytest.Capt
 async def test_one_answer_that_failed_is_told_by_the_exit_code(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
     """That is so with a pipe; in a terminal the user has seen the failure."""
     _type(typed, "x" * 90 + "\nhi\n")
-    assert await conversation.talk(scripted_model(ScriptedEngine()), _options()) == process.EXIT_FAILURE
+    assert await conversation.talk(scripted_model(ScriptedEngine()), _options()) == EXIT_FAILURE
     assert capsys.readouterr().out == "hello\n"
 
 

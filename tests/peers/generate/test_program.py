@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from peers.generate import program
 from peers.generate.options import PROG
 from peers.model import program as model
-from peers.shared import process
+from peers.shared import faults
+from peers.shared.exit_codes import EXIT_USAGE
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import LoraConfig, StagesConfig
@@ -31,7 +32,7 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The line that the program ends with."""
-    assert process.run_program(PROG, lambda: program.main(arguments)) == process.EXIT_USAGE
+    assert faults.run_program(PROG, lambda: program.main(arguments)) == EXIT_USAGE
     *_, last = capsys.readouterr().err.splitlines()
     return last
 

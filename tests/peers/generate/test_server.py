@@ -8,12 +8,12 @@ import pytest
 from peers.generate import program
 from peers.generate.options import PROG, GenerateOptions
 from peers.generate.server import Server
-from peers.shared import process
+from peers.shared import faults
 
 
 def _end(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The line with which the program ends before it loads anything."""
-    assert process.run_program(PROG, lambda: program.main(["--model", "nowhere", *arguments])) == 2
+    assert faults.run_program(PROG, lambda: program.main(["--model", "nowhere", *arguments])) == 2
     return capsys.readouterr().err
 
 

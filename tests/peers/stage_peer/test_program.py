@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from peers.shared import process
+from peers.shared import logs
 from peers.stage_peer import program as stage_peer
 from peers.stage_peer.arrival import require_ready_file
 from peers.stage_peer.options import PeerOptions
@@ -114,13 +114,13 @@ def test_a_ready_file_that_cannot_be_written_is_noticed_at_once(
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(process, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
     with pytest.raises(ValueError, match=f"^--ready-file {tmp_path / name}: cannot be written: {reason}$"):
         stage_peer.main(["--initial-peers", "no address", "--ready-file", str(tmp_path / name)])
 
 
 def test_a_host_of_another_machine_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
     with pytest.raises(ValueError, match=r"^--host 192\.0\.2\.1 is no IP address of this machine: Cannot assign"):
         stage_peer.main(["--initial-peers", "no address", "--host", "192.0.2.1"])
 

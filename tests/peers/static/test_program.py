@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from peers.shared import process
-from peers.shared.process import run_program
+from peers.shared import logs
+from peers.shared.faults import run_program
 from peers.shared.sole_writer import require_sole_writer
 from peers.static import precision, program, run_config
 from peers.static.options import PROG, StaticOptions
@@ -55,7 +55,7 @@ def config_file(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _plain_logging(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process's own logging stays as pytest has it."""
-    monkeypatch.setattr(process, "setup_logging", lambda name, level: None)
+    monkeypatch.setattr(logs, "setup_logging", lambda name, level: None)
 
 
 def static(*arguments: str | Path | int) -> int:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.shared import process
+from peers.shared import faults
+from peers.shared.exit_codes import EXIT_FAILURE, EXIT_USAGE
 from peers.status import program as status
 from tests.audit.honest import HonestRun, edit
 
@@ -41,16 +42,16 @@ def test_a_missing_trainers_file_is_no_proof(tmp_path: Path, capsys: pytest.Capt
     run = HonestRun(tmp_path, "diloco")
     run.round(0)
     files = [str(path) for path in run.files if path.name != "trainer.jsonl"]
-    assert status.main(["--audit", *files]) == process.EXIT_FAILURE
+    assert status.main(["--audit", *files]) == EXIT_FAILURE
     assert capsys.readouterr().out.splitlines()[-1] == "refuted: 1 violation"
 
 
 def test_what_is_no_event_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.jsonl").write_text("what?\n")
     arguments = ["--audit", str(tmp_path / "x.jsonl")]
-    assert process.run_program("swarm-status", lambda: status.main(arguments)) == process.EXIT_USAGE
+    assert faults.run_program("swarm-status", lambda: status.main(arguments)) == EXIT_USAGE
     assert len(capsys.readouterr().err.splitlines()) == 1
-    assert process.run_program("swarm-status", lambda: status.main(["--audit", str(tmp_path / "none")])) == 1
+    assert faults.run_program("swarm-status", lambda: status.main(["--audit", str(tmp_path / "none")])) == 1
     assert "none: No such file or directory" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from peers.shared import process
+from peers.shared.strangers_text import printable
 from peers.trainer import session as sessions
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
@@ -187,7 +187,7 @@ async def test_a_sample_is_as_long_as_it_was_asked_for_and_what_the_swarm_writes
         for count in (half, 3):
             tokens += await collect(engine, tokens[-half:], sampling, count)
     expected = ByteTokenizer().decode(tokens[half:])
-    assert _text_of(sample) == process.printable(expected, keep="\n\t")
+    assert _text_of(sample) == printable(expected, keep="\n\t")
 
 
 async def test_without_a_sample_a_line_says_why(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from peers.shared import process
+from peers.shared import logs, process
 from scripts.benches.shared.common import with_corpus
 from scripts.benches.shared.held_out import HeldOut
 from scripts.benches.sides.diloco.arms import ARMS, Arm, num_rounds, run_config
@@ -94,7 +94,7 @@ async def _train(arm: Arm, curve: Curve) -> dict[str, Any]:
 def main(name: str, seed: int, rounds_at_200: int, dataset: str) -> None:
     """Train, and print the figures."""
     torch.set_num_threads(1)
-    process.setup_logging(f"bench diloco {name}", "warning")
+    logs.setup_logging(f"bench diloco {name}", "warning")
     arm = ARMS[name]
     config, data = with_corpus(run_config(arm, seed=seed, rounds_at_200=rounds_at_200, dataset=dataset))
     print(json.dumps(train(arm, config, data, num_rounds(config, rounds_at_200))))

@@ -1,0 +1,115 @@
+"""What goes wrong in a program, said in one line on stderr and by an exit code.
+
+Each command and each bench runs its program in `run_program`. A bug is not said in one line: it keeps its traceback.
+Imports neither grpc nor hivemind, since faults can come before their environment is prepared.
+"""
+
+import logging
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from peers.shared.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_TERMINATED, EXIT_USAGE
+from peers.shared.process import address_limit
+from peers.shared.stopping import Terminated
+from peers.shared.strangers_text import printable
+from swarm.errors import SwarmError
+from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
+
+_FAULTS = (ValueError, SwarmError, OSError)
+
+
+def run_program(prog: str, main: Callable[[], int]) -> int:
+    """Run a program and turn every fault that is not a bug into one line on stderr.
+
+    A ValueError is the user's fault (exit code 2); SwarmError, OSError and a lack of memory come from the world (1);
+    Ctrl-C gives 130, SIGTERM 143; and where nothing reads the output any more (`| head`), the code is 141, without a
+    line. Of an ExceptionGroup a lack of memory is reported, or else the first fault. Log level `debug` shows the
+    traceback as well.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        Exception: anything else, a bug, with its traceback.
+    """
+    try:
+        exit_code = main()
+        sys.stdout.flush()
+        return exit_code
+    except Terminated:
+        print(f"{prog}: terminated", file=sys.stderr)
+        return EXIT_TERMINATED
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        faults = list(leaves(error))
+        if any(isinstance(fault, BrokenPipeError) for fault in faults) and _has_lost_reader(sys.stdout):
+            # Python flushes stdout when it ends, and would complain that nothing reads it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_NO_READER
+        shortages = [shortage for fault in faults if (shortage := _shortage(fault)) is not None]
+        if not all(isinstance(fault, _FAULTS) or _shortage(fault) for fault in faults):
+            raise
+        logging.getLogger().debug("where it went wrong:", exc_info=error)
+        if shortages:
+            print(f"{prog}: error: {_describe_shortage(shortages[0])}", file=sys.stderr)
+            return EXIT_FAILURE
+        fault = faults[0]
+        print(f"{prog}: error: {describe(fault)}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(fault, ValueError) else EXIT_FAILURE
+
+
+def _has_lost_reader(stream: TextIO) -> bool:
+    """Whether the stream is a pipe of which the other end is closed."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors in an ExceptionGroup, and in the groups inside it; of another error, itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message, or its class if it has none."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def describe(error: BaseException | None) -> str:
+    """An error in one line; anything but a fault begins with its class."""
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
+        text = f"{error.filename}: it should be a folder, and is a file or in a file; name another path"
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error)
+    if not isinstance(error, _FAULTS):
+        text = f"{type(error).__name__}: {text}"
+    return " ".join(printable(text).split()) or type(error).__name__
+
+
+def _shortage(error: BaseException | None) -> BaseException | None:
+    """The lack of memory behind an error: itself, or one that led to it. A fault has none: it is reported as it is."""
+    while error is not None and not is_out_of_memory(error):
+        error = None if isinstance(error, _FAULTS) else error.__cause__ or error.__context__
+    return error
+
+
+def _describe_shortage(error: BaseException) -> str:
+    text = f"out of memory: no room for {what_was_asked(error)}"
+    if (limit := address_limit()) is None:
+        return f"{text}; close other programs, or take a machine with more memory"
+    return f"{text}; this process may have {in_words(limit)} of addresses (ulimit -v, prlimit --as): allow it more"

@@ -1,0 +1,59 @@
+"""What a program logs: one line a record, on stderr.
+
+Each program sets this up once it knows its options. Nothing here decides what is worth a line.
+"""
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+from peers.shared.faults import describe
+from peers.shared.strangers_text import printable
+from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def setup_logging(name: str, level: LogLevel) -> None:
+    """Log to stderr, one line a record, each with the peer's `name`; tracebacks at level `debug` only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLineFormatter(name, tracebacks=level == "debug"))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    threading.excepthook = _log_shortage(threading.excepthook)
+    sys.unraisablehook = _log_shortage(sys.unraisablehook)
+    # The user of this program has no use for what other packages log.
+    for package in ("asyncio", "datasets", "hivemind", "huggingface_hub", "matplotlib", "urllib3", "wandb"):
+        logging.getLogger(package).setLevel("DEBUG" if level == "debug" else "ERROR")
+
+
+def _log_shortage(hook: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Wrap Python's hook for what a thread or a destructor raises: instead of a traceback, log a lack of memory."""
+
+    def log(raised: Any) -> None:
+        if raised.exc_value is None or not is_out_of_memory(raised.exc_value):
+            hook(raised)
+            return
+        error = raised.exc_value
+        logging.getLogger(__name__).error("out of memory: no room for %s", what_was_asked(error), exc_info=error)
+
+    return log
+
+
+class _OneLineFormatter(logging.Formatter):
+    def __init__(self, name: str, *, tracebacks: bool) -> None:
+        super().__init__(f"%(asctime)s {name.replace('%', '%%')} %(levelname)s: %(message)s", datefmt="%H:%M:%S")
+        self._tracebacks = tracebacks
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        if record.exc_info and not self._tracebacks:
+            line += f" ({describe(record.exc_info[1])})"
+        return printable(" ".join(line.splitlines()))
+
+    def formatException(self, ei: Any) -> str:
+        return super().formatException(ei) if self._tracebacks else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).rstrip("\n")

@@ -1,0 +1,79 @@
+"""How a program is told to stop: by SIGINT (Ctrl-C) or SIGTERM.
+
+Programs with an event loop wait for `stop_event`; the others do their work in `interruptible`.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+from peers.shared.exit_codes import EXIT_INTERRUPTED
+
+Result = TypeVar("Result")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Have SIGTERM interrupt the block as Ctrl-C does: for long work of the main thread that has to clean up."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Stop(asyncio.Event):
+    """Set when the program is to end.
+
+    Attributes:
+        exit_code: the program's exit code if it ends before its work is done: by the signal that came, or for Ctrl-C.
+    """
+
+    exit_code = EXIT_INTERRUPTED
+
+    def by(self, number: int) -> None:
+        """Stop because this signal has come."""
+        self.exit_code = 128 + number
+        self.set()
+
+
+def stop_event() -> Stop:
+    """An event that SIGINT and SIGTERM set, for the running loop; a second Ctrl-C ends the process at once."""
+    stop = Stop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            os._exit(EXIT_INTERRUPTED)
+        stop.by(number)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def before(stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Run both until one ends, then cancel the other and wait for its end; gives the result of `work`, or None if
+    `stop` ended first. Raises what the one that ended raises."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop)
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        stopping.result()
+        return None
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.wait([working, stopping])

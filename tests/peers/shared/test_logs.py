@@ -1,0 +1,49 @@
+"""A program's log: one line a record."""
+
+import logging
+import sys
+import threading
+
+import pytest
+
+from peers.shared import logs
+
+
+def _raise(error: BaseException) -> int:
+    raise error
+
+
+def test_a_log_record_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup_logging("50%peer", "info")
+    try:
+        raise TypeError("odd")
+    except TypeError:
+        logging.getLogger("swarm").exception("it\nfailed")
+    logging.getLogger("swarm").debug("not shown")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith("50%peer ERROR: it failed (TypeError: odd)")
+
+
+def test_strangers_text_in_a_log_is_no_command_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup_logging("peer-1", "info")
+    logging.getLogger("swarm").error("refused: %s", "a\x1b[2J\x9bm\x07 \u00fc\U0001f600")
+    assert capsys.readouterr().err.endswith("ERROR: refused: a [2J m  \u00fc\U0001f600\n")
+
+
+def test_a_thread_that_ends_for_want_of_memory_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    logs.setup_logging("peer-1", "info")
+
+    def end(error: Exception) -> str:
+        thread = threading.Thread(target=_raise, args=[error])
+        thread.start()
+        thread.join()
+        return capsys.readouterr().err
+
+    (line,) = end(MemoryError()).splitlines()
+    assert "peer-1 ERROR: out of memory: no room for what was needed" in line
+    assert "Traceback" in end(KeyError("a bug")), "which is to be found"
