@@ -1,6 +1,6 @@
 """Importing one part of a package without the package's own __init__, which imports all other parts.
 
-Used by node.py: hivemind's __init__ takes twice as long to import as its DHT, and nothing here needs hivemind's
+Used by launcher.py: hivemind's __init__ takes twice as long to import as its DHT, and nothing here needs hivemind's
 averaging, experts or optimizers.
 """
 

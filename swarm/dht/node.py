@@ -7,19 +7,17 @@ again if it dies alone; all code that speaks to it is in kademlia. Stores and pa
 
 import asyncio
 import logging
-import warnings
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm.credentials.authority import Authority
 from swarm.dht import addresses
 from swarm.dht.addresses import Node
-from swarm.dht.bare_package import bare_package
+from swarm.dht.launcher import Launcher, new_launcher
 from swarm.dht.loop_thread import LoopThread
 from swarm.dht.record_store import Found, NoOtherNode
-from swarm.dht.validator import RecordValidator
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 
@@ -45,42 +43,26 @@ STOP_SECONDS = 2.0
 RECONNECTS_AT_ONCE = 4
 MAX_REMEMBERED = 64
 """How many other nodes are remembered."""
-CLIENT_OPTIONS = ["-dhtClient=1", "-noListenAddrs=1"]
-"""Options of p2pd for a node that asks others, but cannot be asked and stores nothing."""
 
 Result = TypeVar("Result")
-
-
-class Launch(Protocol):
-    """Starts p2pd and hivemind's node, and joins those known nodes that answer."""
-
-    async def __call__(self, known: Sequence[Node], *, client_mode: bool, must_join: bool = False) -> "Kademlia": ...
 
 
 class DhtNode:
     """A running node. Made by `start`; its coroutines may be awaited in any event loop."""
 
-    def __init__(
-        self,
-        thread: LoopThread,
-        kademlia: "Kademlia",
-        launch: Launch,
-        validator: RecordValidator,
-        known: Sequence[Node],
-        port: int,
-    ) -> None:
+    def __init__(self, thread: LoopThread, kademlia: "Kademlia", launcher: Launcher, known: Sequence[Node]) -> None:
         """Must run in `thread`.
 
         Args:
-            launch: starts p2pd and hivemind's node once more.
+            kademlia: the node as it was launched first.
+            launcher: launches it once more.
             known: other nodes.
-            port: the TCP port at which this node is asked; 0 if it began as a client.
         """
-        self.port = port
+        self.port = launcher.port
+        """The TCP port at which this node is asked; 0 if it began as a client."""
         self._thread = thread
         self._kademlia = kademlia
-        self._launch = launch
-        self._validator = validator
+        self._launcher = launcher
         self._known = dict.fromkeys(known)
         """The known nodes, in the order in which they are to be tried."""
         self._alone_since: float | None = None
@@ -98,7 +80,7 @@ class DhtNode:
         Args:
             authority: the owner of a locked run, of which only members' records count; None for an open one.
         """
-        self._validator.belong_to(run_keys, authority)
+        self._launcher.validator.belong_to(run_keys, authority)
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         """Store a sealed record until `expiration` (seconds since the epoch).
@@ -173,7 +155,7 @@ class DhtNode:
         if former.is_client == client_mode:
             return
         # A client has a libp2p id of its own and no port, so the next node starts while the former one still works.
-        self._kademlia = await self._launch(list(self._known), client_mode=client_mode)
+        self._kademlia = await self._launcher.launch(list(self._known), client_mode=client_mode)
         await former.stop()
 
     async def _close(self) -> None:
@@ -233,7 +215,7 @@ class DhtNode:
                 wait_seconds = min(2 * wait_seconds, MAX_RESTART_SECONDS)
                 try:
                     async with asyncio.timeout(START_SECONDS):
-                        self._kademlia = await self._launch(list(self._known), client_mode=present.is_client)
+                        self._kademlia = await self._launcher.launch(list(self._known), client_mode=present.is_client)
                     break
                 except Exception as error:  # noqa: BLE001 - hivemind raises all kinds if p2pd dies anew, EOFError too
                     logger.debug("p2pd did not start: %s", error)
@@ -296,53 +278,26 @@ def start(
         OSError: p2pd cannot be started.
     """
     addresses.require_all(initial_peers)
-    port = 0 if client_mode else addresses.require_free_port(host, port)
-    options = [] if client_mode else _server_options(host, port, announce)
-    kademlia = _import_kademlia()
-    if identity_path is not None:
-        kademlia.require_key_file(identity_path)
-        options = [*options, f"-id={identity_path}"]
-    # The validator stays when p2pd is started again, since it has been told the run's keys.
-    validator = kademlia.new_validator(clock)
+    launcher = new_launcher(
+        clock=clock,
+        host=host,
+        port=port,
+        announce=announce,
+        identity_path=identity_path,
+        client_mode=client_mode,
+    )
     thread, nodes = LoopThread("dht"), addresses.of_nodes(initial_peers)
-
-    async def launch(known: Sequence[Node], *, client_mode: bool, must_join: bool = False) -> "Kademlia":
-        launched: Kademlia = await kademlia.launch(
-            known, options=CLIENT_OPTIONS if client_mode else options, client_mode=client_mode, validator=validator,
-            clock=clock, must_join=must_join,
-        )  # fmt: skip
-        return launched
 
     async def open_node() -> DhtNode:
         try:
             async with asyncio.timeout(timeout_seconds):
-                first = await launch(nodes, client_mode=client_mode, must_join=True)
+                first = await launcher.launch(nodes, client_mode=client_mode, must_join=True)
         except TimeoutError:
             raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
-        return DhtNode(thread, first, launch, validator, nodes, port)
+        return DhtNode(thread, first, launcher, nodes)
 
     try:
         return thread.run(open_node())
     except BaseException:
         thread.close()
         raise
-
-
-def _import_kademlia() -> Any:
-    """Import the module kademlia, with only the part of hivemind that it needs, and set up hivemind's logging."""
-    level = logging.getLogger("hivemind").level
-    with warnings.catch_warnings(), bare_package("hivemind"):
-        warnings.simplefilter("ignore")
-        from swarm.dht import kademlia
-    # hivemind's import has reset the level.
-    kademlia.use_own_log(level or logging.ERROR)
-    return kademlia
-
-
-def _server_options(host: str, port: int, announce: Sequence[tuple[str, int]]) -> list[str]:
-    """Options of p2pd for a node that others can ask."""
-    options = ["-dhtServer=1", f"-hostAddrs={','.join(addresses.at(one, port) for one in addresses.hosts(host))}"]
-    if announce:
-        outside = (addresses.at(name, outer_port or port) for name, outer_port in announce)
-        options.append(f"-announceAddrs={','.join(outside)}")
-    return options

@@ -1,0 +1,98 @@
+"""Launches this process's node: p2pd, and hivemind's node over it.
+
+Used by node, which launches it anew when p2pd has died, or when the node is to go on as a client. Imports hivemind's
+DHT, and with it torch, once a launcher is made.
+"""
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarm.dht import addresses
+from swarm.dht.addresses import Node
+from swarm.dht.bare_package import bare_package
+from swarm.dht.validator import RecordValidator
+from swarm.machine.clock import Clock
+
+if TYPE_CHECKING:
+    from swarm.dht.kademlia import Kademlia
+
+CLIENT_OPTIONS = ("-dhtClient=1", "-noListenAddrs=1")
+"""Options of p2pd for a node that asks others, but cannot be asked and stores nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """What every launch of one process's node has in common.
+
+    Attributes:
+        port: the TCP port at which the node is asked; 0 if it began as a client.
+        validator: stays when p2pd is started again, since it has been told the run's keys.
+        clock: the time by which records expire.
+        options: p2pd's, for a node that others can ask.
+        kademlia: the module of that name, which imports hivemind.
+    """
+
+    port: int
+    validator: RecordValidator
+    clock: Clock
+    options: Sequence[str]
+    kademlia: Any
+
+    async def launch(self, known: Sequence[Node], *, client_mode: bool, must_join: bool = False) -> "Kademlia":
+        """Start p2pd and hivemind's node, and join those known nodes that answer; see kademlia.launch."""
+        launched: Kademlia = await self.kademlia.launch(
+            known,
+            options=CLIENT_OPTIONS if client_mode else self.options,
+            client_mode=client_mode,
+            validator=self.validator,
+            clock=self.clock,
+            must_join=must_join,
+        )
+        return launched
+
+
+def new_launcher(
+    *,
+    clock: Clock,
+    host: str,
+    port: int,
+    announce: Sequence[tuple[str, int]],
+    identity_path: Path | None,
+    client_mode: bool,
+) -> Launcher:
+    """Make the launcher of a node with these options, which node.start explains.
+
+    Raises:
+        ValueError: the port is in use.
+    """
+    port = 0 if client_mode else addresses.require_free_port(host, port)
+    options = [] if client_mode else _server_options(host, port, announce)
+    kademlia = _import_kademlia()
+    if identity_path is not None:
+        kademlia.require_key_file(identity_path)
+        options.append(f"-id={identity_path}")
+    return Launcher(port=port, validator=kademlia.new_validator(clock), clock=clock, options=options, kademlia=kademlia)
+
+
+def _import_kademlia() -> Any:
+    """Import the module kademlia, with only the part of hivemind that it needs, and set up hivemind's logging."""
+    level = logging.getLogger("hivemind").level
+    with warnings.catch_warnings(), bare_package("hivemind"):
+        warnings.simplefilter("ignore")
+        from swarm.dht import kademlia
+    # hivemind's import has reset the level.
+    kademlia.use_own_log(level or logging.ERROR)
+    return kademlia
+
+
+def _server_options(host: str, port: int, announce: Sequence[tuple[str, int]]) -> list[str]:
+    """Options of p2pd for a node that others can ask."""
+    options = ["-dhtServer=1", f"-hostAddrs={','.join(addresses.at(one, port) for one in addresses.hosts(host))}"]
+    if announce:
+        outside = (addresses.at(name, outer_port or port) for name, outer_port in announce)
+        options.append(f"-announceAddrs={','.join(outside)}")
+    return options
