@@ -1,10 +1,10 @@
-"""Proves from a run's event logs that its microbatches counted as docs/fault-model.md says, or says what refutes it.
+"""Judges from a run's event logs whether its microbatches counted as docs/fault-model.md promises.
 
     files -> log_file (lines) -> history (one each, with its holdings) -> committed_rounds (all together) -> verdict
 
-Called by swarm-status. Trusts no figure that it can recompute. Files are read side by side, always the one that has
-come least far in the run, so that no more than the rounds between the slowest and the fastest are held at once; what
-stays of a committed round are ranges of ids.
+Called by swarm-status. Recomputes every figure that can be recomputed. Files are read side by side, and the next line
+is always taken from the file that has come least far in the run. So only the rounds between the slowest file and the
+fastest one are in memory. Of a committed round only ranges of ids are kept.
 """
 
 import heapq
@@ -31,7 +31,7 @@ class _Reading:
 
 
 def audit(paths: Sequence[Path]) -> Report:
-    """Read the event logs of all processes of a run, trainers' and dead peers' as well, and judge.
+    """Read the event logs of all processes of a run, including trainers and dead peers, and give the audit's report.
 
     Raises:
         ValueError: a file is no event log, is damaged, or is of another run; or there is nothing to judge.
@@ -56,7 +56,7 @@ def audit(paths: Sequence[Path]) -> Report:
                 first = first or (reading.path, line.event)
                 _check_same_run(reading.path, line.event, *first)
             reading.history.feed(line)
-            # A process without a state has not been at its stage yet.
+            # A stage counts as seen only once a process has installed a state there.
             if isinstance(line.event, Install) or reading.history.stage == TRAINER_STAGE:
                 seen.add(reading.history.stage)
             if reading.history.round > position:
@@ -65,7 +65,7 @@ def audit(paths: Sequence[Path]) -> Report:
         else:
             reading.history.finish()
     if first is None:
-        raise ValueError("the files hold no events: name those that --events wrote")
+        raise ValueError("the files hold no events: name the files that --events wrote")
     return verdict.judge(first[1], rounds, findings, files=len(paths), seen=seen)
 
 

@@ -1,7 +1,7 @@
-"""The committed rounds of all stages: what each counts, from its members' files, and what must be true of them.
+"""The committed rounds of all stages: which microbatches each round counts, and whether its members' files agree.
 
-Written to by the histories of audit/history, in any order; judged once all files are read. A round's microbatches are
-merged as soon as the contributions of all its members are there, and are ranges of ids from then on.
+audit/history adds to it in any order, and audit/verdict judges it once all files are read. As soon as the contributions
+of all members of a round are there, their microbatches are merged into ranges of ids.
 """
 
 from collections import Counter, defaultdict
@@ -20,7 +20,7 @@ Ballot = tuple[int, str]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contribution:
-    """What one member gave to one attempt, by its own events.
+    """What one member contributed to one attempt, according to its own events.
 
     Attributes:
         parent: the lineage that the attempt's result would follow.
@@ -79,16 +79,17 @@ class CommittedRounds:
         self.rounds: dict[tuple[int, str], CommittedRound] = {}
         """The committed rounds by stage and by the lineage to which each led."""
         self._offers: dict[tuple[int, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
-        """Contributions promised to attempts, whatever came of these, by stage and parent, then attempt and member."""
+        """Contributions that members promised to attempts, whether these succeeded or not. By stage and parent, then by
+        attempt and member."""
         self._waiting: dict[tuple[int, str, str], dict[str, _Prepared]] = defaultdict(dict)
-        """Contributions to results of which no commit is known yet, by stage, parent and result."""
+        """Contributions to results that no file has been seen to commit yet, by stage, parent and result."""
         self._unmerged: dict[tuple[int, str, str], CommittedRound] = {}
         self._states: dict[tuple[int, str], tuple[str, str]] = {}
-        """The digest of each state, and the file that told it first, by stage and lineage."""
+        """The digest of each state, and the first file that gave it, by stage and lineage."""
         self._ballots: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
         self._given_up: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
         self.renamed: dict[tuple[int, str], str] = {}
-        """The lineage that a checkpoint went on from, by stage and by its new lineage."""
+        """The old lineage of a state that goes on under a new one (from a checkpoint), by stage and new lineage."""
         self.beginnings: set[tuple[int, str]] = set()
         """Stages with the lineages that peers began with: initial ones, and those of checkpoints."""
         self._held: list[tuple[int, int, int, IdSet]] = []
@@ -133,7 +134,7 @@ class CommittedRounds:
             self._merge(key)
         if (known.event.parent, known.number, known.event.samples) != (event.parent, event.round, event.samples):
             files = [file, *known.files]
-            what = "two peers tell different stories of one lineage"
+            what = "two peers give one lineage different contents"
             self._findings.violation(what, stage=stage, round=event.round, files=files)
         known.files.add(file)
         if at is not None:
@@ -156,7 +157,7 @@ class CommittedRounds:
         """Note the digest of a state that a peer reached."""
         first, first_file = self._states.setdefault((stage, lineage), (digest, file))
         if (first, first_file) == (digest, file):
-            return  # The same process told this, or an earlier one in the same file.
+            return  # The same process gave this digest, or an earlier process in the same file.
         self._findings.digests_compared += 1
         if first != digest:
             self._findings.digests_differing += 1
@@ -172,7 +173,8 @@ class CommittedRounds:
     # -- merging -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Once all files are read, count what a member had promised if it never got the result of its exchange."""
+        """Count the contributions of members that never got the result of their exchange, by what they had promised.
+        Call it once all files are read."""
         for (stage, parent, digest), round_ in list(self._unmerged.items()):
             if not (given := self._waiting.get((stage, parent, digest))):
                 continue
@@ -228,8 +230,8 @@ class CommittedRounds:
             yield round_, [peer for peer in round_.event.members if peer not in given]
 
     def decided(self) -> Iterator[tuple[int, int, dict[str, float]]]:
-        """Every result that all its members held, committed or not: its stage, its round, and since when, for each boot
-        of a machine."""
+        """Yield every result that all of its members held, committed or not: its stage, its round, and for each boot of
+        a machine the time from which they held it."""
         for round_ in self.rounds.values():
             yield round_.stage, round_.number, round_.prepared_at
         for given in self._waiting.values():

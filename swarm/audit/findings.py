@@ -1,4 +1,4 @@
-"""What an audit has found so far: figures, and one line for everything that must not be.
+"""What an audit has found so far: figures, and one line for each violation.
 
 Written to by audit/history, audit/committed_rounds and audit/verdict. Decides nothing.
 """

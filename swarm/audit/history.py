@@ -1,4 +1,4 @@
-"""One process's events, followed in order: where in the run it stands, and what it says and does there.
+"""Follows one process's events in order: at which round the process stands, and what it contributes and commits there.
 
 Fed by audit/audit with the lines of one file. Has audit/holdings recompute what the process contributes, and hands
 contributions, commits and states on to audit/committed_rounds. Remembers only what is open: what the process holds, and
@@ -46,9 +46,9 @@ class History:
         """Begin with nothing, like a process that has just begun, or moved."""
         self.stage = stage
         self.round = 0
-        """The round at which it stands."""
+        """The round at which the process stands."""
         self._entered_round = 0
-        """The round at which it began, or took over another state."""
+        """The round at which the process began, or installed another state."""
         self._lineage: str | None = None
         num_fragments = self.start.num_fragments if self.start is not None else 1
         self._holdings = Holdings(
@@ -112,7 +112,7 @@ class History:
                 pass
 
     def finish(self) -> None:
-        """Note that the process ends, because its file ends or tells of another life from here on.
+        """Note that the process ends: its file ends here, or goes on with a process that was started anew or moved.
 
         What the process holds now will be in no round, unless the round under way still takes it.
         """
@@ -168,12 +168,12 @@ class History:
         if event.lineage != lineage:
             self._violation(f"lineage {event.lineage[:12]} does not follow from what was committed")
         is_member = self.start.peer in event.members
-        # In the round at which this life entered, an earlier life of the process may have taken part, as its file
-        # tells. And a member that failed in an exchange prepared no result, but takes it from the others if these
-        # commit it.
+        # A process that was just started, or has just installed a state, may commit an attempt that began before that.
+        # Otherwise it must have begun the attempt. It need not have prepared the result: a member whose exchange failed
+        # takes the result from the others.
         took_part = event.attempt in self._attempts or event.round == self._entered_round
         if is_member and not took_part:
-            self._violation("committed a result as its member and had not begun its attempt")
+            self._violation("committed a result as a member, but had not begun the attempt")
         self._holdings.commit(event, self._closing, is_member=is_member)
         at = (self.start.boot, line.monotonic) if self._is_synchronous and self.start.boot else None
         self._rounds.committed(self.stage, event, file=self.name, at=at)

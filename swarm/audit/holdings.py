@@ -1,7 +1,7 @@
 """What one process holds: buckets of gradients, and inner steps that no round has taken yet.
 
-Fed by audit/history with what the process's events say; recomputes what each contribution must hold. Knows nothing of
-other processes.
+audit/history feeds it with the process's events. It recomputes what each contribution must hold. It sees no other
+process.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from swarm.events.kinds import Accumulate, Close, Commit, RollBack, Step, ranges
 
 Report = Callable[[str, Collection[int]], None]
-"""Called with what is wrong, and the microbatches that are concerned."""
+"""Called with a description of the fault, and the microbatches concerned."""
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class _Bucket:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """An inner step, numbered from 1 within a process, and what it was taken with."""
+    """An inner step, numbered from 1 within a process, and the bucket that it used."""
 
     number: int
     counts: Counter[int]
@@ -83,7 +83,7 @@ class Holdings:
                 self._report("rolled back from a bucket that holds nothing", [event.microbatch])
             return
         if bucket.counts[event.microbatch] < 1:
-            self._report("rolled back, and was not accumulated", [event.microbatch])
+            self._report("rolled back, but was not accumulated", [event.microbatch])
         bucket.counts[event.microbatch] -= 1
         bucket.samples -= event.samples
         bucket.acked.discard(event.microbatch)
@@ -95,7 +95,7 @@ class Holdings:
             if bucket.counts[microbatch] > 0:
                 bucket.acked.add(microbatch)
                 return
-        self._report("acknowledged, and is in no bucket", [microbatch])
+        self._report("acknowledged, but is in no bucket", [microbatch])
 
     def step(self, event: Step) -> None:
         """Note that an inner step was taken with a bucket."""
@@ -112,7 +112,7 @@ class Holdings:
         self._steps.append(_Step(self._num_steps, +bucket.counts, bucket.samples))
 
     def close(self, event: Close) -> Closing:
-        """Recompute a contribution that is frozen now, and check what the event says of it."""
+        """Recompute a contribution that was frozen now, and compare it with the event."""
         if self._is_synchronous:
             buckets = self._buckets.values()
             counts, samples = _sum(+bucket.counts for bucket in buckets), sum(bucket.samples for bucket in buckets)
@@ -134,7 +134,8 @@ class Holdings:
         return Closing(event.round, event.fragment, counts, replays, round_samples, self._num_steps)
 
     def commit(self, event: Commit, closing: Closing | None, *, is_member: bool) -> None:
-        """Note that a round was committed: what it took, or what was lost at its end, counts towards no later round.
+        """Note that a round was committed. What the round took, and what was lost at its end, counts towards no later
+        round.
 
         Args:
             closing: the contribution that the process closed last in this round.

@@ -1,4 +1,4 @@
-"""A set of microbatch ids that are nearly consecutive, kept as ranges: its size depends on the gaps, not on the ids.
+"""A set of nearly consecutive microbatch ids, kept as ranges: its memory depends on the number of gaps, not of ids.
 
 Used by the audit, where a set may hold all microbatches of a run of weeks.
 """

@@ -1,7 +1,8 @@
 """Reading one process's event log, line by line.
 
-Used by audit/audit. A line that a kill or a full disk cut short is passed over, at the end of the file or where a later
-process went on after it; anything else that is no event is an error with the line's number. Keeps nothing in memory.
+Used by audit/audit. A kill or a full disk can cut a line short. Such a line is skipped at the end of the file, or where
+a later process went on writing. Any other line that is no event is an error that names the line's number. Keeps nothing
+in memory.
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ class Line:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """Read the events of a file; there are none if it holds nothing but one unfinished line.
+    """Yield the events of a file. A file with nothing but one unfinished line gives none.
 
     Raises:
         ValueError: the file is no event log, or is broken; the message is one line.

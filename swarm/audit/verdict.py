@@ -1,4 +1,4 @@
-"""What a run's committed rounds prove or refute, taken together: the last step of an audit.
+"""The last step of an audit: what all committed rounds of a run together prove or refute.
 
     exactly once    synchronous: a committed round holds all its microbatches, at every stage, and no stage is ahead
     at most once    no microbatch is in two rounds of one branch; with DiLoCo the report tells which share is in none
@@ -29,7 +29,7 @@ class StageReport:
     microbatches: int
     """Microbatches in them; with fragments, in those of one fragment on average."""
     lost: int
-    """DiLoCo: microbatches that were acknowledged somewhere, and are in no round here."""
+    """DiLoCo: microbatches that were acknowledged somewhere, but are in no round of this stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class Report:
     replayed: int
     """Microbatches of committed rounds that were accumulated at one stage alone."""
     lost_share: float
-    """The share of acknowledged microbatches that are lost, mean over the stages. What living peers held at the end is
-    not lost."""
+    """The share of acknowledged microbatches that are lost, as a mean over the stages. What living peers held at the
+    end does not count as lost."""
     stages: tuple[StageReport, ...]
 
     @property
@@ -64,10 +64,10 @@ class Report:
 
 
 def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: int, seen: Set[int]) -> Report:
-    """Check what can only be checked once all files are read, and sum up.
+    """Give the report, after the checks that need all files.
 
     Args:
-        seen: stages of which a file tells, and TRAINER_STAGE if one is a trainer's.
+        seen: stages of which some file has events, and TRAINER_STAGE if some file is a trainer's.
     """
     rounds.settle()
     _check_all_seen(start, seen, findings)
@@ -78,7 +78,7 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
             continue
         unknown = round_.microbatches.without(rounds.acknowledged_by_trainers)
         if unknown and TRAINER_STAGE in seen:
-            round_.violation(findings, "counts, and no trainer acknowledged it", list(unknown))
+            round_.violation(findings, "counts, but no trainer acknowledged it", list(unknown))
         if start.setting == "synchronous":
             _check_complete(round_, round_.microbatches, start, findings)
     if start.setting == "synchronous":
@@ -105,7 +105,7 @@ def _acknowledged(rounds: CommittedRounds) -> IdSet:
 
 
 def _check_all_seen(start: Start, seen: Set[int], findings: Findings) -> None:
-    """Note if no file tells of a stage or of the trainers: then nothing is refuted, but nothing is proven either."""
+    """Note a violation for each stage without a file, and for trainers without one: nothing is proven about them."""
     if TRAINER_STAGE not in seen:
         findings.violation("no file of any was given, so nothing tells what they acknowledged", stage=TRAINER_STAGE)
     for stage in range(start.num_stages):
@@ -159,7 +159,8 @@ def _main_branch(stage: int, start: Start, rounds: CommittedRounds, findings: Fi
             for round_ in children[root]:
                 round_.violation(findings, "follows from a state of which no file tells how it came about")
         for samples, branch in _branches(root, children, start, findings):
-            # Rounds decide: a stage that had lost all its peers begins again at the present one, with fewer samples.
+            # The number of rounds decides before that of samples: a stage that lost all its peers begins again at the
+            # present round, with fewer samples.
             if (reached_round := (branch[-1].number + 1, samples)) > most:
                 most, best = reached_round, branch
     return best
@@ -168,7 +169,7 @@ def _main_branch(stage: int, start: Start, rounds: CommittedRounds, findings: Fi
 def _branches(
     root: str, children: Mapping[str, list[CommittedRound]], start: Start, findings: Findings
 ) -> Iterator[tuple[int, list[CommittedRound]]]:
-    """Every way from a beginning to an end, with its samples."""
+    """Yield every path from the lineage `root` to an end, with the number of samples on it."""
     open_: list[tuple[str, int, list[CommittedRound], list[IdSet]]] = [
         (root, 0, [], [IdSet() for _ in range(start.num_fragments)])
     ]

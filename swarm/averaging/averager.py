@@ -92,7 +92,7 @@ class Averager:
         self.handlers = Handlers(context, participant, donor, shared, barrier, reports)
 
     async def run(self) -> None:
-        """Take part until cancelled. Leaving needs no farewell: the others go on without this peer."""
+        """Take part until cancelled. A peer that leaves need not tell the others: they go on without it."""
         tasks = self.context.tasks
         async with tasks.running():
             tasks.spawn(self.reporter.run())
@@ -108,10 +108,11 @@ class Averager:
         await self.reporter.ask_all()
 
     async def arrived(self) -> None:
-        """Wait until this peer is where its group is; after a failure, only for as long as members wait for a missed
-        one.
+        """Wait until this peer is where its group is. After a failed try, wait no longer than members wait for a
+        missing member.
 
-        If `join` failed, over a busy line for example, the answers to the next reports make this peer try again.
+        If `join` failed, for example because the line was busy, the answers to the next reports make this peer try
+        again.
         """
         await self.catch_up.arrived()
 
@@ -143,7 +144,7 @@ class Averager:
         return self.roster.misses_member(self.place.standing)
 
     def awaits_reports(self) -> bool:
-        """Whether some serving peer that this one takes to be alive has not yet reported what it has of the round."""
+        """Whether some peer that serves, and seems to be alive, has not yet reported what it has of the round."""
         return self.roster.awaits_reports(self.place.standing)
 
     @property

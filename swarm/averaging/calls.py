@@ -1,4 +1,4 @@
-"""One peer's calls to others: a failed call shows that a peer is gone, and a call to itself needs no network.
+"""One peer's calls to others. After a failed call the called peer is suspected; a call to itself needs no network.
 
 Used by members/survey, leading/barrier and, through leading/broadcast, by leading/leader. Never retries.
 """
@@ -38,7 +38,7 @@ class Calls:
             if peer.stage == self.context.own.stage:
                 is_gone = isinstance(error, PeerUnavailable) and error.is_gone
                 self.roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
-                self.context.changes.signal()  # Parts that wait for that peer need not wait any more.
+                self.context.changes.signal()  # Other parts need not wait for that peer any more.
             raise
 
     async def _ask_itself(self, method: Method[Request, Reply], request: Request, timeout_seconds: float) -> Reply:

@@ -1,4 +1,5 @@
-"""What every part of one peer's averaging is given: which peer it is, and what it works with.
+"""The context that every part of one peer's averaging gets: which peer it is, and the configuration, clock and
+directory.
 
 Made by the stage peer's program, before averaging/averager builds these parts.
 """
@@ -26,14 +27,15 @@ _NOT_YET = "this peer does not average yet"
 
 
 class Tasks:
-    """The tasks of one peer's averaging. None can be started before it runs or after its end."""
+    """The tasks of one peer's averaging. They can be started only while `running` is entered."""
 
     def __init__(self) -> None:
         self._group: asyncio.TaskGroup | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Let tasks start while the block runs. All are awaited at its end; an error of one cancels the others."""
+        """Let tasks start while the block runs. At its end all tasks are awaited. An error in one cancels the
+        others."""
         async with asyncio.TaskGroup() as self._group:
             yield
 
@@ -86,7 +88,7 @@ class Changes:
         self._report_due.set()
 
     def report_again(self) -> None:
-        """Have a report sent, even if it tells nothing new."""
+        """Have a report sent, even if it holds nothing new."""
         self._report_due.set()
 
     async def until_report_due(self, seconds: float) -> None:
@@ -100,9 +102,9 @@ class Context:
     """One peer's surroundings.
 
     Attributes:
-        own: this peer's record; stage, endpoints and certificate are used.
+        own: this peer's record, of which the stage, the endpoints and the certificate are used.
         peers: gives the directory's last known view of a stage.
-        endpoints: gives this peer's present endpoints, where those of `own` may become out of date.
+        endpoints: gives this peer's present endpoints, if those in `own` may become out of date.
         turns: decide which peers may download from this one now; None if all may at the same time.
     """
 

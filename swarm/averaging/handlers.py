@@ -1,4 +1,4 @@
-"""What one peer answers to others: every call of AveragingService is checked and handed to the part that answers it.
+"""One peer's answers to others: every call of AveragingService is checked and handed to the part that answers it.
 
 Called by averaging/servicer, or by the transport of a test. Decides nothing.
 """
@@ -28,8 +28,8 @@ from swarm.rpc.v1.stage_pb2 import Address
 class Handlers:
     """Answers the calls of other peers.
 
-    Each method raises WrongRun, IncompatibleVersion or WrongStage for a call that is not meant for this peer, NotReady
-    before this peer averages, and whatever the answering part raises.
+    Each method raises WrongRun, IncompatibleVersion or WrongStage for a call that is not meant for this peer, and
+    NotReady before this peer averages. It also raises what the answering part raises.
     """
 
     context: Context
@@ -66,13 +66,13 @@ class Handlers:
                 yield reply
 
     async def shared(self, request: pb.SharedRequest) -> Buffer:
-        """Give another stage this one's average of the blocks that both hold."""
+        """Return this stage's average of shared blocks to another stage that holds them."""
         self._check(request.address)
         return self.shared_blocks.answer(request)
 
     @contextmanager
     def _ends_without_memory(self) -> Iterator[None]:
-        """End the whole averager with any out-of-memory error of the block.
+        """If the block runs out of memory, end the whole averager with that error.
 
         Otherwise this peer would be left out round after round, and nothing that it computes would count.
         """

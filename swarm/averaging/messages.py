@@ -14,14 +14,15 @@ from swarm.training.round_member import Progress, Snapshot
 from swarm.types import LARGEST_COUNT
 
 PAST = 16
-"""How many lineages of the rounds before its own a peer tells others."""
+"""A peer sends others the lineages of so many rounds before its own."""
 LONGEST_ID = 64
 """The most characters of a lineage or a peer's id. Bounded, because even those of strangers are kept in memory."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class Standing:
-    """Where a peer is in the run. Standings are ordered: of two branches that meet, the lesser one yields."""
+    """Where a peer is in the run. Standings are ordered: when peers of two branches meet, those with the lesser
+    standing go to the greater one."""
 
     run_samples: int
     round: int
@@ -42,7 +43,7 @@ def lineage_after(previous: str, outcome: pb.Outcome) -> str:
 
 
 def digests_of(partners: Iterable[pb.Partner]) -> tuple[str, ...]:
-    """The digests of the averages that were put together where stages share a block."""
+    """The digests of the averages that were added up because stages share a block."""
     return tuple(partner.digest for partner in partners)
 
 
@@ -63,7 +64,7 @@ def unpack_standing(message: pb.Standing) -> Standing:
 
 
 def unpack_past(lineages: Sequence[str]) -> tuple[str, ...]:
-    """The lineages that a peer tells of the rounds before its own, oldest first; the last PAST of them.
+    """The last PAST lineages of the rounds before a peer's own, read from its message, oldest first.
 
     Raises MalformedMessage for a lineage that is too long.
     """

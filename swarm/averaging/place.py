@@ -1,4 +1,5 @@
-"""One peer's place in its group: where it stands, how the last rounds ended, what it promises and leads in this one.
+"""One peer's place in its group: where it stands, how the last rounds ended, and what it has promised and leads in this
+round.
 
 Moved by catching_up/advance, catching_up/catch_up and leading/leader, and read by all other parts. Never touches the
 stage.
@@ -16,8 +17,9 @@ from swarm.averaging.messages import Standing
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 KEPT_OUTCOMES = 4
-"""How many committed rounds a peer can still answer for; with more fragments than this, as many as fragments. Stages
-that share a block wait for each other only in rounds that average it, and so may be that far apart."""
+"""A peer keeps the outcomes of so many committed rounds, or of as many as there are fragments, if that is more. Stages
+that share a block wait for each other only in the rounds that average this block, so they may be as many rounds apart
+as there are fragments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,8 @@ class Decision:
     round: int
     prepared: pb.Prepared
     squared_norm: float
-    """The squared norm of the stage's gradient, with the shared blocks if they count at this stage."""
+    """The squared norm of the stage's gradient. It includes the shared blocks if this stage is the one that counts
+    them."""
 
 
 class Place:
@@ -39,11 +42,11 @@ class Place:
         lock: held while the stage is called, so that the peer does not move meanwhile.
         standing: its round, samples and lineage; changes together with `outcomes`.
         outcomes: how the last rounds were committed, by round.
-        is_catching_up: whether it is behind the group and on its way there; it then promises no attempt.
+        is_catching_up: whether it is on its way to its group. Then it promises no attempt.
         leads: the attempt that it leads; None while it leads none.
-        decision: the result that this attempt has decided, until it is committed.
+        decision: the result that this attempt has decided; None before that, and once it is committed.
         awaited_since: when another stage first waited for this one to decide the round; None if none has.
-        is_sound: False once a replayed round gave a wrong state; `standing` then stays at the round before.
+        is_sound: False once a replayed round gave a wrong state. `standing` then stays at the last round before it.
     """
 
     def __init__(self, context: Context, standing: Standing) -> None:

@@ -1,7 +1,7 @@
 """The gRPC face of averaging: AveragingService.
 
-Hands requests to averaging/handlers and their answers back. The stage peer's program adds it to its server. Decides
-nothing and keeps nothing.
+It passes requests to averaging/handlers and returns the answers. The stage peer's program adds it to its server. It
+decides nothing and keeps nothing.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class AveragingServicer(AveragingServiceServicer):
         except (Fatal, NotServed) as error:
             await abort(context, error)
         except SwarmError as error:
-            # An answer and no gRPC error, because the caller must learn which member is at fault.
+            # Sent as an answer, not as a gRPC error, because the caller must learn which member is at fault.
             if not isinstance(error, MemberFailed):
                 error = MemberFailed(self._own_id, str(error), noticed_by=self._own_id)
             yield pb.ExchangeReply(failure=messages.pack_failure(error))

@@ -1,7 +1,7 @@
 """How averaging reaches other peers, over gRPC.
 
-Used by averaging/calls, participant, shared and downloads. Requests and replies are messages of the wire contract,
-at both ends; a test's transport passes them on as they are. Never retries.
+Used by averaging/calls, participant, shared and downloads. Requests and replies are the protocol's messages. Never
+retries.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ Reply = TypeVar("Reply")
 
 
 TELLING_BYTES = 4 << 20
-"""The least size of an upload that tells how fast a line is; a smaller one fits in buffers."""
+"""The least size of an upload from which a line's rate is measured. A smaller one fits in buffers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Caller(Protocol):
 
 
 class Transport:
-    """Calls to other peers over gRPC. Every call raises PeerUnavailable, DeadlineExceeded, or what the peer answered.
+    """Calls to other peers over gRPC. Every call raises PeerUnavailable, DeadlineExceeded, or the error that the peer
+    answered with.
 
     Tensors have a connection of their own, so that reports never wait behind them.
     """
@@ -73,7 +74,7 @@ class Transport:
     ) -> Reply:
         """Make one call: one request, one answer."""
         call: Any = getattr(self._stub(peer, bulk=False), method.name)
-        # A contribution's norm may be infinite, and then the leader has to hear that.
+        # Not required to be finite: a contribution's norm may be infinite, and the leader has to know it.
         reply: Reply = await ask(call, request, seconds=timeout_seconds, finite=False)
         return reply
 
@@ -87,10 +88,10 @@ class Transport:
         timeout_seconds: float,
         silence_seconds: float | None = None,
     ) -> Payload:
-        """Send a part to its owner and wait for the average. Raises MemberFailed if the owner blames a member.
+        """Send a part to its owner and return the owner's average. Raises MemberFailed if the owner blames a member.
 
         Args:
-            silence_seconds: longest wait for the next piece; None for no limit of its own.
+            silence_seconds: longest wait for the next piece; None if only `timeout_seconds` limits it.
         """
         upload_seconds = 0.0
 
@@ -100,7 +101,8 @@ class Transport:
             started_at = time.perf_counter()
             for piece in pieces_of(part):
                 yield pb.ExchangeRequest(data=piece)
-            # This runs once the last piece is on its way. A small part fits in buffers, so its time tells nothing.
+            # This line runs once the last piece is on its way. A small part fits in buffers, so its time says nothing
+            # about the line.
             if len(part) >= TELLING_BYTES:
                 upload_seconds = time.perf_counter() - started_at
 
@@ -157,12 +159,12 @@ class Transport:
         return download(call, peer.peer_id, silence_seconds=silence_seconds)
 
     async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
-        """Get a sign of life from a peer."""
+        """Wait for an answer of a peer, which shows that it is alive."""
         health: Any = HealthStub(self._channels.channel(peer))
         await ask(health.Check, HealthCheckRequest(), seconds=timeout_seconds)
 
     def is_connected(self, peer: PeerRecord) -> bool:
-        """Whether there is a connection to a peer. When a peer's process dies, its connection breaks at once."""
+        """Whether there is a connection to a peer. The connection breaks at once when the peer's process dies."""
         return self._channels.is_connected(peer)
 
     def _stub(self, peer: PeerRecord, *, bulk: bool) -> AveragingServiceStub:
@@ -176,7 +178,7 @@ def pieces_of(data: Buffer) -> Iterator[bytes]:
 
 
 def contact_of(peer: PeerRecord) -> pb.Contact:
-    """How to reach a peer, as the wire has it."""
+    """A peer's id, endpoints and certificate, in their wire form."""
     endpoints = " ".join(peer.endpoints)
     return pb.Contact(peer_id=peer.peer_id, endpoints=endpoints, certificate_pem=peer.certificate_pem)
 

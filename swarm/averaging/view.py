@@ -1,4 +1,4 @@
-"""What an averager tells the rest of its peer of the round. The lease table and the programs read it."""
+"""The averager's view of its round, for other parts of the peer. The lease table and the programs read it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class GroupView:
     Attributes:
         progress: the progress of each member, this peer included.
         committed: microbatches that some member has committed in this round.
-        shown: `committed`, without those of members that have missed a heartbeat.
-        counted: `committed`, and what was committed by members that are gone or left out.
+        shown: `committed`, without the microbatches of members that have missed a heartbeat.
+        counted: `committed`, and the microbatches that were committed by members that are gone or left out.
         lost: the microbatches that were certainly lost with a member.
         complete: whether the members hold all that the round needs.
-        highest_microbatch: highest index any member has seen; -1 for none.
+        highest_microbatch: the highest index that any member has seen; -1 for none.
         quiet_seconds: the time since any of this last changed.
     """
 

@@ -1,7 +1,7 @@
 """How a member gets from one round to another: by a commit, by a round that others committed, or by their state.
 
-Used by exchanging/participant and members/survey, which hear of commits, and by catching_up/catch_up. Each of these
-ways changes the stage once and then tells the other parts where the member stands. Only committed results are applied.
+Used by exchanging/participant and members/survey, which learn of commits, and by catching_up/catch_up. Each of these
+ways changes the stage once, and then updates the member's place (averaging/place). Only committed results are applied.
 """
 
 import asyncio
@@ -67,8 +67,7 @@ class Advance:
                 assert kept is not None
                 results.require_norms(outcome, kept.prepared.squared_norm)
             except MalformedMessage as error:
-                # The round is decided, so this member may still hear from another one by which norm the result was
-                # clipped.
+                # The round is decided. This member may still get the right norm for clipping from another member.
                 logger.warning("the commit of round %d is refused: %s", round_number, error)
                 return Refused(str(error))
             except Refused as refused:
@@ -79,7 +78,7 @@ class Advance:
                 try:
                     tensors |= await self.shared.sum(round_number, outcome.partners)
                 except SwarmError as error:
-                    # The round is decided: this member will find itself behind, and catch up.
+                    # The round is decided, so the others commit it. This member will find itself behind, and catch up.
                     return Refused(str(error))
             outcome.prepared.CopyFrom(kept.prepared)
             self.own_round.exchanges.committed(kept.fragment, kept.residual)
@@ -108,7 +107,8 @@ class Advance:
         return None
 
     async def state_digest(self) -> str:
-        """Wait for the digest of the state at the beginning of the round. Some result must have been applied."""
+        """Wait for the digest of the state at the beginning of the round. There is one only after a result was
+        applied."""
         assert self._state_digest is not None, "a result was applied"
         return await asyncio.shield(self._state_digest)
 
@@ -143,7 +143,7 @@ class Advance:
     def _gave_nothing_until(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> bool:
         """Whether this member contributed nothing to any of the rounds between its own place and the snapshot.
 
-        False where `outcomes` do not tell, because they hold the last rounds only.
+        False if that is not known, because `outcomes` hold only the last rounds.
         """
         lineage, known = self.place.standing.lineage, {outcome.round: outcome for outcome in outcomes}
         for number in range(self.place.standing.round, snapshot.round):
@@ -170,8 +170,8 @@ class Advance:
             if committed.before != self.place.standing or not self.place.is_sound:
                 return None
             await self.own_round.stop("the round was committed without this member")
-            # The contribution is closed as before any commit: nothing may be in flight, and the average must have its
-            # shapes.
+            # As before any commit, the contribution is closed: nothing may be in flight, and the average must have the
+            # contribution's shapes.
             contribution = await self.member.close(self.place.standing.round, drop=())
             try:
                 await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)
@@ -182,10 +182,10 @@ class Advance:
             contributed = self.context.own_id in committed.result.members
             kept = self.own_round.result
             if kept is not None and kept.prepared.digest == committed.result.digest:
-                # This member took part in the exchange, and lost touch with the others before the commit.
+                # This member took part in the exchange, but the commit did not reach it.
                 self.own_round.exchanges.committed(kept.fragment, kept.residual)
             elif contributed:
-                # The result has this member's old residual in it; the new one, which that exchange left, is lost.
+                # The result contains this member's old residual. The new residual, which that exchange left, is lost.
                 self.own_round.exchanges.forget(contribution.fragment)
             self._state_digest = await self.member.apply(replace(committed.result, contributed=contributed))
             reached = messages.standing_of(self.member.progress())

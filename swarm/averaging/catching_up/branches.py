@@ -1,8 +1,8 @@
-"""On which branches of a run the holders of a stage stand, and on which of these this peer should be.
+"""Which branches of a run the holders of a stage are on, and which of these this peer should follow.
 
-averaging/place tells it of every move of this peer, and members/survey what others answered. Pure but for the clock. To
-claim to be ahead costs a holder nothing, so how far a holder says that it is does not count: what counts is how many
-holders stand behind a branch. It never looks at a state: whether that is sound is checked where it is installed.
+averaging/place reports every move of this peer to it, and members/survey the answers of others. Pure but for the clock.
+Any holder can claim to be far ahead, so a branch is chosen by the number of holders that stand behind it, and not by
+what one of them claims. No state is checked here: that happens when it is installed (catching_up/advance).
 """
 
 import itertools
@@ -19,9 +19,9 @@ from swarm.types import PeerId
 KEPT = 1024
 """How many of its own lineages a peer remembers. A holder at one of them is behind, and on the same branch."""
 MOST_DOUBTS = 256
-"""How many holders that stand elsewhere are remembered."""
+"""The most holders on other branches that are remembered."""
 SHOWN_SECONDS = 60.0
-"""How long a holder that is not followed is shown after its last answer."""
+"""A holder on another branch that this peer does not follow is shown for so long after its last answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,15 @@ class Branches:
         self._context = context
         self._clock = context.clock
         self._more_samples_win = context.config.averaging.quorum == "available"
-        """Whether, of two branches with equally many holders, the one with more samples wins; if not, only one that is
-        rounds ahead does."""
+        """Whether, of two branches with equally many holders, the one with more samples wins. If False, a branch only
+        wins if it is rounds ahead."""
         self._patience_seconds = context.timing.fresh_seconds
-        """For so many seconds after finding a holder elsewhere that it does not follow, this peer begins no round: that
-        holder may be the first to have committed one."""
+        """After this peer finds a holder on another branch and does not follow it, this peer begins no round for so
+        many seconds. That holder may be the first that has committed the present round."""
         self._own = own
         self._past: dict[str, Standing | None] = {own.lineage: own}
-        """Where this peer stood, oldest first, its present place included; None where only the lineage is known."""
+        """Where this peer stood, by lineage, oldest first and including the present place. None where only the lineage
+        is known."""
         self._has_voice = own.round > 0
         """Whether this peer committed its present state itself or resumed from it; False if it came from others."""
         self._pace = RunPace(own, context.clock)
@@ -78,7 +79,7 @@ class Branches:
         self._move(after)
 
     def installed(self, own: Standing, past: Sequence[str]) -> None:
-        """Note that this peer has installed a state of others, and the lineages that they tell of the rounds before."""
+        """Note that this peer has installed a state of others, with the lineages of the rounds before it."""
         self._past = dict.fromkeys(past[-PAST:])
         self.replayed(own)
 
@@ -113,19 +114,19 @@ class Branches:
             self._doubts.pop(peer_id, None)
 
     def behind(self, standing: Standing) -> set[PeerId]:
-        """The holders that stand at this place or passed it, by their own answers."""
+        """The holders that stand at this place or have passed it, according to their own answers."""
         return {peer for peer, voice in self._voices.items() if _has_passed(voice, standing)}
 
     def choose(self, *, is_sound: bool, announced: Mapping[PeerId, Standing]) -> Standing | None:
         """Decide where this peer should go; None if it is to stay where it is.
 
-        Candidates are the places where others stand and this peer never did. One stays in question if more holders
-        stand behind it than behind this peer's own place, or equally many and it has more samples. A single holder is
-        believed for no more than what the run can have done meanwhile. Of the candidates that are left, the one with
-        the most holders behind it is chosen, and of several such the farthest.
+        Candidates are the places where others stand and this peer never did. A candidate is kept if more holders stand
+        behind it than behind this peer's own place, or if equally many do and it has more samples. A place that only
+        one holder names must also be near enough for the run's pace since this peer last moved. Of the candidates that
+        are left, the one with the most holders behind it is chosen, and among equals the farthest.
 
         Args:
-            is_sound: whether this peer's own state is what it should be; if not, its place counts like others'.
+            is_sound: whether this peer's own state is correct. If not, its place is a candidate like those of others.
             announced: where peers said that they were, in records that they signed. These peers may have died since.
                 They count for a place if a living holder stands behind it too, and they never count for staying.
         """
@@ -178,7 +179,7 @@ class Branches:
         for peer, voice in self._voices.items():
             place = voice.standing
             undecided = place.lineage in before and place != self._own
-            # At the very beginning no peer holds more than what the configuration tells.
+            # At round 0 a peer holds only what the configuration gives everybody, so its place does not count.
             if place.round > 0 and self.is_known(place) and not undecided and not _has_passed(voice, theirs):
                 ours.append(peer)
         return ours
@@ -199,7 +200,8 @@ class Branches:
     # -- holders that are not followed ---------------------------------------------------------------------------------
 
     def stay(self) -> list[str]:
-        """Note that this peer stays where it is. Gives a line for each holder that has now been elsewhere for long."""
+        """Note that this peer stays where it is. Returns a line for the log for each holder that has now been on
+        another branch for long."""
         now, refused = self._clock.monotonic(), []
         for peer, voice in self._voices.items():
             if self.is_known(voice.standing):
@@ -214,12 +216,13 @@ class Branches:
         return refused
 
     def is_elsewhere(self, peer_id: PeerId) -> bool:
-        """Whether this peer knows that the holder stands elsewhere, and decided to stay where it is all the same."""
+        """Whether this peer knows that the holder is on another branch, and decided not to follow it."""
         return peer_id in self._doubts
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether a holder was found elsewhere only lately: that holder may be the first to have committed a round."""
+        """Whether a holder was found on another branch only lately. It may be the first that has committed the present
+        round."""
         latest = self._clock.monotonic() - self._patience_seconds
         return any(doubt.since > latest for doubt in self._doubts.values())
 
@@ -228,7 +231,7 @@ class Branches:
 
     @property
     def refusals(self) -> list[str]:
-        """A line for each holder that was refused, as of its last answer."""
+        """A line for each holder on another branch that this peer does not follow, by its last answer."""
         oldest = self._clock.monotonic() - SHOWN_SECONDS
         doubts = [self._doubts[peer] for peer in sorted(self._doubts)]
         return [doubt.line for doubt in doubts if self._is_refused(doubt) and doubt.heard_at >= oldest]
@@ -237,7 +240,7 @@ class Branches:
         num_theirs, num_ours = self._num_behind(theirs), len(self._ours(theirs))
         why = f"{num_theirs} of {num_theirs + num_ours} stand behind it"
         if not self._is_credible(theirs, num_theirs):
-            why += ", and the run cannot have come so far at the pace at which it went on here"
+            why += ", and at the pace that was seen here the run cannot have come so far"
         return (
             f"{peer_id} says that it is at round {theirs.round} of another branch, with {theirs.run_samples} samples "
             f"(lineage {theirs.lineage[:12]}): {why}; this peer stays at round {self._own.round}"
@@ -245,7 +248,7 @@ class Branches:
 
 
 def _has_passed(voice: Voice, standing: Standing) -> bool:
-    """Whether a holder says that it stands at this place or passed it."""
+    """Whether a holder says that it stands at `standing` or has passed it."""
     num_since = voice.standing.round - standing.round
     return voice.standing == standing or (
         0 < num_since <= len(voice.past) and voice.past[-num_since] == standing.lineage
@@ -258,8 +261,8 @@ def voice_of(message: pb.ReportReply | pb.SnapshotHeader) -> Voice:
 
 
 def most_held(offers: Mapping[bytes, Voice], num_holders: Mapping[bytes, int]) -> list[bytes]:
-    """Rank offers and give their names, best first: those that more than half of the holders stand behind, the farthest
-    first; then the others, by the number of holders behind them.
+    """Rank offers and return their names, best first. First come the offers that more than half of the holders stand
+    behind, the farthest of them first. Then come the others, by the number of holders behind them.
 
     Args:
         num_holders: how many holders make each offer.

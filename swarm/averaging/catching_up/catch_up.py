@@ -1,8 +1,10 @@
-"""How a peer that is behind gets to where its group stands: a snapshot, then the results committed meanwhile.
+"""How a peer that is behind gets to where its group stands: it installs a snapshot, then applies the results committed
+since.
 
-Run by members/reporter when an answer came from another place in the run. All holders are asked where they stand, and
-catching_up/branches decides where this peer should be. On its way there it promises no attempt and reports nothing, so
-no peer counts it as a member. It takes the state only from peers that stand behind what was decided.
+Run by members/reporter when a peer that stands elsewhere in the run has answered. All holders are asked where they
+stand, and catching_up/branches decides where this peer should be. On its way there this peer promises no attempt and
+reports nothing, so no peer counts it as a member. It takes the state only from peers that stand behind the place that
+was chosen.
 """
 
 import asyncio
@@ -26,7 +28,8 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 SIZE_FACTOR = 4
-"""The largest snapshot that is taken, as a multiple of this peer's own, which may lack the outer optimizer's state."""
+"""The largest snapshot that is accepted, as a multiple of the size of this peer's own state, which may lack the outer
+optimizer's state."""
 
 
 class CatchUp:
@@ -51,20 +54,21 @@ class CatchUp:
         self._entry = entry
         self._replay = replay
         self._looking: asyncio.Event | None = None
-        """The end of the `look` that is under way, for those that wait for it; None while there is none."""
+        """Set at the end of the `look` that is under way; None while none is."""
         self._rests_until = -math.inf
-        """Until this time, a peer that is known to be elsewhere is no reason to ask all again."""
+        """Until this time, a peer on another branch that this peer already knows of does not make it ask all holders
+        again."""
         self._max_bytes = 0
         self._held_at = -math.inf
-        """When some other peer was known last to hold the state."""
+        """The last time at which some other peer was known to hold the state."""
         self._has_failed = False
         """Whether this peer's last try to get to where it should be failed."""
         self.num_downloads = 0
 
     async def look(self, because_of: PeerId) -> None:
-        """Ask all holders where they stand, and go where this peer should be; a second call waits for the first.
+        """Ask all holders where they stand, and go where this peer should be. A second call waits for the first.
 
-        A peer that is known to be elsewhere, and is not followed, is no reason to ask all again at once.
+        If `because_of` is known to be on another branch that this peer does not follow, it does nothing for a while.
         """
         if self._looking is not None:
             await self.ended()
@@ -85,7 +89,7 @@ class CatchUp:
 
     async def arrived(self) -> None:
         """Wait until this peer is where it should be. After a failure it waits for the next `look`, but not for long:
-        no peer can keep another one from serving by offers that come to nothing."""
+        otherwise a peer could keep this one from serving by offers that always fail."""
         await self.ended()
         timing, began_at = self._context.timing, self._context.clock.monotonic()
         while self._has_failed and self._context.clock.monotonic() - began_at < timing.missed_seconds:
@@ -109,13 +113,13 @@ class CatchUp:
         self._rests_until = self._context.clock.monotonic() + rest_seconds
 
     def _present(self, target: Standing) -> Standing:
-        """The standing from which this peer goes on: its own, if others stand there too, since their past may not go
-        back to `target`; else `target`."""
+        """Return the standing for which holders are looked up next. It is this peer's own if others stand there too,
+        because the past that they report may not reach back to `target`; else it is `target`."""
         own = self._place.standing
         return own if self._place.branches.behind(own) else target
 
     async def _go(self, target: Standing) -> None:
-        """Get to `target` or beyond, or find that no peer can give what that takes. Only one call at a time.
+        """Get to `target` or beyond, or give up because no peer can give the state. Only one call at a time.
 
         If cancelled, it leaves this peer where it is; segments that have come are kept.
         """
@@ -138,7 +142,8 @@ class CatchUp:
         """Go on towards `target`.
 
         Returns:
-            Seconds until the next try; None to stop: this peer is there, or failed with its own state sound.
+            Seconds until the next try. None means to stop: this peer has arrived, or failed while its own state is
+            sound.
         """
         holders = self._survey.behind(target)
         rest_seconds = self._context.timing.max_retry_seconds
@@ -155,10 +160,11 @@ class CatchUp:
                         return rest_seconds
                     break
                 if self._place.standing == before:
-                    # A holder may have to give an older snapshot, which it keeps for others with the results since.
+                    # An older snapshot will do: a holder may still keep one for others, with the results since.
                     nearest = before.round + 1 if self._place.is_sound else target.round
                     await self._download(holders, min(nearest, target.round))
-                    # The holders may have gone on so far that the past that they tell does not reach back to `target`.
+                    # Checked by the round: the holders may be so far ahead that the past they report does not reach
+                    # back to `target`.
                     is_there = self._place.standing.round >= target.round
         except Overloaded as error:
             logger.info("looks again for a peer that can give the state: %s", error)
@@ -173,9 +179,10 @@ class CatchUp:
         return None
 
     async def _stays_out(self, holders: Sequence[PeerRecord]) -> bool:
-        """Whether this peer is where the group is, and yet must not become a member: its line is too slow.
+        """Whether this peer must not become a member, although it is where the group is, because its line is too slow.
 
-        It may become one once no other peer has held the stage for a while; over a slow line, answers may just be late.
+        It may become one after no other peer has held the stage's state for a while. It waits that long because, over a
+        slow line, answers may just be late.
         """
         now = self._context.clock.monotonic()
         if holders:

@@ -1,8 +1,8 @@
-"""What a peer keeps for those behind it: snapshots that others fetch, and the results committed since.
+"""What a peer keeps for peers behind it: snapshots that they fetch, and the results committed since.
 
-Used by averaging/handlers, which hand it Download requests, and by catching_up/advance, which tells it of every commit.
-A snapshot stays as it was when it was first asked for, whatever is committed meanwhile. Keeps nothing while no peer
-asks, and nothing without a bound. Never touches weights.
+averaging/handlers hands it Download requests, and catching_up/advance reports every commit to it. A snapshot stays as
+it was when it was first asked for, whatever is committed meanwhile. While no peer asks, nothing is kept, and what is
+kept is bounded. Never touches weights.
 """
 
 import asyncio
@@ -74,8 +74,8 @@ class Donor:
         self._clock = clock
         self._turns = turns
         self._result_turns = None if turns is None else Turns(clock, is_training=lambda: False)
-        """Turns for later results. A peer that waits for these falls further behind, so they wait neither for snapshots
-        that others fetch nor for training."""
+        """Turns for later results. A peer that waits for results falls further behind. So results wait neither for
+        snapshots that others fetch, nor for training."""
         self._lock = asyncio.Lock()
         """Held while a snapshot is made: peers that ask meanwhile get the same one."""
         self._pins: list[_Pin] = []
@@ -154,7 +154,7 @@ class Donor:
                 raise NotReady(f"this peer does not keep the state of round {wanted}")
             self._renew(pin)
             if pin.header is None:
-                # To digest a large state may take longer than a pin lasts.
+                # The digest of a large state may take longer to compute than a pin lasts.
                 pin.expires_at = math.inf
                 try:
                     header = await asyncio.to_thread(self._describe, pin)
@@ -222,7 +222,8 @@ class Donor:
         return next((pin for pin in self._pins if pin.snapshot.round == round_number), None)
 
     def _reusable(self) -> _Pin | None:
-        """The snapshot of the present round, or the newest one if all that may be kept are being fetched; else None."""
+        """The snapshot of the present round; or the newest one, if no further snapshot may be kept because all are
+        being fetched; else None."""
         if self._pins and messages.standing_of(self._pins[-1].snapshot) == self._place.standing:
             return self._pins[-1]
         if len(self._pins) < NUM_PINS:
@@ -237,7 +238,7 @@ class Donor:
     async def _pin(self) -> _Pin:
         async with self._place.lock:
             snapshot = await self._member.snapshot()
-        # Not interrupted between the copy and its registration, so that no result in between is missed.
+        # There is no await between the copy and its registration, so no result in between is missed.
         if messages.standing_of(snapshot) != self._place.standing:
             raise NotReady("this peer is about to move")
         pin = _Pin(
@@ -290,7 +291,7 @@ def _turn(turns: Turns | None, who: str) -> AbstractAsyncContextManager[None]:
 def snapshot_id(header: pb.SnapshotHeader) -> bytes:
     """The name of a snapshot, which is the same at all peers that hold the same bits at the same standing.
 
-    What a peer still knows of earlier rounds does not change the name.
+    The outcomes and lineages of earlier rounds, of which peers may keep different numbers, are not part of the name.
     """
     named = pb.SnapshotHeader()
     named.CopyFrom(header)

@@ -1,8 +1,8 @@
-"""What a peer that is behind asks donors of its stage for, and the results of the rounds that it missed.
+"""A peer's Download requests to the donors of its stage, and how it reads the results of missed rounds.
 
 Used by catching_up/state_transfer, which fetches snapshots, and by catching_up/replay, which applies the results since.
-Every byte of a result is checked before another part sees it. Never waits for a turn: that is left to its callers,
-which may know other donors.
+Every byte of a result is checked before another part sees it. If a donor serves others first, the caller gets
+Overloaded, because it may know other donors.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Downloads:
     def replies(
         self, donor: PeerRecord, request: pb.DownloadRequest, *, more_seconds: float = 0.0
     ) -> AsyncIterator[pb.DownloadReply]:
-        """Send a request, to which the address and this peer's id are added, and give what the donor answers.
+        """Send a request with the address and this peer's id added, and yield the donor's answers.
 
         Args:
             more_seconds: how much longer than usual the donor may be silent.
@@ -46,16 +46,16 @@ class Downloads:
     async def results(
         self, donor: PeerRecord, standing: Standing, *, max_bytes: int
     ) -> AsyncGenerator[tuple[Committed, int], None]:
-        """Fetch the rounds committed after `standing`, up to where the donor stands, in order.
+        """Yield the rounds committed after `standing`, in order, up to where the donor stands.
 
-        Each comes with the round that the donor was in when it sent it.
+        Each comes with the donor's round at the time of sending.
 
         Args:
             max_bytes: a larger result is refused.
 
         Raises:
-            Overloaded: the donor serves others first. What came before that counts.
-            NotReady: the donor does not keep them.
+            Overloaded: the donor serves others first. Results that came before that are valid.
+            NotReady: the donor does not keep these results.
             PeerUnavailable, DeadlineExceeded: the donor is gone, or was silent for too long.
             MalformedMessage, IntegrityError: what the donor sent cannot be right.
         """

@@ -20,17 +20,17 @@ from swarm.types import PeerState
 logger = logging.getLogger(__name__)
 
 TOLERATED_SECONDS = 5.0
-"""How much longer a peer's exchange may take than a whole round without the peer; beyond that it stays out."""
+"""A peer stays out if its exchange would take more than this much longer than a whole round of the others."""
 LEAST_INTERVALS = 3
-"""How many times the group must be seen to go on before its rounds count as measured: a single time may be a pause, or
-only the end of a round."""
+"""How many times the group must be seen to begin a new round before the time of its rounds counts as measured. A single
+interval may hold a pause, or only the end of a round."""
 MOST_INTERVALS = 15
-"""How many of these times count, the last ones."""
+"""How many of these intervals count: the newest ones."""
 LEAST_REST_SECONDS = 20.0
 """Least time from one download to the next one that measures the line again."""
 REST_FACTOR = 3.0
-"""The least rest after a download, as a multiple of the time that it took: so a peer that waits uses the others' lines
-for at most a quarter of the time."""
+"""The least pause after a download, as a multiple of the download's time. So a waiting peer uses the others' lines for
+at most a quarter of the time."""
 FLOAT_BYTES = 4
 
 
@@ -39,7 +39,7 @@ class Slowness:
     """Why a peer stays out: how long its exchange would take, and how long the group's rounds take without it.
 
     Attributes:
-        num_intervals: how many times the group was seen to go on.
+        num_intervals: how many times the group was seen to begin a new round.
     """
 
     exchange_seconds: float
@@ -49,7 +49,7 @@ class Slowness:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it is known how long the group's rounds take. Until then the peer stays out for now."""
+        """Whether the time of the group's rounds is known. Until it is, the peer stays out."""
         return self.num_intervals >= LEAST_INTERVALS
 
     @property
@@ -87,25 +87,25 @@ class Entry:
         self._member = member
         self._codec = contribution_codec(context.config.averaging)
         self._bytes_per_second = 0.0
-        """The best that was measured: a donor's line may have been the slower one, or carried its training too. It is 0
-        before the first measurement."""
+        """The highest rate measured so far; 0 before the first measurement. Lower rates may be due to the donor: its
+        line may be slower, or busy with its own training."""
         self._look_at = math.inf
         self._group_round = -1
-        """The newest round in which the group was seen."""
+        """The newest round that the group was seen to have reached."""
         self._since = 0.0
-        """When it was seen there first."""
+        """When the group was first seen in that round."""
         self._intervals = deque[float](maxlen=MOST_INTERVALS)
-        """How many seconds each round took, measured each time that the group had gone on."""
+        """The seconds that each round took, measured whenever the group was seen in a newer round."""
         self._told: Slowness | None = None
-        """Why the peer stayed out when that was asked last."""
+        """Why the peer stayed out, at the last call of `keeps_out`; None if it did not."""
 
     def begin(self) -> None:
-        """Forget what was measured, because the peer has fallen behind or is new."""
+        """Forget all measurements, because the peer is new or has fallen behind."""
         self._bytes_per_second, self._look_at, self._group_round, self._told = 0.0, math.inf, -1, None
         self._intervals.clear()
 
     def downloaded(self, bytes_per_second: float, *, seconds: float, now: float) -> None:
-        """Note the rate at which a snapshot came, and for how many seconds it was being sent."""
+        """Note the rate of a snapshot's download, and the seconds for which it was being sent."""
         self._bytes_per_second = max(self._bytes_per_second, bytes_per_second)
         self._look_at = now + max(LEAST_REST_SECONDS, REST_FACTOR * seconds)
 
@@ -118,11 +118,11 @@ class Entry:
         self._group_round, self._since = group_round, now
 
     def should_measure(self, now: float) -> bool:
-        """Whether the last download is so long ago that the line may be better."""
+        """Whether the last download is so long ago that the line should be measured again."""
         return now >= self._look_at
 
     def keeps_out(self) -> bool:
-        """Whether the peer must stay out, though it is where its group is. A new reason for that is logged."""
+        """Whether the peer must stay out, though it is where its group is. A new reason is logged."""
         former, self._told = self._told, self.slowness
         if (told := self._told) is None:
             return False
@@ -144,7 +144,7 @@ class Entry:
         exchange_seconds = self._codec.num_bytes(num_elements) / self._bytes_per_second
         round_seconds, num_intervals = self._computing_seconds(), len(self._intervals)
         if num_intervals >= LEAST_INTERVALS:
-            # The median: a run may pause, and it is often seen late that a round is over.
+            # The median, because a run may pause, and this peer often learns late that a round is over.
             round_seconds = max(round_seconds, statistics.median(self._intervals))
         if exchange_seconds <= round_seconds + TOLERATED_SECONDS:
             return None
@@ -156,7 +156,8 @@ class Entry:
         )
 
     def _computing_seconds(self) -> float:
-        """What the weakest stage takes to compute a round, as its peers announce; infinite where none has measured."""
+        """Seconds in which the weakest stage computes a round, by its peers' announcements; infinite if a stage has
+        measured nothing."""
         rates = [
             sum(record.samples_per_second for record in self._peers(stage) if record.state is PeerState.SERVING)
             for stage in range(self._config.stages.num_stages)

@@ -1,4 +1,4 @@
-"""A snapshot on its way: the tensors it is written into, and which of its segments are here.
+"""A snapshot that is being downloaded: the tensors that it is written into, and which segments have come.
 
 Used by catching_up/state_transfer, whose workers take segments from here. Never holds a byte twice, and forgets no
 segment that came.
@@ -15,7 +15,7 @@ from swarm.types import PeerRecord
 
 
 class PartialSnapshot:
-    """A snapshot of which not every segment is here yet."""
+    """A snapshot of which some segments may still be missing."""
 
     def __init__(self, header: pb.SnapshotHeader, snapshot_id: bytes, max_bytes: int, *, only: str = "") -> None:
         """
@@ -42,13 +42,13 @@ class PartialSnapshot:
 
     @property
     def num_missing_bytes(self) -> int:
-        """The bytes of the segments that are missing. It may be a little too large, since the last segment may be
+        """The bytes of the missing segments. The figure may be a little too large, because the last segment may be
         shorter."""
         return min(self.content.num_bytes, self.segments.num_missing * self.header.segment_bytes)
 
     @property
     def is_young(self) -> bool:
-        """Whether less than half of it is here."""
+        """Whether less than half of the snapshot has come."""
         return 2 * self.segments.num_missing > self.num_segments
 
     @property

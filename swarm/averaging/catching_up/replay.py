@@ -1,8 +1,8 @@
-"""How a peer that has a snapshot comes to where its group is: it applies the results committed since, one by one.
+"""How a peer with a snapshot gets to where its group is: it applies the results committed since, one by one.
 
-Used by catching_up/catch_up, which has the snapshot fetched, and another one where this gives up. The peers that sent
-the snapshot keep the results since. Often that is a single peer behind a slow line, while others have come to hold the
-state meanwhile: then it is sooner to begin anew with these.
+Used by catching_up/catch_up, which fetches the snapshot, and fetches another one if the replay gives up. The peers that
+sent the snapshot keep the results since. Often that is a single peer with a slow line. If other peers hold the state by
+then, it is faster to begin anew with a snapshot from them.
 """
 
 import logging
@@ -43,29 +43,31 @@ class Replay:
     _snapshot_bytes: int = field(default=0, init=False)
     """The size of that snapshot. A result is no larger: it has the shapes of the weights, which are in there."""
     _since: tuple[float, int, int] | None = field(default=None, init=False)
-    """The first result since this peer last waited for its turn: when it came, to which round it brought this peer,
-    and where the group was; None before it."""
+    """Of the first result since this peer last waited for its turn: when it came, the round to which it brought this
+    peer, and the group's round. None before that result."""
     _given_at: float = field(default=0.0, init=False)
-    """When a source last gave anything."""
+    """When a source last sent anything."""
     _said_at: float = field(default=0.0, init=False)
 
     def follows(self, fetched: Fetched) -> None:
-        """Note that this peer has installed a snapshot, and from which sources."""
+        """Note that this peer has installed a snapshot, and remember its sources."""
         self._sources = list(fetched.sources)
         self._snapshot_bytes = sum(tensor.nbytes for tensor in fetched.snapshot.tensors.values())
 
     async def run(self, has_others: Callable[[], bool]) -> bool:
-        """Apply what the sources keep of the rounds since. Cancelled, it leaves this peer at a whole round.
+        """Apply the results that the sources keep. If this is cancelled, the last result is applied as a whole or not
+        at all.
 
         Args:
-            has_others: whether peers have come to hold the state that are no sources.
+            has_others: whether there are peers by now that hold the state and are not among the sources.
 
         Returns:
-            Whether this peer gave up, because rounds are committed faster than it applies them and a new snapshot is
-            less to fetch. Then all holders have to be asked again where they stand.
+            Whether this peer gave up, because rounds are committed faster than it applies them, and a new snapshot is
+            smaller than the results that it lacks. Then the caller has to ask all holders again where they stand.
 
         Raises:
-            Overloaded: this peer gave up because, by now, others hold the state, with which it arrives sooner.
+            Overloaded: this peer gave up, because other peers hold the state by now, and it arrives sooner with a
+                snapshot of theirs.
         """
         before, self._since, self._given_at = self.place.standing, None, self.context.clock.monotonic()
         try:
@@ -103,8 +105,9 @@ class Replay:
         return False
 
     async def _wait_for_turn(self, refusal: Overloaded, has_others: Callable[[], bool], *, is_everywhere: bool) -> None:
-        """Wait, if all sources serve others first. Raises Overloaded if new holders may be sooner than waiting."""
-        # Rounds that are committed while this peer waits say nothing of how fast it replays.
+        """Wait, if all sources serve others first. Raises Overloaded if other holders of the state may be faster than
+        waiting, or the wait was too long."""
+        # The pace is measured anew: rounds that are committed while this peer waits say nothing about its replaying.
         self._since = None
         if not is_everywhere:
             return
@@ -115,7 +118,7 @@ class Replay:
         await self.context.clock.sleep(min(refusal.retry_after_seconds, LONGEST_RETRY_SECONDS))
 
     async def _from_one(self, source: PeerRecord, has_others: Callable[[], bool], gives: Callable[[], None]) -> bool:
-        """Apply what one source has. Returns whether to give up."""
+        """Apply the results of one source. Returns whether to give up."""
         limit = self._snapshot_bytes
         async with aclosing(self.downloads.results(source, self.place.standing, max_bytes=limit)) as results:
             async for committed, group_round in results:
@@ -139,13 +142,14 @@ class Replay:
         )
 
     def _gives_up(self, pace: Pace, num_bytes: int, has_others: bool) -> bool:
-        """Whether another snapshot is better than to go on. Logs now and then how far behind this peer is.
+        """Whether another snapshot from the same peers is better than going on. Logs now and then how far behind this
+        peer is.
 
         Args:
             num_bytes: the size of a round's result.
 
         Raises:
-            Overloaded: another snapshot is better, with other peers as sources.
+            Overloaded: a snapshot from other peers is better.
         """
         is_less = pace.num_behind * num_bytes > self._snapshot_bytes
         if has_others and (is_less or pace.stands_still):

@@ -1,7 +1,7 @@
-"""A committed round as members keep it and pass it on to a member that was not there.
+"""A committed round, in the form in which members keep it and send it to a member that missed it.
 
-Made by catching_up/advance at a commit, kept by catching_up/donor, rebuilt by catching_up/downloads, and
-applied by another peer's catching_up/advance. Knows nothing of how it travels.
+Made by catching_up/advance at a commit, kept by catching_up/donor, rebuilt by catching_up/downloads, and applied by
+another peer's catching_up/advance. The transport is not known here.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from swarm.training.round_member import RoundResult, Tensors, known
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Committed:
-    """All that it takes to commit a round again elsewhere.
+    """Everything that another member needs to commit the round.
 
     Attributes:
         before: where a member must stand to commit the round.
-        after: where the member stands afterwards.
-        result: the averaged tensors, which are not written to any more, and what belongs to them.
-        state_digest: the digest that `apply` gave; it may take a while until it is known.
+        after: where the member stands after the commit.
+        result: the averaged tensors, to which nothing writes any more, and the figures of their round.
+        state_digest: the digest that `apply` gave; computing it may take a while.
     """
 
     before: Standing
@@ -39,11 +39,11 @@ class Committed:
 
 
 async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], int]) -> pb.ResultHeader:
-    """The wire form, without the tensors' bytes, of which `sha256` is the digest. Waits until the state's digest is
-    known.
+    """Make the header that announces a result on the wire, once the state's digest is known.
 
     Args:
-        donor_round: gives the round that this peer is in once the digest is known.
+        sha256: the digest of the tensors' bytes, which follow the header.
+        donor_round: gives this peer's round; called once the state's digest is known.
     """
     state_digest = await asyncio.shield(committed.state_digest)
     return pb.ResultHeader(
@@ -86,7 +86,7 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
 
 
 def require_norms(outcome: pb.Outcome, squared_norm: float) -> None:
-    """Raise MalformedMessage unless the norm that a round is clipped by can be that of a model with this stage."""
+    """Raise MalformedMessage unless the norm by which a round is clipped can be the norm of a model with this stage."""
     # In a gather the norm may differ in the last bits between kinds of processors.
     if not 0.0 <= squared_norm * 0.999 <= outcome.total_squared_norm < math.inf:
         raise MalformedMessage(
@@ -96,9 +96,10 @@ def require_norms(outcome: pb.Outcome, squared_norm: float) -> None:
 
 
 def require_applicable(result: RoundResult, contribution: Tensors) -> None:
-    """Raise IntegrityError unless a result that came from elsewhere can be the average of such contributions. Blocks.
+    """Raise IntegrityError unless another peer's result can be an average of contributions like this one. Blocks.
 
-    Its names and shapes are the contribution's. Its numbers are float32, finite, and bounded as each contribution is.
+    The result must have the contribution's names and shapes. Its numbers must be float32, finite, and within
+    LARGEST_CONTRIBUTION, as those of each contribution.
     """
     expected = {name: tensor.shape for name, tensor in contribution.items()}
     if {name: tensor.shape for name, tensor in result.tensors.items()} != expected:
@@ -115,7 +116,7 @@ def require_applicable(result: RoundResult, contribution: Tensors) -> None:
 
 
 class IncomingResult:
-    """A result on its way: its bytes come piece by piece."""
+    """A result that is being downloaded, piece by piece."""
 
     def __init__(self, before: Standing, header: pb.ResultHeader, max_bytes: int) -> None:
         """Raises MalformedMessage for a header that makes no sense."""
@@ -127,16 +128,16 @@ class IncomingResult:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes are here."""
+        """Whether all bytes have come."""
         return self._num_filled == self._content.num_bytes
 
     def feed(self, data: bytes) -> None:
-        """Take the next piece. Raises MalformedMessage if it is too much."""
+        """Take the next piece. Raises MalformedMessage if there are more bytes than announced."""
         if not 0 < len(data) <= self._content.num_bytes - self._num_filled:
             raise MalformedMessage(f"a result does not come in {self._content.num_bytes} bytes")
         self._content.write(self._num_filled, data)
         self._num_filled += len(data)
 
     def sha256(self) -> bytes:
-        """SHA-256 of all its bytes."""
+        """SHA-256 of all bytes of the result."""
         return self._content.sha256(0, self._content.num_bytes)

@@ -1,16 +1,17 @@
-"""How fast the run goes on, as one peer measured it by the rounds that it committed itself.
+"""The run's pace, as one peer measured it in the rounds that it committed itself.
 
-Used by catching_up/branches, which takes the word of a single holder for no more than what that pace allows. Pure but
-for the clock.
+Used by catching_up/branches, which believes a single holder only if the run can have come that far at this pace. Pure
+but for the clock.
 """
 
 from swarm.averaging.messages import Standing
 from swarm.machine.clock import Clock
 
 PACE_FACTOR = 4.0
-"""The largest pace that the run may have had while this peer was away, as a multiple of its fastest round's."""
+"""The highest pace that the run may have had while this peer was away, as a multiple of the pace of the fastest
+round."""
 PACE_ROUNDS = 4
-"""How many rounds, each of the largest size seen, the run may be ahead beyond what the pace allows."""
+"""So many rounds, of the largest size seen, the run may be ahead in addition to what the pace allows."""
 
 
 class RunPace:
@@ -37,7 +38,7 @@ class RunPace:
         self._own, self._since = own, self._now()
 
     def allows(self, theirs: Standing) -> bool:
-        """Whether a peer can have got to `theirs` since this peer moved; true as long as no pace was measured."""
+        """Whether a peer can have reached `theirs` since this peer last moved; True as long as no pace was measured."""
         if not self._largest:
             return True
         seconds = PACE_FACTOR * self._elapsed()

@@ -1,7 +1,7 @@
-"""Fetches a snapshot of its stage for a peer that is behind, from several donors at once.
+"""Fetches a snapshot of the stage, from several donors at once, for a peer that is behind.
 
-Used by catching_up/catch_up. Segments that have come are kept when donors fail, for the next try. Every byte is
-checked before another part sees it. Decides nothing, and leaves it to others to install.
+Used by catching_up/catch_up. Segments that have come are kept when donors fail, for the next try. Every byte is checked
+before another part sees it. It decides nothing, and does not install the snapshot.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 MAX_SOURCES = 4
-"""Donors that are asked, and send, at the same time."""
+"""The most donors that are asked, or send, at the same time."""
 GRACE_SECONDS = 1.0
-"""Least time that other donors get to make an offer after the first has."""
+"""After the first offer, other donors have at least this much time to make theirs."""
 QUEUE_SECONDS = 3600.0
 """How long this peer waits for a donor that serves others first."""
 LONGEST_RETRY_SECONDS = 5.0
 OFFER_BYTES_PER_SECOND = 2e8
-"""A donor that copies and digests its state more slowly than this is not waited for."""
+"""This peer does not wait for a donor that copies and digests its state more slowly than this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +45,13 @@ class _Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fetched:
-    """A snapshot, how the last rounds before it were committed, the lineages of some more, and its holders.
+    """A snapshot with its sources. It comes with the outcomes of the last rounds before it, and the lineages of some
+    more.
 
     Attributes:
         seconds: how long at least one source was sending.
-        bytes_per_second: the rate in that time. Pauses of sources, and the turns of others, say nothing of this peer's
-            line, and are left out.
+        bytes_per_second: the rate in that time. The sources' pauses, and waits for a turn, are left out, because they
+            say nothing about this peer's line.
     """
 
     snapshot: Snapshot
@@ -67,8 +68,8 @@ class Wanted:
 
     Attributes:
         max_bytes: a larger snapshot is refused.
-        is_useful: whether a snapshot of that standing is of any use.
-        round_number: if given, donors are to keep the state with which this round begins, once they are there.
+        is_useful: tells whether a snapshot of some standing is of any use.
+        round_number: if given, donors are to keep the state with which this round begins, once they reach it.
         only: fetch only the bytes of tensors with this prefix in their names.
     """
 
@@ -80,16 +81,16 @@ class Wanted:
 
 @dataclass(eq=False)
 class StateTransfer:
-    """One peer's downloads: what is here already, and which peers sent wrong bytes."""
+    """One peer's downloads: what has come so far, and which peers sent wrong bytes."""
 
     downloads: Downloads
     waits: Waits
-    """Are told how far a download is."""
+    """Shows how far a download is."""
     _partial: PartialSnapshot | None = field(default=None, init=False)
     _distrusted: set[str] = field(default_factory=set, init=False)
 
     def distrust(self, donor: PeerRecord) -> None:
-        """Ask a peer again only when no other is left, because it has sent what cannot be right."""
+        """From now on, ask this peer only when no other is left, because it sent a wrong state."""
         self._distrusted.add(donor.peer_id)
 
     def forget(self) -> None:
@@ -102,7 +103,7 @@ class StateTransfer:
         self, donors: Sequence[PeerRecord], *, max_bytes: int, wanted: Callable[[Standing], bool],
         has_others: Callable[[], bool] = lambda: False,
     ) -> Fetched:  # fmt: skip
-        """Fetch the farthest snapshot that most donors stand behind, from all donors that hold the same bits of it.
+        """Fetch the farthest snapshot that most donors stand behind, from all donors that hold it with the same bits.
 
         A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
         some peer still keeps it.
@@ -110,12 +111,12 @@ class StateTransfer:
         Args:
             donors: the best first; the first few that answer are used.
             max_bytes: a larger snapshot is refused.
-            wanted: whether a snapshot of that standing is of any use.
-            has_others: whether there are by now donors that are not among `donors`.
+            wanted: tells whether a snapshot of some standing is of any use.
+            has_others: tells whether there are donors by now that are not among `donors`.
 
         Raises:
-            PeerUnavailable: no peer offers what is wanted, or no source is left before all of it is here.
-            Overloaded: all donors serve others first, little has come yet, and there are other donors by now.
+            PeerUnavailable: no peer offers what is wanted, or the last source failed before all of it had come.
+            Overloaded: all donors serve others first, less than half has come, and there are other donors by now.
         """
         return await self.fetch(await self.begin(donors, Wanted(max_bytes=max_bytes, is_useful=wanted)), has_others)
 
@@ -143,10 +144,10 @@ class StateTransfer:
         )
 
     async def begin(self, donors: Sequence[PeerRecord], wanted: Wanted) -> PartialSnapshot:
-        """Have donors keep a snapshot, and choose among what they offer; see `snapshot`.
+        """Ask donors to keep a snapshot, and choose among their offers; see `snapshot`.
 
-        A second call has the donors keep the chosen snapshot for longer. Donors are asked a few at a time: first those
-        of a half-fetched snapshot, and last those that sent wrong bytes.
+        A second call makes the donors keep the chosen snapshot for longer. Donors are asked a few at a time: first the
+        sources of a half-fetched snapshot, and last the donors that sent wrong bytes.
 
         Raises:
             PeerUnavailable: no peer offers what is wanted.
@@ -202,7 +203,8 @@ class StateTransfer:
         raise PeerUnavailable("it ended before the header came")
 
     def _choose(self, offers: list[_Offer], wanted: Wanted) -> PartialSnapshot | None:
-        """Choose the half-fetched snapshot, or else the best by `most_held` with a header that makes sense, or None."""
+        """Choose the half-fetched snapshot if it is offered. Else choose the best by `most_held` with a valid header;
+        None if there is none."""
         begun = self._partial.snapshot_id if self._partial else b""
         donors: dict[bytes, list[PeerRecord]] = {}
         headers = {offer.snapshot_id: offer.header for offer in offers}
@@ -230,7 +232,7 @@ class StateTransfer:
     async def _work(
         self, donor: PeerRecord, partial: PartialSnapshot, arriving: Arriving, has_others: Callable[[], bool]
     ) -> None:
-        """Fetch segments from one source, until all are here, or it fails, or other donors may be sooner."""
+        """Fetch segments from one source until all have come, the source fails, or other donors may be faster."""
         time = asyncio.get_running_loop().time
         given_at = time()
         while (index := await partial.segments.take()) is not None:
@@ -267,7 +269,7 @@ class StateTransfer:
                 raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
             partial.content.write(at, reply.data)
             if at == start and len(reply.data) < stop - start:
-                # The wait for the first piece says nothing of the line, so it is not timed.
+                # The wait for the first piece says nothing about the line, so it is not timed.
                 timed_from, began_at = start + len(reply.data), time()
             at += len(reply.data)
             arriving.add(len(reply.data), name_of(donor))

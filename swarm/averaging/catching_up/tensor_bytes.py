@@ -1,7 +1,7 @@
-"""Tensors as one string of bytes, one after the other: how a snapshot is addressed, read and written in pieces.
+"""Tensors laid end to end as one string of bytes, so that a snapshot can be read and written in pieces.
 
-Used by both ends of a download (catching_up/donor, catching_up/state_transfer). Reads and writes the tensors' own
-memory, so nothing is held twice. Allocates no more than its caller allows.
+Used by both ends of a download (catching_up/donor, catching_up/state_transfer). It reads and writes the tensors' own
+memory, so nothing is held twice. It allocates no more than the caller allows.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _ENCODINGS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorBytes:
-    """CPU tensors laid end to end. Writing to them needs contiguous tensors: of others, copies would be written to."""
+    """CPU tensors laid end to end. `write` needs contiguous tensors: with others it would write to copies."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._spans: list[tuple[int, memoryview]] = []
@@ -34,7 +34,7 @@ class TensorBytes:
             yield b"".join(self._views(begin, min(stop, begin + CHUNK_BYTES)))
 
     def write(self, start: int, data: bytes) -> None:
-        """Put bytes in their place. They must fit in."""
+        """Write bytes at `start`. They must not reach beyond the end."""
         filled = 0
         for view in self._views(start, start + len(data)):
             view[:] = data[filled : filled + view.nbytes]
@@ -56,7 +56,7 @@ class TensorBytes:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> list[TensorHeader]:
-    """What a receiver has to know of tensors of the DTYPES, in their order."""
+    """What a receiver has to know about tensors, in their order. Their types must be among DTYPES."""
     return [
         TensorHeader(name=name, encoding=_ENCODINGS[t.dtype], shape=tuple(t.shape), num_bytes=t.nbytes)
         for name, t in tensors.items()
@@ -64,7 +64,7 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> list[TensorHeader]:
 
 
 def allocate(headers: Iterable[TensorHeader], max_bytes: int) -> dict[str, torch.Tensor]:
-    """Memory for the tensors that a peer describes.
+    """Allocate memory for the tensors that a peer describes.
 
     Raises:
         MalformedMessage: unknown types, names that come twice, sizes that contradict themselves, or more than
@@ -76,7 +76,7 @@ def allocate(headers: Iterable[TensorHeader], max_bytes: int) -> dict[str, torch
     if len({header.name for header in described}) != len(described):
         raise MalformedMessage("a tensor is announced twice")
     for header in described:
-        # An extent of 0 must not hide another extent that is too large for any machine.
+        # An extent of 0 counts as 1, so that it does not hide another extent that is too large for any machine.
         extents = [max(1, extent) for extent in header.shape]
         if len(extents) > 64 or math.prod(extents) > max_bytes:
             raise MalformedMessage(f"tensor {header.name[:64]!r} is announced with the shape {list(header.shape)[:8]}")

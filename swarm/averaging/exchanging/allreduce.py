@@ -1,10 +1,10 @@
 """All-reduce: the members' vectors become one weighted sum, the same bits at every member.
 
-There are two ways. Butterfly (exchanging/butterfly): every member owns one part of the vector, sums it for all, and
-hands it back; the owner encodes the sum once, and all members apply those bytes. Gather (exchanging/gather), for sparse
-codecs in small groups: every member gets all contributions as they are and sums them itself, in the same order and with
-the same roundings. This file holds what both have in common. Used by exchanging/exchange. Knows nothing of rounds or of
-gRPC. Work on whole vectors runs in threads, never on the event loop.
+There are two ways. Butterfly (exchanging/butterfly): every member owns one part of the vector and sums that part for
+all. It encodes the sum once and sends it to all members, which apply the same bytes. Gather (exchanging/gather), for
+sparse codecs in small groups: every member gets all contributions as they are and sums them itself, in the same order
+and with the same roundings. This file holds what both have in common. Used by exchanging/exchange. Rounds and gRPC are
+not known here. Work on whole vectors runs in threads, never on the event loop.
 
 Shapes: D elements of the vector.
 """
@@ -25,20 +25,20 @@ from swarm.compression.codec import Buffer, Codec
 from swarm.errors import SwarmError
 
 OWNER_PATIENCE = 0.8
-"""Share of an exchange's time after which an owner names the member that it still waits for. The others wait for the
-owner, and would name the owner a little later. In a gather every member does as an owner does."""
+"""The share of an exchange's time after which an owner blames the member that it still waits for. It must come before
+the end, because the others wait for the owner and then blame the owner. In a gather every member is like an owner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """What all members end with: the vector, the digest and the samples are the same everywhere.
+    """The result of an exchange. The vector, the digest and the samples are the same at every member.
 
     Attributes:
-        squared_norm: of the vector; with Gather it may differ in the last bits between kinds of processors.
-        compression_ratio: bytes that this member would have sent in a butterfly of float32 among the same members, over
-            `bytes_sent`; 1 where it sent nothing.
-        residual: what error feedback is to keep if this is committed.
-        upload_bytes_per_second: the rate at which this member's line sent; 0 if that was not measured.
+        squared_norm: of the vector. In a gather its last bits may differ between kinds of processors.
+        compression_ratio: the bytes that this member would have sent in a float32 butterfly among the same members,
+            divided by `bytes_sent`; 1 if it sent nothing.
+        residual: what error feedback is to keep if this average is committed.
+        upload_bytes_per_second: the rate at which this member sent; 0 if that was not measured.
     """
 
     vector_D: torch.Tensor
@@ -56,11 +56,11 @@ class AllReduceTransport(Protocol):
     """How a member reaches another one."""
 
     async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
-        """Send a part (or nothing) and wait for what comes back, `reply_bytes` long.
+        """Send a part (or nothing) and wait for the answer, which is `reply_bytes` long.
 
         Args:
-            waits: whether the peer itself has to wait for other members before it can answer. If not, it may not be
-                silent for long.
+            waits: whether the peer itself has to wait for other members before it can answer. If False, a long silence
+                counts as a failure.
 
         Raises:
             MemberFailed: the peer says that another member failed.
@@ -93,9 +93,11 @@ class Terms:
 
 
 async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]], own_id: str, side: Side) -> None:
-    """Run all fetches at once. If one fails, the others are cancelled, and members that wait for this one hear why."""
+    """Run all fetches at once. If one fails, the others are cancelled, and members that wait for this one get the
+    reason."""
 
-    # An exception that left the task group would hold the group, and all frames with their vectors, in a cycle.
+    # Failures are collected here, because an exception that left the task group would keep the group, and all frames
+    # with their vectors, in a reference cycle.
     failures: list[MemberFailed] = []
 
     async def one(peer_id: str) -> None:
@@ -115,8 +117,8 @@ async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]
             running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
     except BaseException as error:
         side.fail(MemberFailed(own_id, "the exchange was given up", noticed_by=own_id))
-        # A cancellation does leave the group, and makes two cycles: the error's traceback holds the group's frame,
-        # which holds the error; and the group holds the task that ends with the error.
+        # A cancellation does leave the group, and would make two reference cycles: the error's traceback holds the
+        # group's frame, which holds the error; and the group holds the task that ends with the error.
         error.__traceback__ = None
         raise
     finally:
@@ -128,12 +130,12 @@ async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]
 
 
 def late(peer_id: str, seconds: float, own_id: str) -> MemberFailed:
-    """The error which says that a member has sent nothing for too long."""
+    """Make the error for a member whose contribution did not come in time."""
     return MemberFailed(peer_id, f"its contribution did not come within {seconds:.1f} s", noticed_by=own_id)
 
 
 def digest_of(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool) -> str:
-    """BLAKE3 over the members and the bytes that they apply, in hexadecimal."""
+    """BLAKE3 digest of the members and the bytes that they apply, in hexadecimal."""
     digest = blake3(shares.digest.encode())
     for share in shares.members:
         if (payload := payloads.get(share.peer_id)) is not None:
@@ -144,7 +146,8 @@ def digest_of(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool)
 
 
 def compression_ratio(shares: Shares, own: Share, bytes_sent: int) -> float:
-    """See `Average`. In a butterfly a member sends its contribution to the other owners, and its sum to all others."""
+    """The figure of that name in `Average`. In a butterfly a member sends its contribution to the other owners, and its
+    sum to all others."""
     contributed = shares.num_elements - own.num_elements if own.num_samples else 0
     handed_back = own.num_elements * (len(shares.members) - 1)
     return torch.float32.itemsize * (contributed + handed_back) / bytes_sent if bytes_sent else 1.0

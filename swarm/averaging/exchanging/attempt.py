@@ -1,6 +1,6 @@
-"""One attempt at one member: its contribution is closed, then exchanged. It may be given up at any time.
+"""One attempt as one member runs it: the closed contribution is exchanged. The attempt may be given up at any time.
 
-Made by exchanging/own_round when a leader says Begin. Knows nothing of rounds, promises and commits.
+Made by exchanging/own_round when a leader sends Begin. Rounds, promises and commits are not known here.
 """
 
 import asyncio
@@ -36,14 +36,15 @@ class Attempt:
         self._clock = context.clock
         self._timing = context.timing
         self._heard_at: dict[str, float] = {}
-        """When a piece of each member's part came last."""
+        """When the last piece of each member's part came."""
         self._shares = Shares(())
         self._side: asyncio.Future[Side] = asyncio.get_running_loop().create_future()
-        """This member's side of the exchange. It comes with Average; other members may call before that."""
+        """This member's side of the exchange, set when the leader sends Average. Other members may call before that."""
         self._scopes: set[asyncio.Timeout] = set()
-        """Timeouts around the exchange and around what others are sending; expiring one ends what runs in it."""
+        """Timeouts around the exchange and around each call of another member. Expiring a timeout ends the block inside
+        it."""
         self._sending: set[str] = set()
-        """The members that are sending their part, or that sent one which is just being added."""
+        """The members that are sending their part, or whose part is just being added."""
         self._end = ""
 
     def open(self, shares: Shares) -> None:
@@ -52,7 +53,7 @@ class Attempt:
         self._side.set_result(self._exchanges.open(self.closed, shares))
 
     async def exchange(self, transport: AllReduceTransport, timeout_seconds: float) -> tuple[Average, float]:
-        """Exchange with the other members; gives the average and the seconds it took.
+        """Exchange with the other members. Returns the average and the seconds that this took.
 
         Raises:
             Refused: the attempt was given up, or it took too long.
@@ -71,22 +72,23 @@ class Attempt:
             raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
 
     def silence_seconds(self) -> float:
-        """The seconds after which a silent member counts as failed, with time for a slow line and a slow processor.
+        """The seconds of silence after which a member counts as failed. They allow for a slow line and a slow
+        processor.
 
-        A member sends its messages to all owners in turn, and has a whole vector to encode before the first one.
+        A member sends to all owners in turn, and has to encode a whole vector before its first message.
         """
         vector_D, timing = self.closed.vector_D, self._timing
         turn_seconds = len(self._shares.members) * CHUNK_BYTES / timing.bytes_per_second
         return timing.silence_seconds + turn_seconds + vector_D.nbytes / timing.work_bytes_per_second
 
     async def _watch(self, side: Side) -> None:
-        """Fail the exchange, and name a member, once that member answers calls but sends nothing."""
+        """Fail the exchange, and blame the member, once a member answers calls but sends nothing."""
         began_at, seconds = self._clock.monotonic(), self.silence_seconds()
         while side.missing:
             looked_at = self._clock.monotonic()
             await self._clock.sleep(self._timing.heartbeat_seconds)
             if self._clock.monotonic() - looked_at > 2 * self._timing.heartbeat_seconds:
-                # This peer itself stood still. What others have sent meanwhile is still to be read.
+                # This process itself stood still. It has yet to read what others sent in that time.
                 began_at = self._clock.monotonic()
             for peer_id in side.missing:
                 last_at = max(began_at, self._heard_at.get(peer_id, began_at))
@@ -96,7 +98,7 @@ class Attempt:
                     return
 
     async def serve(self, peer_id: str, shares_digest: str, pieces: AsyncIterator[bytes]) -> Payload:
-        """Take another member's part and answer with the sum, or hand out this member's contribution.
+        """Take another member's part and return the sum; or, in a gather, return this member's contribution.
 
         Raises:
             Refused: the attempt was given up or has other members, or the caller is sending its part already.
@@ -135,14 +137,14 @@ class Attempt:
         return received
 
     def end(self, reason: str) -> None:
-        """Give the attempt up. All calls that wait for it, here and at other members, end with the reason."""
+        """Give the attempt up. All calls that wait for it, from here and from other members, end with the reason."""
         self._end = reason
         for scope in self._scopes:
             if not scope.expired():
                 scope.reschedule(asyncio.get_running_loop().time())
         if not self._side.done():
             self._side.set_exception(Refused(reason))
-            self._side.exception()  # Unless it is read, asyncio complains if no caller waits.
+            self._side.exception()  # Read here, because asyncio would complain if no caller waited.
 
     @asynccontextmanager
     async def _ends_with_attempt(self, timeout_seconds: float | None) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Butterfly, one way of all-reduce: each member sums the part of the vector that it owns, and hands the sum to all.
+"""Butterfly, one way of all-reduce: each member sums the part of the vector that it owns, and sends the sum to all.
 
 Used by exchanging/exchange. Work on whole vectors runs in threads, never on the event loop.
 
@@ -34,11 +34,11 @@ async def butterfly(vector_D: torch.Tensor, reduction: Reduction, terms: Terms, 
     Args:
         vector_D: this member's contribution; finite.
         reduction: this member's own part, which other members may be adding to already.
-        memory: where the result takes its memory from.
+        memory: supplies the memory for the result.
 
     Raises:
-        MemberFailed: the exchange failed. Then, as on cancellation, the members that wait for this one's part are
-            told.
+        MemberFailed: the exchange failed. Members that wait for this one's part get the error too, as they do when the
+            call is cancelled.
     """
     return await _Butterfly(vector_D, reduction, terms, memory).run()
 
@@ -52,7 +52,7 @@ class _Butterfly:
         self._owners = {share.peer_id: part for share, part in members if share.num_elements}
         self._payloads: dict[str, Payload] = {}
         self._residual_D: torch.Tensor | None = None
-        # The sum of a member that owns all of the vector is the result as it is.
+        # If this member owns the whole vector, its sum is the result, and needs no memory of its own.
         is_only_owner = self._owners.keys() == {terms.own_id}
         self._result_D = vector_D if is_only_owner else memory.vector(vector_D.numel())
 
@@ -131,6 +131,7 @@ async def _reduce_own(own_P: torch.Tensor, own_id: str, reduction: Reduction, ti
 
 
 def _upload_rate(payloads: dict[str, Payload], sent_bytes: dict[str, int]) -> float:
-    """The line's rate: the median stream's, times the number of streams, so that one slow receiver does not count."""
+    """The line's rate: the median of the streams' rates times their number, so that one slow receiver does not
+    count."""
     rates = [sent_bytes[peer] / p.upload_seconds for peer, p in payloads.items() if p.upload_seconds > 0]
     return len(rates) * statistics.median(rates) if rates else 0.0

@@ -1,7 +1,7 @@
-"""One member's exchanges: its closed contribution, how it travels, and what error feedback keeps of it.
+"""One member's exchanges: it closes the contribution, exchanges it, and keeps the error feedback.
 
-Used by exchanging/attempt and catching_up/advance. Chooses between the two ways of all-reduce. Knows nothing of
-attempts and phases.
+Used by exchanging/attempt and catching_up/advance. It chooses between butterfly and gather. Attempts and phases are not
+known here.
 
 Shapes: D elements of the vector.
 """
@@ -28,8 +28,8 @@ from swarm.training.round_member import Contribution
 SMOOTHING = 0.3
 """Weight of the newest measurement of this member's line."""
 LEAST_WEIGHT = 0.01
-"""Share of the mean weight. A contribution that counts for less carries no debt to sums: divided by so small a weight,
-the debt would be nearly all that is sent, or out of range."""
+"""A share of the mean weight. A contribution whose weight is below it carries no debt to sums (see feedback): the debt
+is divided by the weight, and would then be nearly all that is sent, or out of range."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class Closed:
     """A contribution as it will be exchanged.
 
     Attributes:
-        vector_D: the contribution plus what earlier rounds owe.
+        vector_D: the contribution plus the residual of earlier rounds.
         norm: of the vector; not finite if some element is not.
     """
 
@@ -47,7 +47,7 @@ class Closed:
 
 
 class Exchanges:
-    """What a member knows from one exchange to the next."""
+    """What a member keeps from one exchange to the next."""
 
     def __init__(self, config: AveragingConfig, own_id: str) -> None:
         self.codec = contribution_codec(config)
@@ -57,11 +57,11 @@ class Exchanges:
         tiled = self.codec.tile == layout.TILE
         self._flatten = layout.flatten if tiled else layout.concatenate
         self.unflatten = layout.unflatten if tiled else layout.cut
-        """Makes tensors of an averaged vector, given tensors with the same names and shapes."""
+        """Cuts an averaged vector into tensors, given tensors with the same names and shapes."""
         self._config = config
         self._own_id = own_id
         self.feedback: dict[int, ErrorFeedback] = {}
-        """What encoding dropped, by fragment."""
+        """The error feedback of each fragment."""
         self._last: Closed | None = None
         self._memory = Recycler()
 
@@ -71,7 +71,7 @@ class Exchanges:
         return sum(feedback.num_bytes for feedback in self.feedback.values())
 
     async def close(self, contribution: Contribution) -> Closed:
-        """Make a contribution ready; the same one gives the same vector, attempt after attempt."""
+        """Make a contribution ready for exchange. The same contribution gives the same vector in every attempt."""
         if self._last is None or self._last.contribution is not contribution:
             self._last = await asyncio.to_thread(self._close, contribution)
         return self._last
@@ -99,13 +99,14 @@ class Exchanges:
     async def run(
         self, closed: Closed, shares: Shares, side: Side, transport: AllReduceTransport, timeout_seconds: float
     ) -> tuple[Average, float]:
-        """Exchange with the other members; gives the average and the seconds it took. See `butterfly`."""
+        """Exchange with the other members. Returns the average and the seconds that this took; raises like
+        `butterfly`."""
         started_at = time.perf_counter()
         try:
-            # Only now is this member's weight known.
+            # Not done in `close`, because this member's weight was not known then.
             vector_D, elsewhere = await asyncio.to_thread(self._carry, closed, shares)
         except BaseException:
-            # Other members may be asking for this member's part already.
+            # Other members may already be waiting for this member's part.
             side.fail(MemberFailed(self._own_id, "the exchange was given up", noticed_by=self._own_id))
             raise
         terms = Terms(
@@ -128,7 +129,8 @@ class Exchanges:
         return average, time.perf_counter() - started_at
 
     def _carry(self, closed: Closed, shares: Shares) -> tuple[torch.Tensor, list[Owed]]:
-        """The contribution plus this member's debts to sums that it does not make now, and these debts themselves."""
+        """Return the contribution plus this member's debts to sums that it does not make now, and these debts
+        themselves."""
         feedback = self.feedback.get(closed.contribution.fragment)
         elsewhere = feedback.elsewhere(self._own_part(shares)) if feedback else []
         if feedback is None or not elsewhere or not self._carries(shares):
@@ -136,8 +138,8 @@ class Exchanges:
         return feedback.carry(closed.vector_D, elsewhere, shares.of(self._own_id).weight), elsewhere
 
     def _settle(self, residual: Residual, shares: Shares, elsewhere: list[Owed]) -> Residual:
-        """Divide a residual into the contribution's own and debts to sums. Debts that the contribution did not carry
-        stay as they are."""
+        """Divide a residual into the contribution's own part and debts to sums. Debts that the contribution did not
+        carry stay as they are."""
         if residual.contribution_D is not None and self._carries(shares):
             weight = shares.of(self._own_id).weight
             elsewhere = ErrorFeedback.still_owed(residual.contribution_D, elsewhere, weight)
@@ -155,19 +157,18 @@ class Exchanges:
             feedback.commit(residual)
 
     def forget(self, fragment: int) -> None:
-        """Drop a fragment's residual, because an exchange was committed and the new residual that it left here is
-        lost."""
+        """Drop a fragment's residual: an exchange was committed, but the new residual that it left here is lost."""
         self._last = None
         self.feedback.pop(fragment, None)
 
     def reset(self) -> None:
-        """Forget what this member owed: another state was installed, and the debt was about weights that it no longer
+        """Forget all residuals: another state was installed, and they were about weights that this member no longer
         has."""
         self._last = None
         self.feedback.clear()
 
     def _own_part(self, shares: Shares) -> slice:
-        """What this member sums for all: nothing in a gather."""
+        """The part that this member sums for all; empty in a gather."""
         if self._gathers(shares):
             return slice(0, 0)
         return shares.parts[[share.peer_id for share in shares.members].index(self._own_id)]

@@ -1,14 +1,15 @@
 """Error feedback: what encoding dropped from this member's contributions, to be added to later ones.
 
-Used by exchanging/exchange. As in SparseLoCo (arXiv 2508.15706) the residual e of a contribution c that was
-encoded to C(decay * e + c) is decay * e + c - C(decay * e + c). It is transactional: an exchange only stages the new
-residual, and the commit of that very exchange makes it real, so an attempt that comes to nothing loses nothing.
+Used by exchanging/exchange. As in SparseLoCo (arXiv 2508.15706) the residual e of a contribution c that was encoded to
+C(decay * e + c) is decay * e + c - C(decay * e + c). It is transactional: an exchange only returns the new residual,
+which is taken over when that exchange is committed. So an attempt that fails loses nothing.
 
-The owner of a part encodes the sum again. What that drops is kept likewise, and added to the next sum over the same
-elements. Sometimes this member does not make that sum: parts move, and in a gather no member makes one. Then its
-contribution carries what is owed, divided by the weight with which it will be multiplied. What encoding drops there,
-times that weight, stays owed to sums. As a residual of the contribution it would be multiplied by the weight of another
-round, and would count several times over where members come and go.
+The owner of a part encodes the sum again. What this encoding drops is kept as well: it is a debt to the next sum over
+the same elements. Sometimes this member does not make that sum, because parts move, and in a gather no member makes
+one. Then this member adds the debt to its contribution, divided by the weight with which the contribution will be
+multiplied. What encoding drops of those elements, times that weight, remains a debt to sums. It must not become a
+residual of the contribution: then the weight of another round would multiply it, and it could count several times when
+members come and go.
 
 Shapes: D elements of the vector, P of a part.
 """
@@ -21,24 +22,24 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Owed:
-    """What was dropped when sums over a part's elements were encoded."""
+    """A debt to sums: what was dropped when sums over a part's elements were encoded."""
 
     part: slice
     sum_P: torch.Tensor
 
     def within(self, start: int, stop: int) -> "Owed | None":
-        """The debt to the elements from `start` to `stop` alone, or None; shares memory."""
+        """The debt for the elements from `start` to `stop` alone; None if there is none. Shares memory."""
         start, stop = max(start, self.part.start), min(stop, self.part.stop)
         if start >= stop:
             return None
         return Owed(slice(start, stop), self.sum_P[start - self.part.start : stop - self.part.start])
 
     def outside(self, part: slice) -> "list[Owed]":
-        """The debt to all elements outside of a part."""
+        """The debt for all elements outside of a part."""
         if self.within(part.start, part.stop) is None:
             return [self]
         rests = (self.within(self.part.start, part.start), self.within(part.stop, self.part.stop))
-        # Copies, because views would keep in memory what was cut off.
+        # Copies: views would keep the whole tensor in memory.
         return [Owed(rest.part, rest.sum_P.clone()) for rest in rests if rest is not None]
 
 
@@ -47,10 +48,10 @@ class Residual:
     """What one exchange dropped.
 
     Attributes:
-        contribution_D: of this member's contribution; None if it sent none.
+        contribution_D: what was dropped of this member's contribution; None if it sent none.
         part: the part that this member owned.
-        sum_P: of the sum there; None if nothing was encoded again.
-        elsewhere: what earlier sums over other elements still owe.
+        sum_P: what was dropped of the sum over that part; None if no sum was encoded.
+        elsewhere: debts of earlier rounds to sums over other elements.
     """
 
     contribution_D: torch.Tensor | None
@@ -63,7 +64,7 @@ class ErrorFeedback:
     """The residual of one vector, from round to round.
 
     Args:
-        decay: share that is kept each round.
+        decay: the share of the residual that is kept each round.
     """
 
     def __init__(self, decay: float) -> None:
@@ -79,13 +80,13 @@ class ErrorFeedback:
         return own_bytes + sum(owed.sum_P.nbytes for owed in self._sums)
 
     def compensate(self, contribution_D: torch.Tensor) -> torch.Tensor:
-        """Add to a contribution what earlier rounds owe. May give the same tensor, and never writes to it."""
+        """Add the residual of earlier rounds to a contribution. May return the same tensor, and never writes to it."""
         if self._contribution_D is None:
             return contribution_D
         return torch.add(contribution_D, self._contribution_D, alpha=self._decay)
 
     def owed(self, part: slice) -> torch.Tensor | None:
-        """What earlier sums over a part's elements owe, shape (P,)."""
+        """The debt to the next sum over a part, shape (P,); None if there is none."""
         sums = [owed for owed in (known.within(part.start, part.stop) for known in self._sums) if owed is not None]
         if not sums:
             return None
@@ -95,14 +96,14 @@ class ErrorFeedback:
         return owed_P.mul_(self._decay)
 
     def elsewhere(self, part: slice) -> list[Owed]:
-        """What earlier sums over other elements owe, as it was dropped."""
+        """The debts for elements outside of a part, without decay."""
         return [rest for owed in self._sums for rest in owed.outside(part)]
 
     def carry(self, vector_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> torch.Tensor:
-        """Add to a copy of a contribution what is owed to sums that this member does not make.
+        """Return a copy of a contribution with the debts to sums that this member does not make added.
 
         Args:
-            weight: of the contribution in the sum.
+            weight: the contribution's weight in the sum.
         """
         vector_D = vector_D.clone()
         for owed in elsewhere:
@@ -111,7 +112,7 @@ class ErrorFeedback:
 
     @staticmethod
     def still_owed(residual_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> list[Owed]:
-        """Give the part of a contribution's residual that stays owed to sums, and set the residual to 0 there."""
+        """Return the part of a contribution's residual that remains a debt to sums, and set the residual to 0 there."""
         still = [Owed(owed.part, residual_D[owed.part] * weight) for owed in elsewhere]
         for owed in elsewhere:
             residual_D[owed.part] = 0.0

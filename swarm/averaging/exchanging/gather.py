@@ -26,7 +26,7 @@ from swarm.averaging.exchanging.reduction import HandOut, MemberFailed, Payload,
 
 
 async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Average:
-    """Get every member's contribution and sum them here; raises and ends like `butterfly`.
+    """Get every member's contribution and sum them here. Raises and is cancelled like `butterfly`.
 
     Args:
         hand_out: gives this member's contribution to the others.
@@ -46,7 +46,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
             payload = await asyncio.to_thread(encode)
             hand_out.offer(payload)
         else:
-            # This ends before the attempt is given up, so that the member that is late can be named.
+            # This ends before the attempt is given up, so that the late member can be blamed.
             seconds = OWNER_PATIENCE * terms.timeout_seconds
             try:
                 async with asyncio.timeout(seconds):
@@ -59,7 +59,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
     def add_up() -> tuple[torch.Tensor, Residual, float]:
         sum_D = torch.zeros(num_elements)
         for share in shares.senders:
-            # Product and sum are two operations: one fused operation has not the same bits on every processor.
+            # Multiplied and added in two operations, because a fused one gives other bits on some processors.
             sum_D += decoded[share.peer_id] * share.weight
         residual_D = None
         if codec.needs_feedback and own.num_samples:
@@ -70,7 +70,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
     await with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, own_id, hand_out)
     sum_D, residual, norm = await asyncio.to_thread(add_up)
     if not math.isfinite(norm):
-        # What the others sent is bounded, so the cause can only be this member's own contribution.
+        # The other contributions are bounded, so the cause can only be this member's own.
         raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
     size = codec.num_bytes(num_elements)
     sent = size * (len(shares.members) - 1) if own.num_samples else 0

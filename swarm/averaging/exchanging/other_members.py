@@ -1,4 +1,4 @@
-"""The other members, as one exchange reaches them: calls that end as soon as the called member falls silent.
+"""Calls from one exchange to the other members. A call ends as soon as the called member falls silent.
 
 Made by exchanging/participant for each exchange; implements AllReduceTransport.
 """
@@ -24,7 +24,7 @@ class OtherMembers:
     opening: pb.ExchangeOpen
     timeout_seconds: float
     silence_seconds: float
-    """How long a member that need not wait for another one may send nothing."""
+    """How long a member may send nothing, if it need not wait for other members."""
 
     async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
         peer = self.records[peer_id]
@@ -38,7 +38,8 @@ class OtherMembers:
                 scope.reschedule(asyncio.get_running_loop().time())
 
         try:
-            # No task group: what is raised through one is held in a cycle, with all frames and their vectors.
+            # No task group: it would keep an exception that passes through it in a reference cycle, with all frames and
+            # their vectors.
             async with asyncio.timeout(None) as scope:
                 watching = asyncio.create_task(watch(scope))
                 try:
@@ -52,14 +53,15 @@ class OtherMembers:
                     )
                 finally:
                     watching.cancel()
-                    del watching, scope  # They would make such a cycle too.
+                    del watching, scope  # They would make a reference cycle too.
         except TimeoutError:
             if not silence:
                 raise
             raise PeerUnavailable(silence[0]) from None
 
     async def _watch(self, peer: PeerRecord) -> None:
-        """Ping a member, and raise SwarmError once it does not answer, long before the exchange's time is over."""
+        """Ping a member again and again. Raise SwarmError once it does not answer, long before the exchange's
+        deadline."""
         timing = self.context.timing
         while True:
             await self.context.clock.sleep(timing.heartbeat_seconds)

@@ -1,7 +1,7 @@
-"""What one member has under way in its round: the contribution that it freezes, the attempt, and the attempt's result.
+"""One member's work in its round: the contribution that it freezes, the attempt, and the attempt's result.
 
-Used by exchanging/participant, which does what a leader says, and by catching_up/advance, which ends the round. There
-is at most one of each, and none outlives the round. Never decides anything about a round.
+Used by exchanging/participant, which obeys a leader, and by catching_up/advance, which ends the round. There is at most
+one of each, and none outlives the round. Never decides anything about a round.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ class Result:
 class Closing:
     """A contribution that is being frozen, or is frozen, for any attempt that needs it.
 
-    For a stage of several GB, or on a machine whose tasks take ten seconds, freezing takes longer than any call. So it
-    outlives the call that asked for it, and the next call joins it.
+    For a stage of several GB, or on a machine whose tasks take ten seconds, freezing takes longer than a call may. So
+    it goes on after the call that started it, and the next call joins it.
 
     Attributes:
         drop: microbatches that are taken out of the contribution.
@@ -57,7 +57,7 @@ class Closing:
 
     @property
     def is_over(self) -> bool:
-        """Whether the contribution is frozen, or could not be."""
+        """Whether freezing has ended, with a contribution or with an error."""
         return self._outcome.done()
 
     def end(self, outcome: Closed | Exception) -> None:
@@ -83,8 +83,8 @@ class OwnRound:
 
     Attributes:
         exchanges: closes contributions and exchanges them.
-        attempt: the attempt for which this member is closed.
-        result: the result of this attempt, or of an earlier one if that may have been decided.
+        attempt: the attempt for which this member's contribution is closed.
+        result: the result of this attempt. Or that of an earlier attempt, if it may have been decided.
     """
 
     def __init__(self, context: Context, place: Place, member: RoundMember) -> None:
@@ -115,18 +115,18 @@ class OwnRound:
         try:
             contribution = await self._member.close(self._group.round, drop=closing.drop)
             closing.end(await self.exchanges.close(contribution))
-        except Exception as error:  # noqa: BLE001 - it belongs to the attempts that wait for it
+        except Exception as error:  # noqa: BLE001 - the attempts that wait for the contribution raise it
             logger.warning("the contribution could not be closed: %s", error)
             closing.end(error)
             failed = True
         async with self._lock:
             if closing is self._closing and (failed or self._group.active is None):
-                # Freezing failed, or no attempt is active any more: nothing will use the contribution.
+                # Freezing failed, or no attempt is active any more, so nothing will use the contribution.
                 await self._member.reopen(self._group.round)
                 self._closing = None
 
     def closing_report(self) -> pb.Closing:
-        """Report how freezing the contribution gets on. Needs no lock."""
+        """Report the progress of freezing the contribution. Needs no lock."""
         activity, now = self._member.activity(), self._context.clock.monotonic()
         waited_seconds = now - self._closing.began_at if self._closing is not None else math.inf
         copying_seconds = activity.num_bytes / self._context.timing.work_bytes_per_second
@@ -136,7 +136,8 @@ class OwnRound:
         )
 
     def begin(self, ballot: Ballot, closing: Closing) -> bool:
-        """Begin an attempt with the frozen contribution; False if the attempt was given up, or `closing` replaced."""
+        """Begin an attempt with the frozen contribution. Returns False if the attempt was given up, or `closing` was
+        replaced."""
         if closing is not self._closing or self._group.active != ballot:
             return False
         self.attempt = Attempt(
@@ -154,7 +155,7 @@ class OwnRound:
         self.result = result
 
     async def stop(self, reason: str) -> None:
-        """End the exchange, because the round ends otherwise, and wait until nothing is being frozen.
+        """End the exchange, because the round ends in another way, and wait until nothing is being frozen.
 
         Calls of the stage must not overlap.
         """
@@ -163,7 +164,7 @@ class OwnRound:
             await self._closing.wait()
 
     async def reopen(self, reason: str, ballot: Ballot | None = None) -> None:
-        """Go on training after an attempt that came to nothing. A prepared result is kept."""
+        """Go on training after a failed attempt. A prepared result is kept."""
         self.end_exchange(reason)
         if ballot is not None:
             self._context.events.write(
@@ -175,15 +176,16 @@ class OwnRound:
         if self._closing is None or self._closing.is_over:
             self._closing = None
             await self._member.reopen(self._group.round)
-        # Else freezing goes on, for the next attempt; if there is none when it ends, `_close` reopens the round.
+        # While freezing is not over, it goes on for the next attempt. If there is none when it ends, `_close` reopens
+        # the round.
 
     async def step_back(self, reason: str, *, only: Ballot | None = None) -> None:
-        """Go on training, in doubt about the leader, but keep what is prepared for the next leader to find.
+        """Go on training, because the leader may be gone. What is prepared is kept, so that the next leader finds it.
 
         Takes the lock itself.
 
         Args:
-            only: step back from this attempt alone; None for whatever attempt is under way.
+            only: do nothing unless this attempt is under way; None for any attempt.
         """
         async with self._lock:
             active = self._group.active
@@ -192,7 +194,7 @@ class OwnRound:
                 await self.reopen(reason, active)
 
     def let_go(self) -> None:
-        """Let go of the contribution, because applying a result takes memory."""
+        """Drop the contribution, because applying a result takes memory."""
         self.attempt = None
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""A member's duties: what it does when a leader says begin, average, commit or abort.
+"""A member's duties: how it answers a leader's Begin, Average, Commit and Abort.
 
 Called by averaging/handlers; the leader is a participant as well. Keeps the pure group state in step with what this
 member has under way (exchanging/own_round) and with the exchange. Never decides anything about a round.
@@ -39,7 +39,7 @@ class Participant:
 
     @property
     def answers(self) -> dict[str, Callable[[Any], Any]]:
-        """What answers each call of a leader, by the call's name."""
+        """The method that answers each call of a leader, by the call's name."""
         return {
             BEGIN.name: self.begin,
             AVERAGE.name: self.average,
@@ -50,9 +50,9 @@ class Participant:
     # -- first phase -------------------------------------------------------------------------------------------------
 
     async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
-        """Promise the attempt and close the contribution, or say how far the closing is.
+        """Promise the attempt and close the contribution. If closing takes long, the answer reports its progress.
 
-        The closing goes on if this is cancelled. Raises MalformedMessage for another leader's attempt.
+        Closing goes on if this call is cancelled. Raises MalformedMessage for another leader's attempt.
         """
         ballot = messages.own_ballot(request)
         clock = self.context.clock
@@ -77,7 +77,8 @@ class Participant:
             self.place.lock.release()
         if not await closing.wait(max(0.0, gives_up_at - clock.monotonic())):
             return pb.BeginReply(closing=self.own_round.closing_report())
-        # An error of freezing is raised before any refusal: after a mere refusal the leader tries again and again.
+        # An error of freezing is raised before any refusal, because after a refusal the leader would try again and
+        # again.
         closed = closing.closed
         async with self.place.lock:
             if not self.own_round.begin(ballot, closing):
@@ -99,8 +100,8 @@ class Participant:
             )
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
-        """Exchange with the other members and keep the result. An abort, doubt about the leader or a newer attempt ends
-        this.
+        """Exchange with the other members and keep the result. The exchange ends early after an abort, a newer attempt,
+        or doubt about the leader.
 
         Raises MalformedMessage for another leader's attempt, or for shares that make no sense.
         """
@@ -111,8 +112,8 @@ class Participant:
                 attempt = self._join(request, ballot, shares)
             average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
             result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
-            # The average is offered before it is prepared: otherwise, if the leader ended in between, no peer might
-            # have it.
+            # Once the result is prepared it may be decided, and other stages then need this average. So it is offered
+            # first.
             await self.shared.offer(request.round, average.digest, result.round_result.tensors)
             async with self.place.lock:
                 self.place.group.prepare(request.round, ballot, average.digest)
@@ -191,7 +192,7 @@ class Participant:
             squared_norm=average.squared_norm,
             total_squared_norm=average.squared_norm,
             members=tuple(member_ids),
-            # The lineage depends on what the other stages decide.
+            # Set later, because the lineage depends on what the other stages decide.
             lineage="",
             attempts=attempt.ballot.attempt,
             digest=average.digest,
@@ -206,7 +207,7 @@ class Participant:
         )
 
     async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
-        """Take another member's part and answer with the sum, or hand out this member's contribution.
+        """Take another member's part and return the sum; or, in a gather, return this member's contribution.
 
         Raises:
             Refused: the call belongs to another attempt, or to other members.

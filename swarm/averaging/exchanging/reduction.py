@@ -1,7 +1,8 @@
-"""What a member of an exchange does for the others: sums the part it owns, or hands out its contribution.
+"""The side of an exchange that serves the other members: sum the part that this member owns, or hand out its
+contribution.
 
-Used by exchanging/attempt, which serves it to the other members, and by exchanging/allreduce. Knows nothing of
-rounds or of gRPC. Work on tensors runs in threads, never on the event loop.
+Used by exchanging/attempt, which answers the other members with it, and by exchanging/allreduce. Rounds and gRPC are
+not known here. Work on tensors runs in threads, never on the event loop.
 
 Shapes: P elements of the part.
 """
@@ -21,14 +22,15 @@ from swarm.errors import MalformedMessage, TryLater
 CACHED_ELEMENTS = 1 << 17
 """How many elements are summed at a time, so that the sum stays in the processor's cache."""
 LARGEST_CONTRIBUTION = 1e15
-"""The largest magnitude that is accepted from another member. Its square, and a sum of many, do not overflow."""
+"""The largest magnitude that is accepted from another member: neither its square nor a sum of many such squares
+overflows."""
 
 
 class MemberFailed(TryLater):
     """The exchange cannot be completed, and one member seems to be the cause.
 
     Attributes:
-        noticed_by: the member that says so; others pass it on.
+        noticed_by: the member that noticed the failure; others pass the error on.
     """
 
     def __init__(self, peer_id: str, reason: str, *, noticed_by: str) -> None:
@@ -37,8 +39,9 @@ class MemberFailed(TryLater):
         self.noticed_by = noticed_by
 
     def anew(self) -> "MemberFailed":
-        """A copy, to be raised in place of this error, which is kept. An error that was raised holds the frames that it
-        came through, and so the vectors of a whole exchange, until Python looks for cycles."""
+        """Return a copy to be raised in place of this error, which is kept. A raised error refers to the frames that it
+        passed through, and so to the vectors of a whole exchange. They would stay in memory until Python collects
+        cycles."""
         return MemberFailed(self.peer_id, str(self), noticed_by=self.noticed_by)
 
 
@@ -48,8 +51,8 @@ class Payload:
 
     Attributes:
         encoded: the sum over a part, or a whole contribution.
-        squared_norm: the squared norm of what it decodes to, as its sender has it.
-        upload_seconds: how long sending our own part there took; 0 if nothing was sent.
+        squared_norm: the squared norm of the decoded vector, as computed by the sender.
+        upload_seconds: how long it took to send our own part to that member; 0 if nothing was sent.
     """
 
     encoded: Buffer
@@ -58,13 +61,13 @@ class Payload:
 
 
 class _Answer:
-    """What the other members wait for."""
+    """The answer for which the other members wait."""
 
     def __init__(self) -> None:
         self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
 
     async def result(self) -> Payload:
-        """Wait for what the others get. Raises MemberFailed if there will be nothing."""
+        """Wait for the answer. Raises MemberFailed if there will be none."""
         outcome = await asyncio.shield(self._result)
         if isinstance(outcome, MemberFailed):
             raise outcome.anew()
@@ -77,10 +80,10 @@ class _Answer:
 
 
 class HandOut(_Answer):
-    """The side of a member that hands its contribution to all others as it is (sparse codecs, small groups)."""
+    """A member's side in a gather (sparse codecs, small groups): it sends its whole contribution to all others."""
 
     missing: Sequence[str] = ()
-    """No member sends anything to it."""
+    """Always empty, because no member sends anything."""
 
     def __init__(self, shares: Shares) -> None:
         super().__init__()
@@ -92,13 +95,14 @@ class HandOut(_Answer):
         return 0
 
     def offer(self, payload: Payload) -> None:
-        """Give the payload to all members that ask for it."""
+        """Set the payload that all members get."""
         if not self._result.done():
             self._result.set_result(payload)
 
 
 class Reduction(_Answer):
-    """The owner's side: collects one part from every member with samples, sums them with their weights, once.
+    """The owner's side in a butterfly: it collects one part from every member with samples, and sums them once, by
+    weight.
 
     The owner encodes the sum, and all members apply the decoded bytes, the owner too. Its own contribution goes into
     the sum as it is, because it does not travel.
@@ -117,15 +121,15 @@ class Reduction(_Answer):
         Args:
             codec: of the contributions.
             result_codec: of the sum.
-            owed: gives what earlier sums owe, to be added to this one; called on the thread that sums.
+            owed: gives the debt of earlier sums, to be added to this one; called on the thread that sums.
         """
         super().__init__()
         part = shares.parts[[share.peer_id for share in shares.members].index(own_id)]
         self.num_elements = part.stop - part.start
         self.residual_P: torch.Tensor | None = None
-        """What was dropped when the sum was encoded, if that is to be fed back; None before there is a result."""
+        """What was dropped when the sum was encoded; None before there is a result, or without error feedback."""
         self.sum_P: torch.Tensor | None = None
-        """The sum as its bytes decode; None before there is a result."""
+        """The sum, decoded from its encoded bytes; None before there is a result."""
         self._shares = shares
         self._own_id = own_id
         self._codec = codec
@@ -156,7 +160,7 @@ class Reduction(_Answer):
         except MalformedMessage as error:
             self.fail(MemberFailed(peer_id, f"its contribution is refused: {error}", noticed_by=self._own_id))
             return
-        self._require_missing(peer_id)  # The same part may have come twice at once.
+        self._require_missing(peer_id)  # Again: the same part may have come twice at once.
         self.add_decoded(peer_id, part_P)
 
     def _require_missing(self, peer_id: str) -> None:
@@ -168,7 +172,7 @@ class Reduction(_Answer):
         self._parts[peer_id] = part_P
         self._arrived.add(peer_id)
         if not self.missing and not self._result.done():
-            # Not awaited here: a caller that hangs up must not stop what the others wait for.
+            # Not awaited here, because a caller that hangs up must not stop the sum for the others.
             work = asyncio.get_running_loop().run_in_executor(None, self._reduce)
             work.add_done_callback(self._finish)
 
@@ -182,7 +186,8 @@ class Reduction(_Answer):
         return Payload(encoded=encoded, squared_norm=squared_norm(self.sum_P))
 
     def _sum(self, weighted: list[tuple[torch.Tensor, float]]) -> torch.Tensor:
-        """The weighted sum of the parts. A single part of weight 1 is given as it is, if nothing is owed or dropped."""
+        """The weighted sum of the parts. A single part of weight 1 is returned as it is, if nothing is owed or
+        dropped."""
         owed_P = self._owed()
         adds_nothing = owed_P is None and [weight for _, weight in weighted] == [1.0]
         if adds_nothing and not self._result_codec.needs_feedback:
@@ -211,13 +216,13 @@ Side = Reduction | HandOut
 
 
 def decode_bounded(codec: Codec, encoded: Buffer, num_elements: int, norm: float | None = None) -> torch.Tensor:
-    """Decode what another member sent.
+    """Decode another member's part or contribution, within bounds.
 
     Args:
-        norm: the squared norm that it claims, if it claims one.
+        norm: the squared norm that its sender claims, if any.
 
     Raises:
-        MalformedMessage: what `Codec.decode` refuses, numbers beyond LARGEST_CONTRIBUTION, or another norm.
+        MalformedMessage: the bytes do not decode, or hold numbers beyond LARGEST_CONTRIBUTION, or have another norm.
     """
     decoded_N = codec.decode(encoded, num_elements)
     if num_elements and not all(abs(float(extreme)) <= LARGEST_CONTRIBUTION for extreme in torch.aminmax(decoded_N)):
@@ -230,7 +235,7 @@ def decode_bounded(codec: Codec, encoded: Buffer, num_elements: int, norm: float
 def squared_norm(vector: torch.Tensor) -> float:
     """Sum of squares, of any shape. Not finite if some element is not.
 
-    In float32 within rows of 4096, and in float64 over these: 20 times as fast as all in float64.
+    Computed in float32 within rows of 4096, and in float64 over the rows: 20 times as fast as all in float64.
     """
     vector_N = vector.reshape(-1)
     end = vector_N.numel() // 4096 * 4096

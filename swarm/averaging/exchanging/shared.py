@@ -1,4 +1,4 @@
-"""Blocks that several stages hold: every holder applies the sum of what the stages averaged.
+"""Blocks that several stages hold: every holder applies the sum of these stages' averages.
 
 Within a stage a round's average is a mean over that stage's peers. A block with a role at several stages (tied
 embeddings: the first stage looks vectors up, the last one scores with them) has a gradient that is the sum over its
@@ -63,7 +63,7 @@ class SharedBlocks:
         return sum(squared_norm(tensor) for name, tensor in tensors.items() if name not in self._shapes)
 
     async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep this stage's average for the peers that will ask for it."""
+        """Keep this stage's average for peers of other stages that ask for it."""
         if self.is_due(round_number):
             encoded = await asyncio.to_thread(self._encode, tensors)
             self._keep((round_number, self._stage, digest), encoded)
@@ -72,14 +72,14 @@ class SharedBlocks:
         return self._codec.encode(torch.cat([tensors[name].flatten() for name in self._shapes]))
 
     def answer(self, request: pb.SharedRequest) -> Buffer:
-        """The average that another holder asks for. Raises NotReady for what is not here, or not any more."""
+        """The average that another holder asks for. Raises NotReady if it is not here, or not any more."""
         encoded = self._averages.get((request.round, self._stage, request.digest))
         if encoded is None:
             raise NotReady(f"the average of round {request.round} is not here")
         return encoded
 
     async def sum(self, round_number: int, holders: Iterable[pb.Partner]) -> dict[str, torch.Tensor]:
-        """Add up the averages of the stages that share the blocks; gives the sum by parameter.
+        """Add up the averages of the stages that share the blocks. Returns the sum of each parameter.
 
         Args:
             holders: a peer of each stage that shares the blocks, this one included.
@@ -97,7 +97,7 @@ class SharedBlocks:
         return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
 
     async def squared_norm_of_sum(self, round_number: int, holders: Iterable[pb.Partner]) -> float:
-        """The squared norm of what `sum` would give."""
+        """The squared norm of the result of `sum`."""
         summed = (await self.sum(round_number, holders)).values()
         return await asyncio.to_thread(lambda: sum(map(squared_norm, summed)))
 
@@ -148,7 +148,8 @@ class SharedBlocks:
 
 
 def _codec(config: RunConfig) -> Codec:
-    """The codec of averages: that of contributions, or float16 where theirs is sparse, which an average is not."""
+    """The codec of averages: the same as for contributions. If that one is sparse it is float16, because an average is
+    not sparse."""
     codec = contribution_codec(config.averaging)
     return simple_codec("fp16") if codec.is_sparse or codec.tile > 1024 else codec
 

@@ -1,7 +1,7 @@
 """The members of an exchange: the weight with which each takes part, and the part of the vector that it owns. Pure.
 
-The leader works the shares out with `divide`; every member, the leader included, gets them with the Average call and
-checks that they are sound.
+The leader computes the shares with `divide`. Every member, including the leader, gets them with the Average call and
+checks them.
 """
 
 import hashlib
@@ -16,11 +16,14 @@ from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 BANDWIDTH_NOISE = 1.5
-"""Bandwidths that differ by less than this factor count as equal: on a fast network that much is noise."""
+"""Bandwidths that differ by less than this factor count as equal, because on a fast network such differences are
+noise."""
 PLAUSIBLE_BANDWIDTHS = 1.0, 1e12
-"""Bytes a second; a line that is said to have more or less counts as not measured."""
+"""The least and the largest bandwidth that is believed, in bytes a second. A line that reports more or less counts as
+not measured."""
 BANDWIDTH_RANGE = 8.0
-"""A line counts for at most this multiple of the median, and for at least the inverse, because members may lie."""
+"""A line's bandwidth counts as at most this multiple of the median, and at least the median divided by it, because
+members may lie."""
 ROUNDING = 1e-6
 """By how much the sum of all weights may be off."""
 
@@ -30,10 +33,11 @@ class Share:
     """One member.
 
     Attributes:
-        num_samples: the samples in its contribution. A member with none sends nothing, but gets the result.
-        round_samples: of these, the ones that count towards the round.
-        weight: what its contribution is multiplied by in the sum.
-        num_elements: how many elements the part has that it owns.
+        num_samples: the samples in the member's contribution. A member without samples sends nothing, but gets the
+            result.
+        round_samples: the samples among these that count towards the round.
+        weight: the factor of its contribution in the sum.
+        num_elements: the length of the part that the member owns.
     """
 
     peer_id: str
@@ -45,8 +49,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of all members, in the same order at every member: contributions are summed in this order, and the
-    members' parts of the vector lie in it."""
+    """The shares of all members, in the same order at every member. Contributions are summed in this order, and the
+    parts follow one another in this order."""
 
     members: tuple[Share, ...]
 
@@ -93,7 +97,7 @@ class Shares:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over all shares, in hexadecimal."""
+        """SHA-256 digest of all shares, in hexadecimal."""
         lines = (
             f"{s.peer_id} {s.num_samples} {s.round_samples} {s.weight.hex()} {s.num_elements}" for s in self.members
         )
@@ -111,12 +115,12 @@ def divide(
     """Weigh the members and cut the vector into their parts.
 
     Args:
-        begun: what each member told when it closed its contribution, in the members' order.
+        begun: each member's answer after it closed its contribution, in the members' order.
         num_elements: length of the vector.
-        tile: the length of each part but the last one is a multiple of this.
+        tile: the length of each part, except the last one, is a multiple of this.
         clip_to_median: a contribution counts for less if its norm is above this multiple of the median; 0 turns that
             off.
-        only_owner: the member that owns the whole vector, so that no two others need a line between them.
+        only_owner: if given, this member owns the whole vector, so that no two other members need a connection.
     """
     weights = _weights(begun.values(), clip_to_median)
     if only_owner is None:
@@ -137,10 +141,11 @@ def divide(
 
 
 def _weights(begun: Collection[pb.BeginReply], clip_to_median: float) -> list[float]:
-    """The weight of each member: its part of all targets, so that the weighted sum of means is the mean over all of
-    them."""
+    """The weight of each member: its share of all targets. So the weighted sum of the members' means is the mean over
+    all targets."""
     assert any(reply.num_samples for reply in begun), "a round without samples is never averaged"
-    # Without any target all gradients are 0; what steps changed all the same (by decay, say) is averaged by samples.
+    # Without any target all gradients are 0. Steps may still have changed weights, for example by decay, and these
+    # changes are averaged by samples.
     has_targets = any(reply.num_targets for reply in begun)
     amounts = [reply.num_targets if has_targets else reply.num_samples for reply in begun]
     median = statistics.median(reply.norm for reply in begun if reply.num_samples)
@@ -152,11 +157,12 @@ def _weights(begun: Collection[pb.BeginReply], clip_to_median: float) -> list[fl
 
 
 def part_sizes(num_elements: int, bandwidths: Sequence[float], *, tile: int) -> list[int]:
-    """Lengths of the parts with which all members are done at the same time.
+    """Return the lengths of the parts, chosen so that all members finish sending at the same time.
 
-    Of a vector of D elements among M members, the owner of P elements sends D - P of its own and its part's result
-    M - 1 times: D + (M - 2) P. The parts that make D + (M - 2) P over the bandwidth equal for all, or as nearly as a
-    slow line allows, are found by filling up from the fastest line. Between two members no division helps.
+    With D elements and M members, the owner of P elements sends D - P elements of its own, and its part's result M - 1
+    times: D + (M - 2) P in all. The parts are chosen so that this number divided by the bandwidth is equal for all
+    members, or as nearly equal as a slow line allows. They are found by filling up from the fastest line. Between two
+    members no division helps.
     """
     num_members = len(bandwidths)
     low, high = PLAUSIBLE_BANDWIDTHS
@@ -173,7 +179,8 @@ def part_sizes(num_elements: int, bandwidths: Sequence[float], *, tile: int) -> 
 
 
 def _fill(lines: Sequence[float]) -> list[float]:
-    """Shares p of 1 with (1 + (M - 2) p) / line equal wherever p > 0, and no smaller where p = 0."""
+    """Return shares p that add up to 1, with (1 + (M - 2) p) / line equal for all p > 0, and not smaller where p =
+    0."""
     extra = len(lines) - 2
     fastest = sorted(lines, reverse=True)
     for count in range(len(lines), 0, -1):

@@ -1,1 +1,1 @@
-"""One peer of a stage leads: it begins attempts, sees them through, and says what is decided."""
+"""One peer of a stage leads: it begins attempts, carries them out, and announces what is decided."""

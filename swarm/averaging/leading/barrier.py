@@ -1,4 +1,5 @@
-"""The barrier between stages: a stage commits a round only once the others have decided their results of it.
+"""The barrier between stages: a stage commits a round only after the other stages have decided their results of that
+round.
 
 In the synchronous setting it is run-wide: no stage steps before all hold their averaged gradient. With DiLoCo only
 stages that share a block wait for each other. Used by leading/leader, once its own stage's result is decided, and by
@@ -26,12 +27,12 @@ from swarm.types import PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 RELAYED = 3
-"""After this many relayed answers without a result, the peers that could not be reached are tried again."""
+"""After this many relayed answers that name no result, the peers that could not be reached are tried again."""
 
 
 @dataclass(eq=False)
 class Barrier:
-    """The barrier as one stage sees it, both where it asks and where it is asked."""
+    """One stage's side of the barrier: it asks other stages, and answers them."""
 
     context: Context
     place: Place
@@ -42,9 +43,9 @@ class Barrier:
     # -- for this stage ----------------------------------------------------------------------------------------------
 
     async def wait_for(self, stages: Collection[int], round_number: int) -> dict[int, pb.BarrierReply] | None:
-        """Wait until every one of these stages has decided the round; gives their answers, in the order of stages.
+        """Wait until every one of these stages has decided the round. Returns their answers, in the order of stages.
 
-        Waits for as long as it takes: this stage's own result is decided, so there is no way back.
+        There is no deadline: this stage's own result is decided, so it cannot be given up any more.
 
         Returns:
             None if another leader of this stage committed the round meanwhile.
@@ -73,7 +74,7 @@ class Barrier:
         while self.place.standing.round == round_number:
             target, hint = hint or self._next_to_ask(stage, unreachable), None
             if target is not None:
-                # A peer that failed before is only tried for a moment, because another one may be ready.
+                # A peer that failed before gets only a short time, because another one may be ready.
                 is_trial = target.peer_id in failed
                 wait_seconds = 0.0 if is_trial else self.context.timing.barrier_seconds
                 request = pb.BarrierRequest(
@@ -107,7 +108,8 @@ class Barrier:
         return None
 
     def _next_to_ask(self, stage: int, unreachable: set[str]) -> PeerRecord | None:
-        """The leader among the peers that are not known to be unreachable; if none is left, among all again."""
+        """The leader among the peers that are not known to be unreachable. If none is left, all peers are considered
+        again."""
         serving = [record for record in self.context.peers(stage) if record.state is PeerState.SERVING]
         reachable = [record for record in serving if record.peer_id not in unreachable]
         if not reachable:
@@ -118,7 +120,8 @@ class Barrier:
     # -- for another stage -------------------------------------------------------------------------------------------
 
     async def answer(self, request: pb.BarrierRequest) -> pb.BarrierReply:
-        """Say whether this stage has decided a round; if this peer leads or relays, wait for that for a while."""
+        """Answer whether this stage has decided a round. If this peer leads, or relays the question, it waits for the
+        decision for a while."""
         clock, own = self.context.clock, contact_of(self.context.present)
         deadline = clock.monotonic() + min(request.wait_seconds, self.context.timing.barrier_seconds)
         if request.round == self.place.standing.round and self.shared.partners(request.round):

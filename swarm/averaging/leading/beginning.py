@@ -1,4 +1,5 @@
-"""How an attempt begins: all members promise it and close their contributions, and these make up a whole round.
+"""How an attempt begins: all members promise it and close their contributions, which together must make up a whole
+round.
 
 Used by leading/leader. Never touches tensors.
 """
@@ -39,11 +40,11 @@ class Beginning:
     _told_at: float = field(default=-math.inf, init=False)
 
     async def of(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
-        """Have members begin an attempt.
+        """Ask members to begin an attempt.
 
         Returns:
-            The answers of the members that began. Either a result of an earlier attempt has to be finished, or these
-            members hold all that the round needs, and hold no microbatch twice.
+            The answers of the members that began. Either they show that an earlier attempt's result has to be finished,
+            or these members together hold all that the round needs, and no microbatch twice.
 
         Raises:
             AttemptFailed: the attempt cannot go on.
@@ -65,7 +66,8 @@ class Beginning:
         if unfinished(begun) is not None:
             return begun
         if self.context.config.rounds.synchronous:
-            # This can take long: a member computes the dropped microbatches again, or those that stay.
+            # This can take long, because a member computes again the microbatches that it drops, or those that it
+            # keeps.
             drops = {peer: request(drop) for peer, drop in duplicates(begun).items()}
             for peer, reply in (await self._close(members, drops)).items():
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
@@ -95,14 +97,14 @@ class Beginning:
             failed.void = True
             raise failed
         if self.context.config.rounds.synchronous and num_samples != self.context.config.rounds.round_samples:
-            # Some sum then holds samples that are not among the ids, or holds some twice.
+            # Then some sum holds samples of other microbatches than it names, or holds some twice.
             reason = f"{num_samples} samples were contributed to a round of another size"
             raise self.blame.failure(reason, unreached)
 
     async def _close(
         self, members: Members, requests: dict[PeerId, pb.BeginRequest]
     ) -> dict[PeerId, pb.BeginReply | SwarmError]:
-        """Have members close their contributions, and wait for as long as those that are not done make progress."""
+        """Ask members to close their contributions. Wait for slow ones as long as they make progress."""
         started_at = self.context.clock.monotonic()
         timeout_seconds = self.blame.deadline(self.context.timing.begin_seconds, 0.0)
         wait_seconds = min(self.context.timing.closing_seconds, timeout_seconds / 2)
@@ -122,10 +124,11 @@ class Beginning:
                 del waiting[peer]
                 answers[peer] = reply
                 if isinstance(reply, pb.BeginReply) and reply.HasField("refusal"):
-                    # The next attempt joins the closing that the others have begun.
+                    # The others go on closing, and the next attempt joins that.
                     return answers
             if waiting:
-                # A member may answer at once that it is still closing.
+                # A member may have answered at once that it is still closing: ask again only after the time that it was
+                # given.
                 await self.context.clock.sleep(max(0.0, asked_at + wait_seconds - self.context.clock.monotonic()))
                 self._tell_of(waiting)
         return answers
@@ -133,10 +136,10 @@ class Beginning:
     def _too_late(self, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
         """The reason to wait no longer for a member that is still closing after `seconds`; None if there is none."""
         if seconds > self.context.timing.max_closing_seconds:
-            # Only the member's own word says that it will ever be done.
+            # That the member makes progress is only what it reports itself.
             return NotReady(f"it has not closed its contribution in {seconds:.0f} s")
         if closing.quiet_seconds > timeout_seconds + 3 * closing.expected_seconds:
-            return DeadlineExceeded(f"it closes since {seconds:.0f} s, and does not get on with it")
+            return DeadlineExceeded(f"it has been closing for {seconds:.0f} s, and makes no progress")
         return None
 
     def _tell_of(self, waiting: Collection[PeerId]) -> None:
@@ -146,7 +149,7 @@ class Beginning:
 
 
 def _checked(reply: pb.BeginReply | SwarmError) -> pb.BeginReply | SwarmError:
-    """A member's answer, or the error which says that the answer makes no sense."""
+    """Return a member's answer, or MalformedMessage if the answer makes no sense."""
     if isinstance(reply, SwarmError) or reply.HasField("refusal") or reply.HasField("closing"):
         return reply
     try:

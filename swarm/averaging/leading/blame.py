@@ -1,4 +1,4 @@
-"""Why an attempt came to nothing, which members the next one leaves out, and how much longer that one waits.
+"""Why an attempt failed, which members the next attempt leaves out, and how much longer the next attempt waits.
 
 Used by leading/leader and leading/beginning. Pure.
 """
@@ -18,10 +18,10 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 MOST_THROUGH_ONE = 8
-"""The largest group in which one member may sum everything, where lines between the others are missing: it carries all
-that they send."""
+"""The largest group in which one member may sum everything because others cannot reach each other: that member's line
+carries all that they send."""
 SLOW = DeadlineExceeded, Overloaded
-"""The first errors of these kinds only double the deadlines."""
+"""The first error of these kinds only doubles the deadlines."""
 MOST_DOUBLINGS = 3
 
 
@@ -36,7 +36,7 @@ class AttemptFailed(Exception):
         self.refused: set[PeerId] = set()
         self.promised_attempt = 0
         self.void = False
-        """Whether results of earlier attempts were not decided and never will be."""
+        """Whether it is certain that no result of an earlier attempt was or will be decided."""
 
 
 class Blame:
@@ -49,31 +49,34 @@ class Blame:
     def __init__(self, own_id: PeerId) -> None:
         self._own_id = own_id
         self._round_through_one: int | None = None
-        """The round in which a line between two members failed: its members exchange through this peer alone."""
+        """The round in which the connection between two members failed. In that round all members exchange through this
+        peer alone."""
         self.num_timeouts = 0
 
     # -- how much longer the next attempt waits ----------------------------------------------------------------------
 
     def deadline(self, floor: float, measured: float) -> float:
-        """The deadline in seconds for a step that last took `measured` seconds; never below `floor`."""
+        """The deadline in seconds for a step that took `measured` seconds the last time; never below `floor`."""
         return (floor + 3 * measured) * float(2 ** min(MOST_DOUBLINGS, self.num_timeouts))
 
     def is_first_timeout(self, timed_out: bool) -> bool:
-        """Count a time-out. Returns whether it is the first in a row, which only doubles the deadlines."""
+        """Count a time-out, if there was one. Returns whether it is the first in a row: that one only doubles the
+        deadlines."""
         self.num_timeouts += timed_out
         return timed_out and self.num_timeouts == 1
 
     def exchanged(self) -> None:
-        """Note that an exchange was done in time."""
+        """Note that an exchange was completed in time."""
         self.num_timeouts = 0
 
     # -- which members the next attempt leaves out -------------------------------------------------------------------
 
     def failure(self, reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:
-        """The error which says that nothing is decided, and which members will be left out of the next attempt.
+        """Make the error of an attempt that decided nothing. It names the members that the next attempt leaves out.
 
-        These are members that answered with an error, because they would do so again, and from the second time-out in a
-        row on also those that are slow. Both are alive and go on reporting, so the stage would wait for them for good.
+        These are members that answered with an error, because they would do so again. From the second time-out in a row
+        on, they include slow members. Both kinds are alive and go on reporting, so the stage would wait for them for
+        ever.
         """
         failed = AttemptFailed(reason)
         for peer, reply in replies.items():
@@ -85,7 +88,7 @@ class Blame:
             elif isinstance(reply, SwarmError):
                 failed.excluded.add(peer)
         if failed.excluded:
-            logger.warning("left out, since it failed or is slow: %s", ", ".join(sorted(failed.excluded)))
+            logger.warning("left out, because they failed or are slow: %s", ", ".join(sorted(failed.excluded)))
         return failed
 
     def failed_exchange(
@@ -97,12 +100,12 @@ class Blame:
         *,
         took_long: bool,
     ) -> AttemptFailed:
-        """Like `failure`, for an exchange, in which members also name others from which they got nothing.
+        """Like `failure`, but for an exchange, in which members also blame others from which they got nothing.
 
         Args:
             took_long: whether it took so long that an owner may have waited for another member in vain.
         """
-        # Keyed by the member that noticed the failure: others pass on what they were told.
+        # Keyed by the member that noticed the failure, because other members only pass its error on.
         accusations = {
             PeerId(reply.failure.noticed_by_id): reply.failure
             for reply in replies.values()
@@ -112,7 +115,8 @@ class Blame:
         is_first = self.is_first_timeout(took_long or not is_explained)
         failed = self.failure("the exchange failed", replies)
         if not (is_explained or is_first or took_long):
-            # Refusals twice in a row are no accident. If the exchange took long, they only say that its time was over.
+            # Refusals twice in a row are no accident. But after a long exchange, a refusal only means that the member's
+            # time was over.
             failed.excluded |= _refusing(replies, ballot)
         if failed.unreachable or failed.excluded or is_first or not accusations:
             return failed
@@ -124,13 +128,13 @@ class Blame:
             # The connection between two others is at fault. Both have just answered this peer, so neither is left out.
             self._round_through_one = round_number
             return failed
-        # Where members accuse the leader, which itself noticed nothing, these members are cut off.
+        # If members blame the leader, and the leader itself noticed nothing, these members are cut off.
         is_cut_off = blamed == self._own_id and self._own_id not in accusers
         failed.excluded = set(accusers) if is_cut_off else {blamed}
         return failed
 
     def goes_through_one(self, round_number: int, members: Collection[PeerId]) -> bool:
-        """Whether the leader sums everything, since two members of this round do not reach each other."""
+        """Whether the leader sums everything, because two members of this round cannot reach each other."""
         return round_number == self._round_through_one and self._can_sum_all(members)
 
     def _can_sum_all(self, members: Collection[PeerId]) -> bool:
@@ -138,7 +142,7 @@ class Blame:
 
 
 def _refusing(replies: Mapping[PeerId, Any], ballot: Ballot) -> set[PeerId]:
-    """Members that refuse this very attempt, though they have promised no other since."""
+    """Members that refuse this attempt, although it is the last that they promised."""
     promised = messages.pack_ballot(ballot)
     return {
         peer
@@ -150,11 +154,12 @@ def _refusing(replies: Mapping[PeerId, Any], ballot: Ballot) -> set[PeerId]:
 def without_the_useless(
     begun: Mapping[PeerId, pb.BeginReply], num_elements: int, sequence_length: int
 ) -> AttemptFailed | None:
-    """The error which says that members closed with contributions of no use, and are left out; None if there are none.
+    """Make the error of an attempt in which some contributions are useless. It leaves their members out. None if all
+    are useful.
 
     Args:
         num_elements: how many elements a contribution has.
-        sequence_length: targets that a sample has at most.
+        sequence_length: the most targets that a sample can have.
     """
     useless = {
         peer: fault
@@ -163,7 +168,7 @@ def without_the_useless(
             ("not finite", not math.isfinite(reply.norm)),
             ("of a norm below zero", reply.norm < 0.0),
             ("of another size", reply.num_elements != num_elements),
-            ("of no samples, and some count towards the round", reply.num_samples == 0 < reply.round_samples),
+            ("of no samples, although some count towards the round", reply.num_samples == 0 < reply.round_samples),
             ("of more targets than its samples can have", reply.num_targets > reply.num_samples * sequence_length),
         )
         if is_so

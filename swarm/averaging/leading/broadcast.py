@@ -1,6 +1,6 @@
 """Calling all members of a group at once, without waiting for those that have fallen silent.
 
-Used by leading/leader. Knows nothing of what the calls are about.
+Used by leading/leader, for all of its calls.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class Broadcast:
     """How a leader reaches its members.
 
     Attributes:
-        is_silent: whether a peer has given no sign of life for so long that it must be frozen or gone. One that is
+        is_silent: tells whether a peer has been silent for so long that it must be frozen or gone. A peer that is
             merely busy goes on reporting.
     """
 
@@ -38,10 +38,11 @@ class Broadcast:
         *,
         until: Callable[[Reply | SwarmError], bool] = lambda reply: True,
     ) -> dict[PeerId, Reply | SwarmError]:
-        """Call all members at once. Returns the answers, and the errors, that came in time.
+        """Call all members at once. Returns the answers and errors that came in time.
 
         Args:
-            until: whether an answer is as hoped for; after one that is not, the other members get only a moment more.
+            until: tells whether an answer is acceptable. After one that is not, the other members get only a moment
+                more.
         """
 
         async def one(peer: PeerId) -> Reply | SwarmError:
@@ -58,10 +59,10 @@ class Broadcast:
             while pending and time() < gives_up_at:
                 waits_since, seconds = time(), min(self.timing.heartbeat_seconds, gives_up_at - time())
                 done, pending = await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                # In the order of the members: that of a set of tasks changes from run to run.
+                # In the order of the members, because the order of a set of tasks changes from run to run.
                 replies |= {peer: task.result() for task, peer in tasks.items() if task in done}
                 if time() - waits_since > seconds + self.timing.heartbeat_seconds:
-                    # This peer itself was frozen, and the others may have gone on without it.
+                    # This peer itself was frozen, so the silence of others may only mean that their messages wait here.
                     listens_since = time()
                 has_listened = time() - listens_since >= self.timing.fresh_seconds
                 silent = [task for task in tasks if task in pending and has_listened and self.is_silent(tasks[task])]

@@ -1,6 +1,7 @@
-"""Which member gives up what, where several members of a synchronous round count the same microbatch.
+"""Which member drops a microbatch that several members of a synchronous round count.
 
-That happens when a member was away, others replayed what it had, and it comes back. Used by leading/beginning. Pure.
+Duplicates arise when a member was away, others replayed its microbatches, and it comes back. Used by leading/beginning.
+Pure.
 """
 
 from collections import Counter
@@ -12,11 +13,11 @@ from swarm.types import PeerId
 
 
 def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
-    """The microbatches that each member is to give up, since another one counts them as well.
+    """The microbatches that each member is to drop, because another member counts them too.
 
-    A member has to compute again the microbatches that leave its sum, or those that stay, whichever are fewer. So a
-    member that can give up most of its sum gives up all that it can, if that shortens the work of the member with
-    the most, or else the work of all together. The other microbatches are divided equally.
+    A member has to compute again either the microbatches that it drops or those that it keeps, whichever are fewer. So
+    a member that can drop most of its sum drops all that it can, if that means less work for the member with the most
+    work, or, where that stays the same, less work in all. The other duplicates are divided equally.
     """
     held = {peer: messages.unpack_indices(reply.committed_gaps) for peer, reply in sorted(begun.items())}
     holders: dict[int, list[PeerId]] = {}
@@ -27,8 +28,8 @@ def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
     doubles = Counter(peer for peers in holders.values() for peer in peers)
     emptied: list[PeerId] = []
     drops = _shared(holders, emptied)
-    # While a member was away, others may have replayed nearly all that it counts: see whether it had better give up
-    # everything.
+    # Others may have replayed nearly all that a member counts. Check for each such member whether dropping all its
+    # duplicates is better.
     nearly = [peer for peer, number in doubles.items() if 2 * number > len(held[peer])]
     for peer in sorted(nearly, key=lambda peer: (len(held[peer]) - doubles[peer], peer)):
         others = _shared(holders, [*emptied, peer])
@@ -38,8 +39,8 @@ def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
 
 
 def _shared(holders: Mapping[int, Sequence[PeerId]], emptied: Sequence[PeerId]) -> dict[PeerId, set[int]]:
-    """What each member gives up: each emptied one, in order, all that it can; the other members divide the rest
-    equally."""
+    """Return what each member drops. The members in `emptied`, in order, drop all that they can; the others divide the
+    rest equally."""
     drops: dict[PeerId, set[int]] = {}
     num_taken_out = Counter[PeerId]()
     for index, peers in holders.items():
@@ -53,6 +54,6 @@ def _shared(holders: Mapping[int, Sequence[PeerId]], emptied: Sequence[PeerId]) 
 
 
 def _work(held: Mapping[PeerId, Set[int]], drops: Mapping[PeerId, Set[int]]) -> tuple[int, int]:
-    """Microbatches to compute again: by the member with the most, and by all."""
+    """The number of microbatches to compute again: by the member with the most, and by all members together."""
     by_member = [min(len(indices), len(held[peer]) - len(indices)) for peer, indices in drops.items()]
     return max(by_member, default=0), sum(by_member)

@@ -1,4 +1,4 @@
-"""A member's fenced state in the two-phase commit of a round. Pure: no clock, no network, no tensors.
+"""A member's state machine for the two-phase commit of a round. Pure: no clock, no network, no tensors.
 
     idle -> begun -> exchanging -> prepared -> (committed: the next round, idle)
 
@@ -40,7 +40,7 @@ class Phase(StrEnum):
 
 
 class Refused(TryLater):
-    """A leader's request is not obeyed; the member's promise and round stand in the answer."""
+    """A leader's request is refused. The answer holds the member's promise and round."""
 
 
 class Group:
@@ -59,15 +59,15 @@ class Group:
         self.last_digest = last_digest
         self.promised: Ballot | None = None
         self.since: Ballot | None = None
-        """The first ballot promised in this round: of earlier attempts this member knows nothing."""
+        """The first ballot promised in this round. This member may not know of earlier attempts."""
         self.active: Ballot | None = None
-        """The attempt for which the member is closed."""
+        """The attempt for which the member's contribution is closed."""
         self.shares_digest = ""
         self.prepared: PreparedResult | None = None
 
     @property
     def phase(self) -> Phase:
-        """What the active attempt has come to."""
+        """The phase that the active attempt has reached."""
         if self.active is None:
             return Phase.IDLE
         if self.prepared is not None and self.prepared.ballot == self.active:
@@ -86,23 +86,23 @@ class Group:
         self.shares_digest = ""
 
     def join(self, round_number: int, ballot: Ballot, shares_digest: str) -> None:
-        """Start the exchange among the members that the digest stands for."""
+        """Start the exchange among the members whose shares have this digest."""
         self._require_round(round_number)
         if self.phase is not Phase.BEGUN or ballot != self.active:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
-        # Its leader has asked all members within reach: no earlier attempt was, or can be, decided.
+        # The leader has asked all members that it reaches. So no earlier attempt was decided, or can be.
         self.prepared = None
         self.shares_digest = shares_digest
 
     def prepare(self, round_number: int, ballot: Ballot, digest: str) -> None:
-        """Note that the exchange is done, and gave a result with this digest."""
+        """Note that the exchange is complete, and that its result has this digest."""
         self._require_round(round_number)
         if self.phase is not Phase.EXCHANGING or ballot != self.active:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} was given up")
         self.prepared = PreparedResult(ballot=ballot, digest=digest)
 
     def check_commit(self, round_number: int, digest: str) -> bool:
-        """Whether the prepared result is to be applied; False if it has been already.
+        """Whether the prepared result is to be applied; False if it was applied before.
 
         It does not matter which peer asks: the digest alone decides whether a result may be committed.
         """
@@ -130,7 +130,7 @@ class Group:
             self.step_back()
 
     def step_back(self) -> None:
-        """Leave an attempt that its leader has left or given up, but keep what is prepared."""
+        """Leave an attempt whose leader is gone or has given it up, but keep what is prepared."""
         self.active = None
         self.shares_digest = ""
 

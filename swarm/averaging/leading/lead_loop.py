@@ -1,7 +1,7 @@
-"""Watches the round whenever this peer leads, and has its leader try to commit it.
+"""Watches the round whenever this peer leads, and calls leading/leader to commit it.
 
-Run by averaging/averager. From the second failed attempt in a row on, it waits before it tries again, longer each time.
-The leader (leading/leader) carries the attempt out.
+Run by averaging/averager. After the second failed attempt in a row, and each further one, it waits before it tries
+again, longer each time.
 """
 
 import logging
@@ -23,8 +23,8 @@ from swarm.machine.tasks import wait
 logger = logging.getLogger(__name__)
 
 _REST_PER_LOOK = 4.0
-"""Seconds between two looks at the round for each second that a look takes, to leave time for other work of the event
-loop."""
+"""The pause between two looks at the round, as a multiple of the time that a look takes. It leaves time for other work
+of the event loop."""
 
 
 @dataclass(eq=False)
@@ -40,19 +40,20 @@ class LeadLoop:
     leader: Leader
     num_attempts: int = field(default=0, init=False)
     aborted: Counter[str] = field(default_factory=Counter, init=False)
-    """Attempts that came to nothing, by the reason."""
+    """The number of failed attempts, by reason."""
     _attempts: Counter[int] = field(default_factory=Counter, init=False)
     """The number of the last attempt, by round."""
 
     async def run(self) -> None:
-        """Lead whenever it is this peer's turn, until cancelled. Cancellation leaves the members in doubt."""
+        """Lead whenever it is this peer's turn, until cancelled. After a cancellation, members do not know how a
+        running attempt ends."""
         clock, timing = self.context.clock, self.context.timing
         num_failures = 0
         await wait(self.context.changes.next, timing.heartbeat_seconds)
         while True:
             changed, looked_at = self.context.changes.next, clock.monotonic()
             if not self.watch.may_begin():
-                # A large group's reports come faster than all of them can be looked at.
+                # In a large group reports come faster than the round can be looked at.
                 rest_seconds = _REST_PER_LOOK * (clock.monotonic() - looked_at)
                 await clock.sleep(min(timing.heartbeat_seconds, rest_seconds))
                 await wait(changed, timing.heartbeat_seconds)
@@ -75,7 +76,7 @@ class LeadLoop:
             members[self.context.own_id] = self.context.present
         try:
             await self.leader.attempt(members, standing, number)
-            # A result may be decided and not be committed here: the next attempt finishes what is prepared.
+            # The result may be decided, though it was not committed here. Then the next attempt finishes it.
             await self.own_round.step_back("it was decided, and not committed here", only=ballot)
             if self.place.standing != standing:
                 for peer_id in members.keys() - set(self.place.last_members):
@@ -87,7 +88,8 @@ class LeadLoop:
             await self._learn_from(failed)
             return False
         except SwarmError as error:
-            # For example, no holder of another stage's average of a shared block answers; that stage may decide anew.
+            # For example, no peer of another stage sends its average of a shared block. That stage may still decide
+            # anew.
             logger.warning("round %d cannot be committed yet: %s", standing.round, error)
             await self.own_round.step_back("what it takes to commit cannot be had", only=ballot)
             return False
@@ -104,5 +106,5 @@ class LeadLoop:
             self.roster.forget_report(peer_id)
         self.context.changes.signal()
         if failed.refused:
-            # Those that refused may be at a later round: without asking, this peer would go on alone.
+            # Peers that refused may be at a later round. If this peer did not ask, it would go on alone.
             await self.reporter.ask_all()

@@ -1,7 +1,10 @@
 """A leader's duties: one attempt at committing a round.
 
-    Begin to all, and again to those that are still closing -> (an earlier result may have been decided: take that) or
-    Average to all -> Barrier with the other stages -> Commit to all; or, before anything is decided, Abort to all
+    Begin to all, and again to those that are still closing
+    -> Average to all -> Barrier with the other stages -> Commit to all
+
+If an earlier result may have been decided, Average is left out and that result is committed. If the attempt fails
+before a result is decided, Abort goes to all.
 
 Used by leading/lead_loop, which decides when to try. A result is decided once every member of its exchange
 has prepared it; from then on no leader ever aborts it. Never touches tensors.
@@ -61,7 +64,8 @@ class Leader:
     async def attempt(self, members: Members, standing: Standing, number: int) -> None:
         """Try to commit the round among `members`.
 
-        Returns when a result is decided and its commit was sent. Cancellation leaves the members in doubt.
+        Returns when a result is decided and its commit was sent. After a cancellation, members do not know how the
+        attempt ends.
 
         Raises:
             AttemptFailed: nothing was decided.
@@ -90,7 +94,7 @@ class Leader:
         through_one = self.blame.goes_through_one(standing.round, begun)
         shares = self._shares(begun, only_owner=self.context.own_id if through_one else None)
         self._vector_bytes = 4 * shares.num_elements
-        # Every member sends the whole vector and gets it back; at worst all of that goes over one line.
+        # Every member sends the whole vector and gets it back. At worst all of that goes over one line.
         num_times = 2 * (len(begun) - 1) if through_one else 4
         num_bytes = num_times * self._codec.num_bytes(shares.num_elements)
         floor = self.context.timing.average_seconds + num_bytes / self.context.timing.bytes_per_second
@@ -136,7 +140,7 @@ class Leader:
         size = own.num_elements if own is not None else sizes.most_common(1)[0][0]
         if (failed := without_the_useless(begun, size, config.data.sequence_length)) is not None:
             raise failed
-        # If they were clipped, the gradients would not add up to the gradient of a single process.
+        # Synchronous contributions are not clipped: their sum must be the gradient that a single process would have.
         clip_to_median = 0.0 if config.rounds.synchronous else config.averaging.clip_to_median
         return divide(
             {peer: begun[peer] for peer in sorted(begun)},
@@ -173,8 +177,8 @@ class Leader:
             return replies is not None
 
         if self.shared.counts_norm(round_number):
-            # The other stages need this one's norm, and that needs the partners' averages. So the partners decide
-            # without waiting for this stage.
+            # The other stages need this stage's norm, which depends on the partners' averages. So the partners are
+            # awaited first: they decide without waiting for this stage.
             if not await wait_for(partners):
                 return
             norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
@@ -185,8 +189,8 @@ class Leader:
         if not await wait_for(others - ready.keys()):
             return
         norms = {stage: norm} | {other: reply.squared_norm for other, reply in ready.items()}
-        # Added in the same order at every stage, so that the total has the same bits. Some releases of Python round
-        # otherwise in `sum`.
+        # Added one by one and in the same order at every stage, so that the total has the same bits. `sum` rounds
+        # differently in some releases of Python.
         total_squared_norm = 0.0
         for number in sorted(norms):
             total_squared_norm += norms[number]
@@ -207,12 +211,12 @@ class Leader:
         timeout_seconds = self.blame.deadline(floor, self._commit_seconds)
         replies = await self.broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
         if not any(isinstance(reply, SLOW) for reply in replies.values()):
-            # A time that a deadline has cut off says nothing; deadlines that followed from it would grow each round.
+            # Not measured if a deadline cut the call off: deadlines that depend on such a time would grow each round.
             self._commit_seconds = self.context.clock.monotonic() - started_at
         digests: dict[str, list[PeerId]] = {}
         for peer, reply in replies.items():
             if isinstance(reply, SwarmError):
-                # The member finds out from any answer to its next report.
+                # The member learns of the commit from any answer to its next report.
                 logger.warning("the commit did not reach %s: %s", peer, reply)
             elif not reply.HasField("refusal"):
                 digests.setdefault(reply.state_digest, []).append(peer)

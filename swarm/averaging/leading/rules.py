@@ -1,7 +1,7 @@
 """The rules of a group's rounds: which peer leads, when a round is complete, which members may commit it, and which
 earlier result has to be finished first.
 
-Asked by the parts of an averager, by members/roster and leading/barrier, and by a peer that would leave its stage.
+Used by the parts of an averager, by members/roster and leading/barrier, and by a peer that wants to leave its stage.
 Pure.
 """
 
@@ -38,20 +38,20 @@ def is_complete(
 ) -> bool:
     """Whether a group holds everything that a round needs.
 
-    Synchronous: all its microbatches. DiLoCo: its number of samples; but a stage that lost some with a peer ends its
-    round early when it is late, or it would stay behind the others for good. Another stage that shares a block with
-    such a stage cannot get ahead: it waits, and lets no more samples through once it has a round's worth.
+    Synchronous: all its microbatches. DiLoCo: its number of samples. But a stage that lost samples with a peer ends its
+    round early when it is late, or else it would stay behind the others for ever. A stage that shares a block with it
+    cannot get ahead: it waits, and admits no more samples once it has enough for a round.
 
-    With DiLoCo a round that has its samples is not committed while members that are left out hold more of it than the
-    others, and a round that ends early leaves no living member out. Otherwise a newcomer with one inner step would
-    commit a round in place of the member that has nearly all of it.
+    With DiLoCo, a round that has its samples is not committed while the members that would be left out hold more
+    samples of it than the others. A round that ends early leaves no living member out. Otherwise a newcomer with one
+    inner step could commit a round without the member that has nearly all samples of it.
 
     Args:
         committed: microbatches of the members that would commit the round.
         num_samples: samples of the members that would commit the round.
         absent_samples: samples of the round at living members that would be left out.
-        is_late: tells whether another stage is at a later round, or has waited long for this one to decide; called only
-            where it matters.
+        is_late: tells whether another stage is at a later round, or has waited long for this stage to decide. Called
+            only when needed.
     """
     if config.rounds.synchronous:
         size = config.microbatches_per_round
@@ -66,14 +66,14 @@ def has_quorum(
 ) -> bool:
     """Whether the peers that are present may commit a round.
 
-    With a majority no two parts of a group commit the same round, unless a member is started again: it forgets what it
-    had prepared, and may be in the majority for another result of that round.
+    With a majority, two parts of a group cannot both commit the same round. The exception is a member that is started
+    again: it forgets what it had prepared, and may join the majority for another result of that round.
 
     Args:
-        last_members: of the round before; empty for a peer that knows of none. Most of them have to be there if a
-            majority is wanted.
-        announced: gives all peers that the stage has announced, this one included; called only where no round before
-            is known.
+        last_members: the members of the last round; empty for a peer that knows of none. If a majority is wanted, most
+            of them must be present.
+        announced: gives all peers of the stage in the directory, including this one. Called only if no last round is
+            known.
     """
     if quorum == "available":
         return True
@@ -82,7 +82,8 @@ def has_quorum(
 
 
 def unfinished(begun: Begun) -> pb.Prepared | None:
-    """The newest result of an earlier attempt, if it may have been decided: no member of its exchange denies that."""
+    """The newest result of an earlier attempt, if it may have been decided; else None. It may, unless a member of its
+    exchange denies that."""
     prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
     if not prepared:
         return None
@@ -90,7 +91,8 @@ def unfinished(begun: Begun) -> pb.Prepared | None:
     ballot = messages.require_ballot(newest.ballot)
     for peer in newest.member_ids:
         reply = begun.get(PeerId(peer))
-        # A member that was restarted since has no say: it may have prepared the result and forgotten it.
+        # The answer of a member that was restarted since does not count: it may have prepared the result and forgotten
+        # it.
         if (
             reply is not None
             and reply.prepared.digest != newest.digest

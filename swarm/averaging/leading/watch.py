@@ -1,7 +1,7 @@
-"""Watches the round of this peer's group: what members have of it, which one leads, whether an attempt may begin.
+"""This peer's view of its group's round: what the members have of it, which peer leads, whether an attempt may begin.
 
-Asked by leading/lead_loop, by leading/beginning during an attempt, and by the parts that tell others of the round.
-Draws on what peers reported and on this one's own progress. Changes nothing.
+Used by leading/lead_loop, by leading/beginning during an attempt, and by the parts that answer other peers about the
+round. It combines the reports of peers with this peer's own progress. Changes nothing.
 """
 
 import logging
@@ -48,7 +48,7 @@ class RoundWatch:
         num_samples = sum(p.num_samples for p in progress.values())
         decision = self.place.decision
         if decision is not None and decision.round == standing.round and self.context.config.rounds.synchronous:
-            # A member may have left since, but a decided result holds all microbatches of the round.
+            # A decided result holds all microbatches of the round, even if a member has left since.
             size = self.context.config.microbatches_per_round
             committed = shown = committed | frozenset(range(standing.round * size, (standing.round + 1) * size))
         leader_id = self.leader_id
@@ -59,7 +59,7 @@ class RoundWatch:
             progress=progress,
             committed=committed,
             shown=shown,
-            # What this peer has counts even while it is left out: it may come back before the round ends.
+            # This peer's microbatches count even while it is left out, because it may come back before the round ends.
             counted=self.roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
             lost=self.roster.reports.lost - committed,
             complete=self.is_complete(standing.round, committed, num_samples, progress.keys()),
@@ -68,7 +68,8 @@ class RoundWatch:
         )
 
     def _overdue(self) -> Set[PeerId]:
-        # A peer that stood still has heard of no other meanwhile, and during an attempt nothing is added to a round.
+        # A peer that stood still has received no reports in that time, and during an attempt nothing is added to a
+        # round.
         is_of_use = not self.reporter.may_be_behind and self.place.leads is None
         return self.roster.overdue(self.place.standing) if is_of_use else frozenset()
 
@@ -76,11 +77,11 @@ class RoundWatch:
 
     @property
     def leader_id(self) -> PeerId:
-        """The group's leader as far as this peer knows; while this peer leads an attempt, this peer itself."""
+        """The group's leader as far as this peer knows. While this peer leads an attempt, it is this peer."""
         return self.context.own_id if self.place.leads else self.roster.leader(self.place.standing)
 
     def leader_contact(self) -> pb.Contact:
-        """How others reach the leader."""
+        """The contact by which others reach the leader."""
         return contact_of(self.roster.contacts.record(self.leader_id) or self.context.present)
 
     # -- what may be done --------------------------------------------------------------------------------------------
@@ -91,8 +92,8 @@ class RoundWatch:
         """Whether the peers that are present hold all that a round needs; see rules.is_complete.
 
         Args:
-            committed: the microbatches that they have committed in the round.
-            num_samples: the samples that they have in it.
+            committed: the microbatches that these peers have committed in the round.
+            num_samples: the samples that these peers have in the round.
         """
         return is_complete(
             self.context.config,
@@ -141,11 +142,12 @@ class RoundWatch:
         if not view.is_leader or self.reporter.may_be_behind or place.group.active is not None:
             return False
         if place.branches.is_in_doubt:
-            # If this peer is the one that was left behind, it would commit a second result of a round that is over.
+            # This peer may have been left behind: then it would commit a second result of a round that is over.
             return False
         members = self.roster.members(place.standing)
         is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
-        # An attempt without some member's sign of life would hold up the replays of that member's microbatches.
+        # No attempt begins while a member is silent, because it would hold up the replays of that member's
+        # microbatches.
         is_ready = view.complete and not self._overdue() and not self.roster.awaits_members(place.standing)
         if not (is_unfinished or is_ready):
             return False

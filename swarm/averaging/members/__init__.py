@@ -1,1 +1,1 @@
-"""Which peers belong to a stage's group, and what its peers tell each other of their round."""
+"""Which peers belong to a stage's group, and what these peers report to each other about their round."""

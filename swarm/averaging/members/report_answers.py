@@ -1,6 +1,6 @@
-"""What one peer answers to a report: where it stands itself, which peer leads, and what is known of the round.
+"""How one peer answers a report: with its own standing, the leader, and what is known of the round.
 
-Used by averaging/handlers; the other end is members/survey. It also notes what the report tells.
+Used by averaging/handlers; the other end is members/survey. The report's contents are noted in the roster.
 """
 
 import math
@@ -30,14 +30,15 @@ class ReportAnswers:
     watch: RoundWatch
     _told_round: int = field(default=-1, init=False)
     _told_at: dict[PeerId, float] = field(default_factory=dict, init=False)
-    """When this peer last told each member, in `_told_round`, what all members have committed."""
+    """When this peer, in `_told_round`, last sent to each member what all members have committed."""
 
     async def answer(self, request: pb.ReportRequest) -> pb.ReportReply:
         """Take a report in and answer it. Raises NotReady while this peer catches up, and MalformedMessage."""
         if self.place.is_catching_up:
-            # This peer neither leads nor takes part: a peer that takes it for the leader is to look for another one.
+            # This peer neither leads nor takes part. A peer that takes it for the leader must look for another one.
             raise NotReady("this peer is catching up")
-        # A sender that gets no answers from this peer is not counted as a member: it would only hold up attempts.
+        # A sender that gets no answers from this peer does not count as a member, because it would only hold up
+        # attempts.
         if not request.unanswered and self.roster.hear(request):
             self.context.changes.progressed()
         peer_id, standing = PeerId(request.sender.peer_id), self.place.standing
@@ -61,13 +62,13 @@ class ReportAnswers:
         return reply
 
     def _tell_of_microbatches(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
-        """Add what is committed to the reply, if this peer leads: whichever member leads after it has to know."""
+        """If this peer leads, add to the reply what all members have committed: the next leader needs to know it."""
         view, now = self.watch.view(), self.context.clock.monotonic()
         if not view.is_leader:
             return
         if view.round != self._told_round:
             self._told_round, self._told_at = view.round, {}
-        # This is told only now and then: a round may have thousands of microbatches, and each of them brings reports.
+        # Sent only now and then, because a round may have thousands of microbatches, and each of them causes reports.
         heartbeat_seconds = self.context.timing.heartbeat_seconds
         if now - self._told_at.get(peer_id, -math.inf) >= heartbeat_seconds:
             latest = now - heartbeat_seconds

@@ -1,7 +1,8 @@
-"""Tells the leader how far this peer is, and acts on the answer: goes where the group is, or leaves a dead attempt.
+"""Reports this peer's progress to the leader, and acts on the answer: it goes where the group is, or leaves an attempt
+that was given up.
 
-Run by averaging/averager. Each report holds everything, so a lost one costs nothing. Where an answer comes from another
-place in the run, all holders are asked before this peer goes there (catching_up/catch_up). Never leads.
+Run by averaging/averager. Each report is complete, so a lost one does no harm. If the peer that answers stands
+elsewhere in the run, all holders are asked before this peer moves (catching_up/catch_up). Never leads.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Reporter:
-    """The reports of one peer, and what follows from them."""
+    """The reports that one peer sends, and how it acts on the answers."""
 
     context: Context
     place: Place
@@ -37,13 +38,13 @@ class Reporter:
     survey: Survey
     catch_up: CatchUp
     num_alive: int = field(default=1, init=False)
-    """How many members are alive, by the last answer."""
+    """The number of living members, by the last answer."""
     _under_way: set[PeerId] = field(default_factory=set, init=False)
     _nudges: set[PeerId] = field(default_factory=set, init=False)
     _connected: set[PeerId] = field(default_factory=set, init=False)
     """The members to which there was a connection when `_cut_off` last looked."""
     _turn_at: float = field(init=False)
-    """When the loop of `run` last had a turn. A gap shows that this process stood still."""
+    """When the loop in `run` last ran. A gap shows that this process stood still."""
     _is_waking: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -51,22 +52,23 @@ class Reporter:
 
     @property
     def may_be_behind(self) -> bool:
-        """Whether the group may have gone on without this peer, because it catches up, or stood still for a while."""
+        """Whether the group may have gone on without this peer, because this peer catches up, or stood still for a
+        while."""
         return self.place.is_catching_up or self._is_waking or self._was_stopped()
 
     def nudge(self, peer_id: PeerId) -> None:
-        """Report to a peer that is elsewhere, since its answer tells where."""
+        """Report to a peer that stands elsewhere, because its answer says where."""
         self._nudges.add(peer_id)
         self.context.changes.report_again()
 
     async def run(self) -> None:
-        """Report on every change, though not too often, and now and then without one. Until cancelled."""
+        """Report every change, though not too often, and now and then without a change. Runs until cancelled."""
         clock, timing = self.context.clock, self.context.timing
         last_heartbeat, last_progress = -math.inf, None
         self._turn_at = clock.monotonic()
         while True:
             if self._was_stopped():
-                # Noted at once, because something may begin before the spawned task has its turn.
+                # Set at once, because an attempt may begin before the spawned task runs.
                 self._is_waking = True
                 self.context.tasks.spawn(self._wake())
             self._turn_at = now = clock.monotonic()
@@ -94,7 +96,7 @@ class Reporter:
 
     async def _wake(self) -> None:
         try:
-            # Calls that were under way time out now, though the peers that were called are not at fault.
+            # Calls that were under way time out now, though the called peers are not at fault.
             await self.context.clock.sleep(self.context.timing.report_gap_seconds)
             self.roster.forget()
             await self.ask_all()
@@ -102,7 +104,8 @@ class Reporter:
             self._is_waking = False
 
     def _target(self) -> PeerId:
-        # A member that is closed for an attempt stays with its leader, even if a lower id has turned up.
+        # A member whose contribution is closed for an attempt stays with that leader, even if a peer with a lower id
+        # appears.
         active = self.place.group.active
         return PeerId(active.leader_id) if active else self.roster.leader(self.place.standing)
 
@@ -113,7 +116,7 @@ class Reporter:
         return targets
 
     def _cut_off(self) -> set[PeerId]:
-        """Members to which the connection broke: a call to each shows at once whether it is still there."""
+        """Members to which the connection broke. A call to each shows at once whether it is still there."""
         members = self.roster.members(self.place.standing)
         records, is_connected = self.roster.contacts.records(members), self.context.transport.is_connected
         connected = {peer for peer, record in records.items() if is_connected(record)}
@@ -128,12 +131,12 @@ class Reporter:
         group = self.place.group
         active = group.active
         if peer is None and active is not None and active.leader_id == peer_id:
-            # There is no peer to ask how this attempt ends.
+            # The leader's address is not known, so it cannot be asked how this attempt ends.
             await self.own_round.step_back("the leader is not known", only=active)
         if peer is None or peer_id in self._under_way or progress.round != standing.round:
             return
         if self.place.is_catching_up:
-            # If this peer reported now, others would take it for a member, or wait for it.
+            # No report now: others would take this peer for a member, or wait for it.
             return
         is_leader = peer_id == self._target()
         timeout_seconds = self.context.timing.report_seconds if is_leader else self.context.timing.call_seconds
@@ -143,7 +146,7 @@ class Reporter:
             reply = await self.survey.tell(peer, request, timeout_seconds)
             await self._act_on(peer_id, standing, active, reply)
             if request.unanswered:
-                # The peer has answered by now, so the next report counts.
+                # The peer has answered now, so it will count the next report.
                 self.context.changes.report_again()
         except SwarmError as error:
             self.survey.lost(peer_id, error)

@@ -1,7 +1,7 @@
-"""Which peers are in the group, as one of them sees it: reports, suspicions, and the leader.
+"""Which peers are in the group, as one peer sees it: reports, suspicions, and the leader.
 
-Used by all parts of an averager. Draws on the directory's last view and on what peers say themselves, so the group
-goes on when the directory is out of reach. Pure but for the clock it is given.
+Used by all parts of an averager. It uses the directory's last view and the peers' own messages, so the group goes on
+when the directory is out of reach. Pure but for its clock.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from swarm.training.round_member import Progress
 from swarm.types import PeerId, PeerRecord
 
 MOST_ASKED = 32
-"""The most peers that are asked at once where they stand."""
+"""The most peers that are asked for their standing at once."""
 
 
 class Roster:
     """The peers of one stage.
 
     Attributes:
-        contacts: how these peers are reached.
-        reports: what they have told of the round.
-        suspicions: which of them are not counted on.
+        contacts: their addresses.
+        reports: what they have reported about the round.
+        suspicions: the peers that are suspected, or left out.
     """
 
     def __init__(self, context: Context, is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False) -> None:
         """
         Args:
-            is_elsewhere: tells whether a peer is known to be on another branch, which this peer does not follow.
+            is_elsewhere: tells whether a peer is known to be on another branch that this peer does not follow.
         """
         config = context.config
         self.contacts = Contacts(context)
@@ -57,14 +57,14 @@ class Roster:
     # -- news --------------------------------------------------------------------------------------------------------
 
     def learn(self, contact: pb.Contact) -> PeerRecord:
-        """Remember how a peer is reached. Raises MalformedMessage for a wrong contact."""
+        """Remember a peer's address, and return the peer's record. Raises MalformedMessage for a wrong contact."""
         record = record_of(contact, self._stage)
         if self.contacts.add(record):
             self._forget_unknown()
         return record
 
     def hear(self, request: pb.ReportRequest) -> bool:
-        """Take a report in. Returns whether it tells anything new. Raises MalformedMessage if it makes no sense."""
+        """Note a report. Returns whether it holds anything new. Raises MalformedMessage if it makes no sense."""
         standing, prepared = messages.unpack_standing(request.standing), messages.unpack_ballot(request.prepared)
         peer_id = PeerId(self.learn(request.sender).peer_id)
         progress = self._progress(standing, request, request.highest_microbatch)
@@ -84,7 +84,8 @@ class Roster:
             self._standings[peer_id] = standing
 
     def heard_of_round(self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply) -> None:
-        """Note what a peer told of the round. A leader tells what all members have, since any may lead next."""
+        """Note what a peer's answer says about the round. A leader's answer names the microbatches of all members,
+        since any may lead next."""
         progress = self._progress(standing, reply, -1)
         self.reports.count(self.reports.named(standing.round, reply.counted_gaps))
         self.reports.hear(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
@@ -92,7 +93,7 @@ class Roster:
     def _progress(
         self, standing: Standing, told: pb.ReportRequest | pb.ReportReply, highest_microbatch: int
     ) -> Progress:
-        """What a peer that stands there tells that it has of the round."""
+        """The progress of a peer at `standing`, read from its report or answer."""
         return Progress(
             round=standing.round,
             lineage=standing.lineage,
@@ -106,7 +107,8 @@ class Roster:
         """Note that a call to a peer failed: the peer neither leads nor takes part until it gives a sign of life.
 
         Args:
-            is_gone: whether nothing listens at its endpoint, so that what it had committed in this round is lost.
+            is_gone: whether no process listens at the peer's endpoint, so that what it had committed in this round is
+                lost.
         """
         self.suspicions.suspect(peer_id)
         self.reports.current.pop(peer_id, None)
@@ -119,12 +121,12 @@ class Roster:
         self.reports.current.pop(peer_id, None)
 
     def forget(self) -> None:
-        """Forget all reports and suspicions, because this peer itself stood still and has to ask all others again."""
+        """Forget all reports and suspicions, because this process stood still and has to ask all others again."""
         self.suspicions.suspect_none()
         self.reports.current.clear()
 
     def moved(self, own: Standing, members: Collection[str] = ()) -> None:
-        """Begin a new round, and forget what is known of others at earlier ones.
+        """Begin a new round, and forget the standings of peers at earlier ones.
 
         Args:
             members: the members of the round before.
@@ -147,7 +149,7 @@ class Roster:
 
     @property
     def num_remembered(self) -> int:
-        """The number of peers about which anything is noted; it is bounded, whatever others say."""
+        """The number of peers about which anything is noted. It is bounded, whatever messages come."""
         noted = (self.reports.current, self.reports.last, self._standings, self._answered_at)
         return len(self.contacts.all().keys() | self.suspicions.suspected | set[PeerId]().union(*noted))
 
@@ -190,8 +192,8 @@ class Roster:
         return {peer_id for peer_id in self.members(own) if self._answered_at[peer_id] < oldest}
 
     def awaits_reports(self, own: Standing) -> bool:
-        """Whether some serving peer has not told what it has, though it may well be alive."""
-        # A peer that is left out has told that, and a peer that stands elsewhere has nothing of this round.
+        """Whether some serving peer that may well be alive has not reported what it has."""
+        # A peer that is left out has reported already, and a peer that stands elsewhere has nothing of this round.
         return any(
             not self.suspicions.is_excluded(peer) and self._standings.get(peer, own) == own
             for peer in self._silent(own, self._timing.fresh_seconds)
@@ -208,10 +210,10 @@ class Roster:
         )
 
     def absent_samples(self, own: Standing, present: Collection[PeerId]) -> int:
-        """Samples of this round at living peers that are not `present`, and would be left out.
+        """The samples of this round at living peers that are not `present`, and so would be left out.
 
-        Peers that made too many attempts fail are not counted. All peers that have not yet told what they have count as
-        one sample together, because they may have some.
+        Peers that made too many attempts fail are not counted. All peers that have not reported yet count as one sample
+        together, because they may have some.
         """
         told = sum(
             last.progress.num_samples
@@ -229,10 +231,11 @@ class Roster:
         return silent_seconds < self._timing.missed_seconds
 
     def awaits_members(self, own: Standing) -> bool:
-        """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.
+        """Whether the round is young and a living peer has not reported from it. That peer may still be committing the
+        last round.
 
-        A round that is complete at once would lose that peer's contribution. Or that peer may not know of this one yet,
-        because this one has only asked it where it stands: then both would lead.
+        If this round were committed now, that peer's contribution would be lost. Or that peer may not know this peer as
+        a member yet, because this one has only asked for its standing. Then both would lead.
         """
         oldest = self._clock.monotonic() - self._timing.fresh_seconds
         if self._moved_at <= oldest:
@@ -247,15 +250,15 @@ class Roster:
         return self.suspicions.is_excluded(self._own_id)
 
     def holders(self) -> list[PeerRecord]:
-        """The peers to ask where they stand: all that are not suspected, or MOST_ASKED of them, drawn by hash."""
+        """The peers to ask for their standing: all that are not suspected, or MOST_ASKED of these, chosen by hash."""
         known = {peer: record for peer, record in self.contacts.all().items() if peer not in self.suspicions.suspected}
         drawn = sorted(known, key=lambda peer: hashlib.sha256(f"{self._own_id} {peer}".encode()).digest())
         return [known[peer] for peer in sorted(drawn[:MOST_ASKED])]
 
     def strangers(self, own: Standing) -> list[PeerId]:
-        """Peers that should be members, or were in this round, and have not reported lately: a leader calls them.
+        """Peers that a leader should call: they should be members, or were in this round, and have not reported lately.
 
-        So a leader makes itself known, and soon learns that a member has died, or has left with what it had.
+        By calling them a leader makes itself known, and soon learns whether a member has died or left.
         """
         return self._silent(own, 1.5 * self._timing.heartbeat_seconds)
 
@@ -263,7 +266,8 @@ class Roster:
         """The unsuspected peers that should be members, or were, and have not reported for this many seconds."""
         oldest = self._clock.monotonic() - seconds
         members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
-        # A peer that leaves is not called while it may still report: a call would make it believe that all is well.
+        # A peer that leaves is not called while it may still report: after such a call it would believe that all is
+        # well.
         latest = self._clock.monotonic() - self._timing.fresh_seconds
         unheard = {peer for peer, report in self.reports.last.items() if report.heard_at < latest}
         known = set(self.contacts.serving())
@@ -272,7 +276,7 @@ class Roster:
         return [p for p in known if p not in members and p not in self.suspicions.suspected]
 
     def due_suspects(self) -> list[PeerId]:
-        """Suspected peers that should be called again, as far as `contacts` still knows them."""
+        """Suspected peers that should be called again, if `contacts` still knows them."""
         known = self.contacts.all()
         return [peer for peer in self.suspicions.due() if peer in known]
 
@@ -281,9 +285,9 @@ class Roster:
         return self.contacts.recent() - self.suspicions.suspected | {self._own_id}
 
     def is_silent(self, peer_id: PeerId) -> bool:
-        """Whether another peer is not `alive`: it gave no sign of life lately, though peers do so all the time.
+        """Whether another peer is not in `alive`: it gave no sign of life lately.
 
-        An attempt asks this about every member again and again, so it looks at the one peer alone.
+        It looks at this peer only, because an attempt calls it for every member again and again.
         """
         if peer_id == self._own_id:
             return False

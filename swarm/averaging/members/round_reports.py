@@ -1,4 +1,5 @@
-"""What the other peers of a stage have told of the present round: what each has of it, and what was lost with a peer.
+"""What the other peers of a stage have reported about the present round: the microbatches of each, and those lost with
+a peer.
 
 Part of a roster (members/roster). Pure.
 """
@@ -30,26 +31,26 @@ class Report:
 
 @dataclass(eq=False)
 class RoundReports:
-    """What was told of the present round; begun anew with each round."""
+    """The reports about the present round; begun anew with each round."""
 
     round_microbatches: int | None
     """The number of microbatches of a synchronous round; None with DiLoCo."""
     current: dict[PeerId, Report] = field(default_factory=dict, init=False)
     """The newest report of each peer that is not suspected."""
     last: dict[PeerId, Report] = field(default_factory=dict, init=False)
-    """The newest report of each peer that was heard of in this round, even if it is gone."""
+    """The newest report of each peer that has reported in this round, even if the peer is gone."""
     _counted: set[int] = field(default_factory=set, init=False)
     _lost: set[int] = field(default_factory=set, init=False)
 
     def named(self, round_number: int, gaps: Iterable[int]) -> frozenset[int]:
-        """Read which microbatches of a round a peer names; with DiLoCo none, because only their number matters."""
+        """Read the microbatches of a round that a peer names; with DiLoCo none, because only their number matters."""
         size = self.round_microbatches
         if size is None:
             return frozenset()
         return messages.unpack_indices_of(range(round_number * size, (round_number + 1) * size), gaps)
 
     def hear(self, peer_id: PeerId, report: Report) -> None:
-        """Note what a peer has told that it has of the round."""
+        """Note a peer's report."""
         before = self.last.get(peer_id)
         if before is not None and before.standing == report.standing:
             # The peer was started again, or gave up microbatches that others had as well.
@@ -62,18 +63,18 @@ class RoundReports:
         _add(self._counted, committed)
 
     def lose(self, peer_id: PeerId) -> None:
-        """Note that a peer is gone, and with it what it had committed in this round."""
+        """Note that a peer is gone, and that what it had committed in this round is lost."""
         if (last := self.last.pop(peer_id, None)) is not None:
             _add(self._lost, last.progress.committed)
 
     def begin_round(self) -> None:
-        """Forget what was told of the round before, but not which peers are there."""
+        """Forget the reports about the last round, but not which peers are there."""
         self.last.clear()
         self._counted.clear()
         self._lost.clear()
 
     def forget_others(self, known: Collection[PeerId]) -> None:
-        """Forget what peers that are not in `known` have told."""
+        """Forget the reports of peers that are not in `known`."""
         self.current = {peer: report for peer, report in self.current.items() if peer in known}
         self.last = {peer: report for peer, report in self.last.items() if peer in known}
 
@@ -89,7 +90,7 @@ class RoundReports:
 
 
 def _add(known: set[int], more: Set[int]) -> None:
-    """Remember more microbatches of a round, but at most LONGEST_LIST, so that no peer can fill the memory."""
+    """Add microbatches to `known`, up to LONGEST_LIST, so that no peer can fill the memory."""
     known |= more
     if len(known) > LONGEST_LIST:
         known.clear()

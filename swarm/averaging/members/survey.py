@@ -1,7 +1,7 @@
-"""Asks other peers where they stand, by telling them where this one does, and takes their answers in.
+"""Asks other peers where they stand, with a report of where this peer stands, and notes their answers.
 
-Used by members/reporter for each report, and by catching_up/catch_up before it goes anywhere. What follows from an
-answer is decided there.
+Used by members/reporter for each report, and by catching_up/catch_up before this peer moves. These two decide what
+follows from an answer.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Survey:
     advance: Advance
     call: Caller
     _asked: set[PeerId] = field(default_factory=set, init=False)
-    """The peers that served when `choose` asked last."""
+    """The peers that served at the last call of `choose`."""
 
     async def choose(self) -> Standing | None:
         """Ask all holders where they stand. Returns where this peer should go; None if it should stay."""
@@ -49,18 +49,18 @@ class Survey:
         return branches.choose(is_sound=self.place.is_sound, announced=self.roster.contacts.standings_announced())
 
     def has_newcomers(self) -> bool:
-        """Whether peers have begun to serve since `choose` asked. Each of them counts once: a peer that serves, but
-        holds nothing of use, is no reason to ask again."""
+        """Whether peers have begun to serve since the last call of `choose`. Each peer counts once, so a peer that
+        serves but holds nothing of use is asked only once."""
         return not self._asked.issuperset(self.roster.contacts.serving())
 
     def behind(self, target: Standing) -> list[PeerRecord]:
-        """The peers that stand behind `target`, by what they answered."""
+        """The peers that stand behind `target`, by their answers."""
         return list(self.roster.contacts.records(sorted(self.place.branches.behind(target))).values())
 
     async def _ask(self, peer: PeerRecord) -> None:
         peer_id, standing = PeerId(peer.peer_id), self.place.standing
         request = self.request(peer_id)
-        # A peer that only looks around must not become a member by that.
+        # So the peer that is asked does not take this one for a member.
         request.unanswered = True
         try:
             timeout_seconds = self.context.timing.call_seconds
@@ -91,17 +91,17 @@ class Survey:
             return await self.call(peer, REPORT, request, timeout_seconds=timeout_seconds)
         except PeerUnavailable as error:
             is_stale = messages.unpack_standing(request.standing) != self.place.standing
-            # A peer that was silent until the connection broke will not answer on a new one.
+            # If a peer was silent until the connection broke, it will not answer on a new connection.
             was_silent = clock.monotonic() - started_at >= reconnect_seconds
             if error.is_gone or is_stale or was_silent or self.place.is_catching_up:
                 raise
-            # The connection broke: a new one shows at once whether the peer is still there.
+            # A new connection shows at once whether the peer is still there.
             return await self.call(peer, REPORT, request, timeout_seconds=reconnect_seconds)
 
     async def take_in(
         self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply
     ) -> tuple[Standing, Ballot | None]:
-        """Note where a peer stands, and commit what this peer has prepared if the answer says that it was decided.
+        """Note a peer's standing. If its answer says that this peer's prepared result was decided, commit that result.
 
         Args:
             standing: where this peer was when it asked.
@@ -112,8 +112,8 @@ class Survey:
         voice, leading = voice_of(reply), messages.unpack_ballot(reply.active)
         theirs = voice.standing
         self.place.branches.heard(peer_id, voice)
-        # In the middle of a commit a leader still stands where its members no longer do. It can give the state if it is
-        # ahead.
+        # In the middle of a commit a leader still stands at the old round, while its members may not. So its standing
+        # is not noted, unless it is ahead of this peer and can give the state.
         is_ahead = self.roster.is_ahead(theirs, self.place.standing)
         self.roster.answered(peer_id, None if leading and not is_ahead else theirs)
         decided, prepared = reply.outcome.prepared.digest, self.place.group.prepared
@@ -121,7 +121,7 @@ class Survey:
             try:
                 await self.advance.apply(reply.outcome)
             except Refused as refused:
-                # Something that the commit needs is gone, so the whole state will be downloaded.
+                # Something that the commit needs is gone. The whole state will be downloaded instead.
                 logger.info("round %d cannot be committed here: %s", standing.round, refused)
         return theirs, leading
 
@@ -129,4 +129,4 @@ class Survey:
         """Note that a peer does not answer."""
         logger.debug("report to %s: %s", peer_id, error)
         self.roster.suspect(peer_id)
-        self.context.changes.signal()  # Parts that wait for that peer need not wait any more.
+        self.context.changes.signal()  # Other parts need not wait for that peer any more.

@@ -1,6 +1,6 @@
-"""Which peers of a stage are not counted on: suspected since a call failed, left out for a while, or given up.
+"""Which peers of a stage cannot be relied on: suspected because a call failed, left out for a while, or given up.
 
-Part of a roster (members/roster). Pure but for the clock it is given.
+Part of a roster (members/roster). Pure but for its clock.
 """
 
 from collections import Counter
@@ -12,8 +12,9 @@ from swarm.machine.clock import Clock
 from swarm.types import PeerId
 
 MOST_FAILURES = 5
-"""Attempts that may fail because of the same member. After these the others go on without it, whatever it holds, until
-it takes part in a round again. If they ran out of time, the last one was eight times as patient as the first."""
+"""So many attempts may fail because of the same member. After that the others go on without it, whatever it holds,
+until it takes part in a round again. If the attempts failed for lack of time, the last one waited eight times as long
+as the first."""
 PROBE_SHARE = 0.05
 """The pause between calls to a suspected peer, as a share of the time for which it has not answered."""
 
@@ -32,7 +33,7 @@ class _Exclusion:
 
 
 class Suspicions:
-    """Which other peers one peer does not count on, and why."""
+    """The other peers on which one peer does not rely, and why."""
 
     def __init__(self, clock: Clock, timing: Timing) -> None:
         self._clock = clock
@@ -61,7 +62,7 @@ class Suspicions:
         self._suspected.clear()
 
     def due(self) -> list[PeerId]:
-        """Suspected peers that should be called again: less often, the longer they have been gone."""
+        """Suspected peers that should be called again. The longer a peer has been gone, the less often it is called."""
         now, least = self._clock.monotonic(), self._timing.probe_seconds
         return [
             peer
@@ -70,7 +71,7 @@ class Suspicions:
         ]
 
     def exclude(self, peer_id: PeerId) -> None:
-        """Leave a peer out of this round for a while, though it is alive; each time for twice as long, to a limit."""
+        """Leave a living peer out of this round for a while: each time for twice as long, up to a limit."""
         previous = self._excluded.get(peer_id)
         doubled = 2 * previous.seconds if previous else self._timing.exclusion_seconds
         seconds = min(doubled, self._timing.max_exclusion_seconds)
@@ -87,11 +88,11 @@ class Suspicions:
         self._num_failures[peer_id] += 1
 
     def has_failed_for_good(self, peer_id: PeerId) -> bool:
-        """Whether so many attempts have failed because of a peer that it is not waited for any more."""
+        """Whether so many attempts have failed because of a peer that the others no longer wait for it."""
         return self._num_failures[peer_id] >= MOST_FAILURES
 
     def begin_round(self, members: Collection[str]) -> None:
-        """Begin a round from which no peer is left out, and forgive the members of the last one their failures."""
+        """Begin a round from which no peer is left out. The members of the last round have their failures forgotten."""
         for peer_id in self._num_failures.keys() & set(members):
             del self._num_failures[peer_id]
         self._excluded.clear()
