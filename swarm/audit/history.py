@@ -173,7 +173,7 @@ class History:
         # takes the result from the others.
         took_part = event.attempt in self._attempts or event.round == self._entered_round
         if is_member and not took_part:
-            self._violation("committed a result as a member, but had not begun the attempt")
+            self._violation("committed a result as a member, but had not begun its attempt")
         self._holdings.commit(event, self._closing, is_member=is_member)
         at = (self.start.boot, line.monotonic) if self._is_synchronous and self.start.boot else None
         self._rounds.committed(self.stage, event, file=self.name, at=at)

@@ -1,7 +1,7 @@
-"""What may change in the configuration when a run goes on from a checkpoint, and what did.
+"""Which fields of the configuration may change when a run goes on from a checkpoint, and which of them did.
 
-Used by checkpoint/file, which refuses a checkpoint with a difference that is forbidden, and by
-peers/stage_peer/resume, which tells the user of every other difference.
+Used by checkpoint/file, which refuses a checkpoint with a forbidden difference, and by peers/stage_peer/resume, which
+prints every other difference.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ Difference = tuple[Any, Any]
 _FREE_SECTIONS = ("stages", "optimizer", "outer", "averaging", "wire")
 _FREE_FIELDS = (
     "owner",
-    # These change how gradients are computed, but neither the parameters nor what optimizers remember of them.
+    # These change how gradients are computed, but neither the parameters nor the optimizers' state.
     "model.dropout",
     "model.autocast",
     "model.gradient_checkpointing",
@@ -36,8 +36,8 @@ _NO_CHANGE = (
     "data.tokenizer_identity",
     "data.tokenizer_files",
 )
-"""No change of these matters: they say where the text and the tokenizer lie, and `data.digest` is over the contents of
-both. Earlier releases did not write all of them."""
+"""These fields may change freely: they only say where the text and the tokenizer are, and `data.digest` covers the
+contents of both. Earlier releases did not write all of them."""
 
 
 def forbidden(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
@@ -51,7 +51,8 @@ def allowed(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
 
 
 def _differences(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    # What [outer] leaves out and `auto` count with the values that they stand for: earlier releases wrote these values.
+    # Values that [outer] leaves out, and `auto`, are replaced by what they stand for, because earlier releases wrote
+    # the actual values.
     whole = (
         dataclasses.replace(each, outer=each.outer_step, optimizer=each.gradient_step) for each in (checkpoint, run)
     )
@@ -63,6 +64,6 @@ def _is_free(name: str, run: RunConfig) -> bool:
     if name in _DILOCO_FIELDS:
         return not run.rounds.synchronous
     if "parallel" in run.model.types_of_blocks and name.startswith("stages."):
-        # The shards of such blocks meet at the ends of stages, so the model is another function if it is cut elsewhere.
+        # The shards of such blocks are added up at the ends of stages, so another cut would make another model.
         return False
     return name in _FREE_FIELDS or name.partition(".")[0] in _FREE_SECTIONS

@@ -33,7 +33,7 @@ FORMAT = 1
 TEXT = "data.digest"
 """The field that tells which text a run has."""
 SET_ASIDE = ".set-aside"
-"""Added to the name of a checkpoint that the run has no use for as it goes on, but its owner may have."""
+"""Added to the name of a checkpoint that the run no longer uses, but that its owner may still want."""
 ABANDONED_SECONDS = 3600.0
 """A temporary file that has not changed for this long is not being written any more."""
 Tensors = Mapping[str, torch.Tensor]
@@ -61,15 +61,15 @@ def names(folder: Path) -> list[FileName]:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a checkpoint says of itself.
+    """A checkpoint's metadata.
 
     Attributes:
-        config: the run's configuration when it was written.
-        run_samples: samples the run had committed when the round began.
+        config: the run's configuration when the checkpoint was written.
+        run_samples: the samples that the run had committed when the round began.
         lineage: hash chain over the rounds before it.
-        highest_microbatch: highest id that the stage had seen when it was written; -1 for none.
-        state_digest: BLAKE3 over the state, as the stage's peers compare it and the event log names it. It tells which
-            state this is. Another digest, which is over all of the file, tells whether the file is whole.
+        highest_microbatch: the highest id that the stage had seen when the checkpoint was written; -1 for none.
+        state_digest: the BLAKE3 digest of the state, which the stage's peers compare and the event log names. It
+            identifies the state. Another digest, over the whole file, shows whether the file is complete.
     """
 
     config: RunConfig
@@ -89,16 +89,16 @@ class Header:
 def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path:
     """Write one checkpoint. Once this returns, it survives a power cut. Blocks.
 
-    Whenever the process dies, the folder holds either the whole file or what was there before. If what was there is of
-    another lineage, it is set aside. So a stage that began anew does not destroy its last checkpoint when it comes to
-    the same round.
+    If the process dies, the folder holds either the whole new file or the former one. A former file of another lineage
+    is set aside. So a stage that began anew does not destroy its last checkpoint when it comes to the same round.
 
     Args:
         owner: name of the writer; no two writers of one folder may have the same.
 
     Raises:
-        IntegrityError: the state holds NaN or infinity, and as a checkpoint it would push out better ones.
-        OSError: it could not be written, and no part of it is left.
+        IntegrityError: the state holds NaN or infinity. As the newest checkpoint it would take the place of a sound
+            one.
+        OSError: the file could not be written. No part of it is left.
     """
     _require_finite("the state", tensors)
     path = folder / str(header.name)
@@ -108,7 +108,7 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
     metadata["sha256"] = _sha256(metadata, whole)
     try:
         tensor_file.write(temporary, whole, metadata)
-        # Before the former file is set aside, so that a power cut in between costs neither of the two.
+        # Synced before the former file is set aside, so that a power cut in between loses neither file.
         sync(temporary)
         if lineage(path) not in ("", header.lineage):
             logger.warning("%s is of another branch of the run: it is kept, as %s", path, set_aside(path).name)
@@ -120,20 +120,20 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
 
 
 def remove_unfinished(folder: Path, owner: str) -> None:
-    """Remove the temporary files that a killed writer of that name left, and those that any writer abandoned."""
+    """Remove the temporary files that a killed process of this owner left, and old ones of any owner."""
     oldest = time.time() - ABANDONED_SECONDS
     for leftover in folder.glob(".stage-*.safetensors.*.tmp"):
         if leftover.name.endswith(f".safetensors.{owner}.tmp"):
             leftover.unlink(missing_ok=True)
         else:
-            # Another newcomer may have been quicker, or the file may belong to another user.
+            # Another new process may have removed it already, or the file may belong to another user.
             with suppress(OSError):
                 if leftover.stat().st_mtime < oldest:
                     leftover.unlink()
 
 
 class OfAnotherRun(IntegrityError):
-    """A sound file of another run; those beside it may be of that run as well."""
+    """A sound file of another run. The files beside it may be of that run too."""
 
 
 def read_header(path: Path, config: RunConfig) -> Header:
@@ -173,14 +173,15 @@ def set_aside(path: Path) -> Path:
     number = 1
     while (target := path.with_name(f"{path.name}{f'.{number}' if number > 1 else ''}{SET_ASIDE}")).exists():
         number += 1
-    # Another peer of the folder may have been quicker.
+    # Another peer that uses the folder may have renamed it already.
     with suppress(FileNotFoundError):
         path.rename(target)
     return target
 
 
 def difference(path: Path, config: RunConfig) -> str:
-    """Why a file is of another run than this, by its header. Empty if it is of this run, or unreadable."""
+    """The reason why a file's header shows another run than this one. Empty if it is this run, or the file is
+    unreadable."""
     try:
         with tensor_file.opened(path, IntegrityError) as file:
             return _difference(_unpack(file.metadata() or {}, path).config, config)
@@ -189,7 +190,7 @@ def difference(path: Path, config: RunConfig) -> str:
 
 
 def config_of(path: Path) -> RunConfig:
-    """The configuration that a file was written under, as it says itself. Raises IntegrityError if it is unreadable."""
+    """The configuration in a file's header. Raises IntegrityError if it is unreadable."""
     with tensor_file.opened(path, IntegrityError) as file:
         return _unpack(file.metadata() or {}, path).config
 
@@ -265,7 +266,7 @@ def _require_finite(what: str, tensors: Any) -> None:
     """Raise IntegrityError if some tensor holds NaN or infinity.
 
     Args:
-        what: what holds them, for the message.
+        what: names the tensors' source in the message.
         tensors: a dictionary of tensors, or an open file of them.
     """
     for name in tensors.keys():  # noqa: SIM118 - a file has no other iterator

@@ -1,7 +1,7 @@
-"""A folder of checkpoints, and the state of a stage put together from it, under the same cut or another one.
+"""A folder of checkpoints, from which a stage's state is put together. The run may be cut as before, or differently.
 
-Used by peers/stage_peer when it starts. The newest round that is sound is taken. Files that are not sound are named in
-the log, but of those of another run only the first. Nothing is written.
+Used by peers/stage_peer when it starts. The newest sound round is taken. Unsound files are named in the log, but of the
+files of another run only the first one. Nothing is written.
 """
 
 import hashlib
@@ -25,8 +25,9 @@ class Restored:
     """A stage's state from the files of one round.
 
     Attributes:
-        config: the run's configuration when they were written.
-        lineage: of the file, if one file holds just this stage; otherwise made from those of all files that were used.
+        config: the run's configuration when the files were written.
+        lineage: the file's own, if one file holds exactly this stage. Otherwise it is made from the lineages of all
+            files used.
         files: the files that were used.
     """
 
@@ -40,7 +41,7 @@ class Restored:
 
 
 class CheckpointFolder:
-    """What one folder has for a run. Reads each file once."""
+    """The checkpoints of one folder that a run can use. Each file is read once."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
@@ -51,7 +52,7 @@ class CheckpointFolder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to choose from."""
+        """Whether the folder has no checkpoints."""
         return not self._names
 
     def restore(
@@ -89,8 +90,8 @@ class CheckpointFolder:
         is_first = len({number for number, num_stages in self._cuts if num_stages == cut[1]}) == 1
         if is_first and any(len(self._files(other)) == other[1] for other in self._cuts if other[1] != cut[1]):
             # This is the first round of a cut, and another cut has a round with files of all its stages: the run was
-            # resumed from those. Which of the new stages write to this folder is not known yet, so the round counts as
-            # complete once all of them have.
+            # resumed from those files. It is not known yet which of the new stages write to this folder. So the round
+            # counts as complete once all of them have written.
             kept = set(range(cut[1]))
         return {name.stage for name in self._files(cut)} == kept
 

@@ -1,8 +1,8 @@
 """Writes one stage peer's checkpoints as the rounds go by, and keeps the newest few.
 
-Used by peers/stage_peer, which hands it copies of the stage's state. It works in threads of its own, for which the end
-of the process does not wait, since a disk may hang for ever. A failure is one line in the log, and training goes on
-with the checkpoints that are there. Nothing is deleted before something newer is safely written.
+Used by peers/stage_peer, which hands it copies of the stage's state. It works in threads of its own. A process that
+ends does not wait for these threads, because a disk may hang for ever. After a failure there is a line in the log, and
+training goes on with the checkpoints that are there. Nothing is deleted before a newer checkpoint is safely written.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 DEFAULT_EVERY = 10
-"""Rounds from one checkpoint to the next, where the user does not say."""
+"""Rounds from one checkpoint to the next, unless the user chooses another number."""
 
 
 class CheckpointWriter:
@@ -33,10 +33,10 @@ class CheckpointWriter:
         Args:
             every: rounds from one checkpoint to the next.
             keep: how many checkpoints stay.
-            owner: as for file.write. What its last process left unfinished is removed.
+            owner: as for file.write. Unfinished files of an earlier process of this owner are removed.
 
         Raises:
-            OSError: there is no such folder, and it cannot be made.
+            OSError: the folder does not exist and cannot be made.
         """
         folder.mkdir(parents=True, exist_ok=True)
         file.remove_unfinished(folder, owner)
@@ -46,14 +46,14 @@ class CheckpointWriter:
         self._owner = owner
         self._lock = asyncio.Lock()
         self._former = file.names(folder)
-        """What was there when this peer started."""
+        """The checkpoints that were in the folder when this peer started."""
         self._is_ours = not self._former
-        """Whether what was there is known to be of this run."""
+        """Whether these checkpoints are known to be of this run."""
         self._newest: dict[int, int] = {}
 
     @property
     def had_any(self) -> bool:
-        """Whether checkpoints were there when this peer started."""
+        """Whether the folder had checkpoints when this peer started."""
         return bool(self._former)
 
     def is_due(self, round_number: int) -> bool:
@@ -70,10 +70,10 @@ class CheckpointWriter:
         return self._newest.get(stage, 0)
 
     async def write(self, header: Header, tensors: Tensors) -> bool:
-        """Write a state, whose tensors must not change any more, and tell whether that succeeded.
+        """Write a state, whose tensors must not change any more. Returns whether that succeeded.
 
-        Waits until the state before it is written. Cancellation leaves the thread at work: the file will be whole, or
-        not there.
+        Waits until the last state is written. If this is cancelled, the thread goes on: in the end the file is whole,
+        or does not exist.
         """
         async with self._lock:
             if not self._is_ours:
@@ -86,7 +86,7 @@ class CheckpointWriter:
             except IntegrityError as error:
                 logger.error("no checkpoint of round %d: %s; those that are there stay", header.round, error)
                 return False
-            # torch says with a RuntimeError that there is no memory.
+            # torch raises RuntimeError when there is no memory.
             except (OSError, RuntimeError, MemoryError) as error:
                 logger.error("no checkpoint of round %d in %s: %s", header.round, self.folder, error)
                 return False
@@ -99,8 +99,8 @@ class CheckpointWriter:
         return True
 
     def _foreign(self, header: Header) -> str:
-        """Say which checkpoint here, if any, is of another run: otherwise it would be deleted as an old one of this
-        run."""
+        """Return a line about a checkpoint of another run in this folder, if there is one. (It would be deleted as an
+        old one of this run.)"""
         for name in self._former:
             if difference := file.difference(self.folder / str(name), header.config):
                 return f"{name} in {self.folder} is of another run ({difference}); give --checkpoint another folder"
@@ -109,7 +109,7 @@ class CheckpointWriter:
     def went_back(self, config: RunConfig, round_number: int, *, stage: int | None = None) -> None:
         """Set aside checkpoints of later rounds than the one that the run goes on from, of one stage or of all.
 
-        Under their old names they would be taken for the newest, or be mixed with those still to come. Checkpoints of
+        Under their old names they would be taken for the newest ones, or be mixed with later ones. Checkpoints of
         another run are left alone.
         """
         for name in [n for n in self._former if n.round > round_number and stage in (None, n.stage)]:
@@ -123,10 +123,11 @@ class CheckpointWriter:
             file.set_aside(path)
 
     def _tidy(self, config: RunConfig, written: FileName) -> None:
-        """Delete all but the newest few; of those that a leaving peer wrote in between, keep only the newest one.
+        """Delete all but the newest few checkpoints. Of those between multiples of `every`, which leaving peers wrote,
+        keep only the newest.
 
-        Of those in between that were here before this peer started, `keep` may stay, in case `every` was another
-        number then.
+        Of those in between that were there when this peer started, `keep` may stay, because `every` may have been
+        another number then.
         """
         self.went_back(config, written.round, stage=written.stage)
         cut = (written.stage, written.num_stages)
@@ -142,7 +143,7 @@ class CheckpointWriter:
 
 
 async def _apart(work: Callable[[], Result]) -> Result:
-    """Do `work` in a thread for which the end of the process does not wait, as it would for a pool's thread."""
+    """Do `work` in a thread of its own. Unlike a pool's thread, it does not keep the process from ending."""
     future: Future[Result] = Future()
     # From now on the work cannot be cancelled. The caller can only stop waiting for it.
     future.set_running_or_notify_cancel()

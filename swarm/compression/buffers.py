@@ -15,8 +15,8 @@ from swarm.errors import MalformedMessage
 Buffer = bytes | bytearray | memoryview
 
 CHUNK_ELEMENTS = 1 << 18
-"""How many elements a codec handles at a time, so that its temporaries stay in the processor's cache. With a quarter of
-them a codec took one and a half times as long."""
+"""The number of elements that a codec handles at a time, so that its temporaries stay in the processor's cache. With a
+quarter of this number, a codec took one and a half times as long."""
 SMALLEST_SCALE = 2.0**-120
 """Elements with a smaller scale become zero, because its reciprocal might overflow."""
 LARGEST_SCALE = 2.0**100
@@ -55,7 +55,7 @@ def clamp_scales(scales_R: torch.Tensor) -> torch.Tensor:
 
 
 def reciprocals(scales_R: torch.Tensor) -> torch.Tensor:
-    """The factors to multiply by instead of dividing by the scales. That of a zero scale is zero."""
+    """The reciprocals of the scales; zero for a scale of zero."""
     return torch.where(scales_R == 0, 0.0, 1 / scales_R)
 
 
@@ -75,7 +75,8 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 
 def in_chunks(vector_N: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Cut a vector into rows of `width` elements, and yield some rows at a time: which rows, and their elements (R, E).
+    """Cut a vector into rows of `width` elements, and yield some rows at a time: the slice of rows, and their elements
+    (R, E).
 
     The last row is filled up with zeros.
     """

@@ -33,7 +33,7 @@ class Codec(Protocol):
 
     @property
     def tile(self) -> int:
-        """The number of elements at whose multiples a vector is best cut into parts."""
+        """A vector is best cut into parts at multiples of this number of elements."""
         ...
 
     @property

@@ -21,8 +21,8 @@ from swarm.compression.quantize import Blockwise
 FACTOR_BITS = 25
 """The inverse's cosines (`_whole_factors`) are whole multiples of 2**-25, and less than 0.18."""
 TERM_BITS = 23
-"""The numbers that the cosines are multiplied by are whole multiples of 2**-23 times a power of two, and less than
-twice that power. So 64 products add up to less than 64 * 0.18 * 2**(25 + 24), which is below 2**53."""
+"""The cosines are multiplied by whole multiples of 2**-23 times a power of two, which are less than twice that power.
+So 64 products add up to less than 64 * 0.18 * 2**(25 + 24), which is below 2**53."""
 
 
 def dct(tiles_TE: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def _to_bits(numbers: Numbers, width: int) -> Bytes:
 
 
 def _from_bits(bits: Bytes) -> Numbers:
-    """The numbers, of shape (R, C), whose bits of shape (R, C, width) these are."""
+    """The numbers, shape (R, C), that have these bits, shape (R, C, width)."""
     num_rows, count, width = bits.shape
     if width == 1:
         return bits[:, :, 0].astype(np.uint16)

@@ -67,14 +67,15 @@ class Blockwise(ABC):
     needs_feedback: bool
     is_sparse = False
     _scale_dtype = torch.bfloat16
-    """It has the range of float32. Its coarse steps cost next to nothing: codes are relative to the rounded scale."""
+    """It has the range of float32. Its coarse steps cost next to no accuracy, because codes are relative to the rounded
+    scale."""
     _limit: int
     """Magnitude of the largest code."""
     _code_bytes: int
     """Bytes that the codes of a block take."""
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
-        """Quantise relative to each block's scale, after that has been rounded to the type in which it travels."""
+        """Quantise each block relative to its scale, which is first rounded to the type in which it travels."""
         encoded = torch.empty(self.num_bytes(vector_N.numel()), dtype=torch.uint8)
         all_scales_B, all_codes = self._split(encoded, vector_N.numel())
         temporary = torch.empty(CHUNK_ELEMENTS)
@@ -158,7 +159,7 @@ class Int8(Blockwise):
 
 
 class Int4(Blockwise):
-    """Codes from -7 to 7, the nearest whole numbers as in int8, to each of which 8 is added; a byte holds two.
+    """Codes from -7 to 7, the nearest whole numbers as in int8. 8 is added to each code, and a byte holds two.
 
     A byte's low bits belong to the block's first half, and its high bits to the second, so that packing moves whole
     rows.

@@ -48,7 +48,7 @@ class Signs:
     def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
         """The largest magnitude as header; codes and signs, the columns of `fields`.
 
-        Values that are not real are padding. One magnitude for a group errs least if it is the mean.
+        Values that are not real are padding. The mean is the magnitude with the least error for a group.
         """
         # No sum overflows in float64.
         sums = torch.split(values_TK.abs().double() * is_real_TK, self.groups, 1)

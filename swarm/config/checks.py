@@ -21,7 +21,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_usable_numbers(section: str, values: Any) -> None:
-    """Check that every number of a section is finite, and none is above LARGEST_COUNT, the most that messages carry."""
+    """Check that every number of a section is finite and at most LARGEST_COUNT, the largest in messages."""
     for name, value in vars(values).items():
         if isinstance(value, float):
             require(math.isfinite(value), f"{section}.{name} must be finite, not {value}")

@@ -6,7 +6,7 @@ from swarm.config.checks import STRICT, require, require_not_negative, require_p
 from swarm.config.model import ModelConfig
 
 Group = tuple[str, ...]
-"""Matrices of a layer, by our modules' names, whose adapters share their first thin matrix, which reads the input."""
+"""Matrices of a layer, by our modules' names. Their adapters share the first thin matrix, which takes the input."""
 
 ALL_LINEAR = "all-linear"
 _LLAMA: dict[str, tuple[Group, ...]] = {
@@ -88,7 +88,7 @@ class LoraConfig:
 
 
 def targets_of(model: ModelConfig) -> dict[str, tuple[Group, ...]]:
-    """The groups of a layer's matrices that can be targets, by transformers' name of each target."""
+    """The groups of a layer's matrices, by the name of each target in transformers."""
     if model.positions == "learned":
         return _GPT2
     return {name: groups for name, groups in _LLAMA.items() if name != "gate_proj" or model.feed_forward == "swiglu"}

@@ -42,7 +42,7 @@ class OuterConfig:
         )
 
     def of(self, rounds: RoundsConfig) -> "OuterConfig":
-        """The configuration with values for what was left out, for a run with these rounds."""
+        """The configuration with all values filled in, for a run with these rounds."""
         num_inner_batches = rounds.round_samples / rounds.inner_batch_samples
         if self.learning_rate == self.momentum == LEFT_OUT and num_inner_batches < LONG_ROUND:
             return OuterConfig(learning_rate=LEARNING_RATE, momentum=SHORT_MOMENTUM)

@@ -22,7 +22,7 @@ def from_dict(values: dict[str, Any], *, source: str) -> RunConfig:
     Raises:
         ValueError: one line naming `source`, the field and the fault, for unknown keys too.
     """
-    # Of TOML's types, JSON lacks only dates. No field takes a date; as an object, it is refused by every field.
+    # TOML has dates and JSON has none. No field takes a date, so it becomes an object, which every field refuses.
     return from_json(json.dumps(values, default=lambda date: {"date": str(date)}), source=source)
 
 
@@ -71,7 +71,7 @@ def from_json(text: str, *, source: str) -> RunConfig:
         return _ADAPTER.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        # We keep section, field and list index. Other parts say which of a field's types did not fit.
+        # Section, field and list index are kept. Other parts of the location name the type that did not fit.
         where = ".".join(str(part) for n, part in enumerate(first["loc"]) if n < 2 or isinstance(part, int))
         if first["type"] == "json_invalid":
             raise ValueError(f"{source} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None

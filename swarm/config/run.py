@@ -1,8 +1,8 @@
 """RunConfig: what a run trains and how. All peers of the run share this document.
 
 The first peer reads it from TOML (reading.py) and publishes it; joiners fetch it. It is identified by the digest of its
-canonical JSON. What concerns a single machine (device, port, memory) is no part of it, but an option of a command.
-Each section is a file beside this one. Here they are put together, and checked against each other.
+canonical JSON. Settings of a single machine (device, port, memory) are options of a command instead. Each section is a
+file beside this one. Here they are put together, and checked against each other.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ MOST_MICROBATCHES = 1 << 18
 """The most microbatches of a synchronous round: peers name all that they have in one list, and refuse a longer list
 (rpc/bounds)."""
 MUON_TOKENS_PER_COLUMN = 8
-"""Muon is the default where an inner step has so many tokens for each column of the model, or more."""
+"""Muon is the default if an inner step has at least this many tokens for each column of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,16 +138,19 @@ class RunConfig:
 
     @property
     def round_microbatches(self) -> int | None:
-        """The same in the synchronous setting; None with DiLoCo, whose rounds end with whichever microbatches came."""
+        """`microbatches_per_round` in the synchronous setting. None with DiLoCo, where a round has no fixed
+        microbatches."""
         return self.microbatches_per_round if self.rounds.synchronous else None
 
     @property
     def gradient_step(self) -> OptimizerConfig:
-        """What steps along gradients, with the name that `auto` stands for.
+        """The configuration of the optimizer that steps along gradients, with `auto` replaced by the name it stands
+        for.
 
         Muon learns more from each sample. But its step takes some 30 d operations for each element of a d x d matrix,
-        where training takes 6 for each token (docs/operations.md), and more in the synchronous setting, where its
-        products are exact. A model that comes in has been trained with AdamW as a rule, and so are adapters.
+        while training takes 6 for each token (docs/operations.md). In the synchronous setting it takes more, because
+        its products are exact. Models that are imported were usually trained with AdamW, and adapters are usually
+        trained with it too.
         """
         if self.optimizer.name != "auto":
             return self.optimizer
@@ -158,7 +161,7 @@ class RunConfig:
 
     @property
     def outer_step(self) -> OuterConfig:
-        """The configuration of DiLoCo's outer step, with values for what was left out."""
+        """The configuration of DiLoCo's outer step, with all values filled in."""
         return self.outer.of(self.rounds)
 
     @functools.cached_property

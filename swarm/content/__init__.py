@@ -1,1 +1,2 @@
-"""What a run's configuration names by its digest, and peers give each other: initial weights, and the tokenizer."""
+"""Content that a run's configuration names by digest and peers send to each other: initial weights and the
+tokenizer."""

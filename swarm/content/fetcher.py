@@ -1,7 +1,7 @@
-"""Fetches what digests name from several peers at once, whichever of them have it.
+"""Fetches content by its digests, from several peers at once.
 
-Used by weights.py and tokenizer.py. If one peer fails to send something, another one is asked for it, and nothing that
-has come is fetched again. A peer that sent something else is not asked any more.
+Used by weights.py and tokenizer.py. If one peer fails to send a piece, another peer is asked for it. No piece is
+fetched twice. A peer that sent wrong bytes is not asked again.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Piece:
     """One thing to fetch.
 
     Attributes:
-        keep: is handed the bytes, once they are here and checked.
+        keep: called with the bytes once they have come and are checked.
     """
 
     sha256: str
@@ -42,7 +42,8 @@ class Piece:
 
 
 class Fetcher:
-    """One process's downloads of one kind, and what it has learnt about the peers that it asked."""
+    """One process's downloads of one kind of content. It remembers which peers sent something, and which sent wrong
+    bytes."""
 
     def __init__(
         self, line: Line, kind: Kind, donors: Callable[[], Sequence[PeerRecord]], clock: Clock, rng: random.Random
@@ -50,7 +51,7 @@ class Fetcher:
         """
         Args:
             donors: gives the peers that may be asked now.
-            rng: orders the peers; each process has another one, so that not all processes ask the same peer.
+            rng: orders the peers. Each process has its own, so that not all processes ask the same peer first.
         """
         self._line = line
         self._kind = kind
@@ -60,13 +61,14 @@ class Fetcher:
         self._failures = Repeats(clock)
         self._distrusted: set[str] = set()
         self._proven: list[str] = []
-        """Peers that have sent something, and are asked first."""
+        """Peers that have sent something. They are asked first."""
 
     async def fetch(self, pieces: Sequence[Piece], arriving: Arriving | None = None) -> None:
-        """Fetch all pieces, in any order. If it fails or is cancelled, the pieces that came were handed over already.
+        """Fetch all pieces, in any order. After a failure or cancellation, the pieces that came have been passed to
+        `keep`.
 
         Args:
-            arriving: is told of each piece that has come.
+            arriving: notified of each piece that has come.
 
         Raises:
             PeerUnavailable: there is a piece that no peer sends.
@@ -82,7 +84,7 @@ class Fetcher:
     async def _work(
         self, donors: Iterator[PeerRecord], pieces: Sequence[Piece], missing: Segments, arriving: Arriving | None
     ) -> None:
-        """Fetch from one donor after another, from each until it fails."""
+        """Fetch from one donor until it fails, then from the next one."""
         for donor in donors:
             given_at = self._clock.monotonic()
             while (index := await missing.take()) is not None:
@@ -119,7 +121,7 @@ class Fetcher:
                 return
 
     def _say(self, donor: PeerRecord, error: SwarmError) -> None:
-        """Log what is wrong with a donor. It is asked again each time that something is to be fetched."""
+        """Log what is wrong with a donor; the same line is not repeated, though the donor is asked at every fetch."""
         if self._failures.count((donor.peer_id, str(error))):
             logger.info("%s is no source: %s", donor.peer_id, error)
 

@@ -1,4 +1,4 @@
-"""Asks one peer for what a digest names: the other end of ContentService.
+"""Asks one peer for content by its digest: the client side of ContentService.
 
 Used by fetcher.py. Every answer is checked. Never retries.
 """
@@ -21,7 +21,7 @@ SILENCE_SECONDS = 20.0
 
 
 class Kind(StrEnum):
-    """What is asked for: the method of ContentService."""
+    """The kind of content: the method of ContentService."""
 
     WEIGHTS = "Weights"
     TOKENIZER = "Tokenizer"
@@ -53,7 +53,7 @@ class Line:
                 if not 0 < len(piece.data) <= max_bytes - len(content):
                     raise MalformedMessage(f"{peer.peer_id} sends more than {max_bytes} bytes, or nothing")
                 content += piece.data
-        # In a thread, since it takes milliseconds.
+        # In a thread, because it takes milliseconds.
         if (await asyncio.to_thread(hashlib.sha256, content)).hexdigest() != sha256:
             raise IntegrityError(f"what {peer.peer_id} sent does not match its digest")
         return bytes(content)

@@ -1,8 +1,8 @@
-"""Gives other processes of the run what its configuration names by digest: one end of ContentService.
+"""Serves content to other processes of the run, by digest: the server side of ContentService.
 
-Runs at every stage peer. Training comes first: pieces wait while the peer exchanges, weights are given to one peer
-after the other, and no more than a few calls are served at one time. What is served is read from disk by worker
-threads. Nothing is checked here: the process that asks does that.
+Runs at every stage peer. Training comes first: pieces wait while the peer exchanges, weights are sent to one peer after
+the other, and only a few calls are served at a time. Worker threads read the content from disk. Nothing is checked
+here, because the process that asks checks it.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from swarm.rpc.wire import CHUNK_BYTES
 logger = logging.getLogger(__name__)
 
 Shelf = Callable[[str], bytes | None]
-"""Reads the content that has a digest, SHA-256 in hexadecimal; None if it is not here. Blocks. Raises SwarmError,
+"""Returns the content with a given SHA-256 digest in hexadecimal; None if it is not here. Blocks. Raises SwarmError,
 ValueError or OSError if it cannot be read."""
 
 MOST_CALLS = 16
-"""The most calls that are served at one time; each holds a segment of a tensor in memory, or a file of a tokenizer."""
+"""The most calls that are served at one time. Each holds a segment of a tensor, or a tokenizer's file, in memory."""
 MOST_CALLS_OF_ONE = 4
 """The most of these calls that one caller may have."""
 RETRY_SECONDS = 0.5
@@ -42,7 +42,7 @@ def nothing(sha256: str) -> bytes | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Shelves:
-    """What one peer has to give."""
+    """The content that one peer serves."""
 
     weights: Shelf = nothing
     tokenizer: Shelf = nothing

@@ -1,6 +1,6 @@
 """The run's tokenizer, fetched from peers into a cache.
 
-Used by swarm-trainer, swarm-generate, swarm-model, and by stage peers, which give it to others.
+Used by swarm-trainer, swarm-generate, swarm-model, and by stage peers, which serve it to others.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from swarm.errors import Fatal
 
 
 async def have(digest: str, folder: Path, fetcher: Fetcher) -> None:
-    """Fetch a tokenizer's files into a folder, unless they are there. If cancelled, it leaves the folder as it was.
+    """Fetch a tokenizer's files into a folder, unless they are there. If this is cancelled, the folder stays as it was.
 
     Raises:
         PeerUnavailable: no peer that answers has them.

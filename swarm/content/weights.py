@@ -1,7 +1,7 @@
-"""The weights that a run begins with, as one peer has them: in a model's folder, or fetched from others into a cache.
+"""One peer's copy of the weights that a run begins with: in a model's folder, or fetched from others into a cache.
 
-Used by swarm-peer. Fetched weights lie in a folder as an import writes them, part by part, so that a peer that starts
-again, and others that ask this one, find them there. Every byte is checked before it is written.
+Used by swarm-peer. Fetched weights are written part by part into a folder, in the form that an import writes. So they
+are there when this peer starts again, and when other peers ask for them. Every byte is checked before it is written.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightsCache:
-    """What this machine has of one run's initial weights.
+    """The initial weights of one run that are on this machine.
 
     Attributes:
         num_fetched: segments that other peers have sent.
@@ -40,8 +40,8 @@ class WeightsCache:
             folder: where to keep what is fetched; made if it is not there.
             digest: `model.weights` of the run.
             waits: are told how far a download has come.
-            own: the weights of the run folder that the user has named, if any.
-            source: the model's folder that the user has named, if any.
+            own: the weights in the run folder that the user named, if any.
+            source: the model's folder that the user named, if any.
         """
         self.num_fetched = 0
         self._folder = folder
@@ -53,16 +53,16 @@ class WeightsCache:
         self._kept = _open(folder, digest)
         self._lock = asyncio.Lock()
         self._said_bytes = 0
-        """How many bytes the log says are being fetched; 0 once they are here."""
+        """The number of bytes in the last log line about a fetch; 0 once they have come."""
 
     def here(self, shapes: Mapping[str, Size]) -> Weights | None:
-        """Where these parameters can be read on this machine; None if they cannot."""
+        """The weights on this machine that hold these parameters; None if there are none."""
         return next((place for place in self._places if place.has(shapes)), None)
 
     async def of(self, shapes: Mapping[str, Size]) -> Weights:
-        """Where these parameters can be read; those that are not on this machine are fetched first.
+        """Return weights that hold these parameters. Those that are not on this machine are fetched first.
 
-        If cancelled, it keeps the parts that are whole, and the next call goes on with them.
+        After a cancellation, whole parts are kept, and the next call goes on with them.
 
         Raises:
             PeerUnavailable: no peer that answers has them all.
@@ -85,7 +85,7 @@ class WeightsCache:
     def _places(self) -> list[Weights]:
         places = [place for place in (self._own, self._kept) if place is not None]
         if self._source is not None and self._kept is not None:
-            # The index, which as a rule came from other peers, shows whether the user's model is the run's.
+            # The index, which usually came from other peers, shows whether the user's model is the run's.
             places.insert(0, Weights(self._kept.index, self._source.tensors, place=self._source.folder))
         return places
 
@@ -104,7 +104,7 @@ class WeightsCache:
         if shutil.disk_usage(self._folder).free < total:
             raise Fatal(f"no room in {self._folder} for {total / 1e6:.0f} MB of weights")
         if total != self._said_bytes:
-            # Said once only: this is tried again and again until some peer that has them answers.
+            # Logged only once, because this is tried again and again until a peer that has the weights answers.
             logger.info("fetching %.1f MB of the weights that the run begins with from other peers", total / 1e6)
             self._said_bytes = total
         arriving = Arriving("the weights that the run begins with", total)
@@ -116,7 +116,7 @@ class WeightsCache:
         return kept
 
     async def _have_index(self, source: Source) -> None:
-        """Fetch the index from a peer; where none has it, make it from the whole of the user's model."""
+        """Fetch the index from a peer. If no peer has it, make it by reading the user's whole model."""
         try:
             self._kept = await self._fetch_index()
         except PeerUnavailable:
@@ -152,7 +152,7 @@ class WeightsCache:
 
 
 def _open(folder: Path, digest: str) -> Weights | None:
-    """What was fetched before; None if there is nothing, or it is no index of these weights."""
+    """Open weights that were fetched before. None if there are none, or they have another index."""
     try:
         found = weights.open_folder(folder)
     except IntegrityError:

@@ -1,7 +1,7 @@
-"""The owner of a locked run as its members know it: a root certificate, with which they check who is a member.
+"""The owner of a locked run, as a root certificate with which members check who else is a member.
 
 Used by identity, by dht/ for records and by rpc/ for connections and calls. A member is a peer or trainer whose
-certificate was issued with one of the owner's tokens. Certificates alone decide: there is no list of members, and no
+certificate was issued with one of the owner's tokens. Only certificates decide: there is no list of members, and no
 other machine is asked.
 """
 
@@ -20,7 +20,7 @@ from swarm.types import PeerId
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What a certificate says of its holder."""
+    """The facts about a member that its certificates state."""
 
     peer_id: PeerId
     role: Role
@@ -46,7 +46,7 @@ class Authority:
         return _fingerprint(self.certificate_pem)
 
     def member(self, chain_pem: str, now: float) -> Member:
-        """The member to which a chain of certificates (its own, then the token's) belongs.
+        """Return the member to which a chain of certificates (its own, then the token's) belongs.
 
         Args:
             now: seconds since the epoch.

@@ -36,7 +36,7 @@ FAULTS = (
 
 _LONG = datetime.timedelta(days=3650)
 _EARLIER = datetime.timedelta(days=1)
-"""A certificate is valid from this long before it is made, so that a machine whose clock is slow takes it as well."""
+"""A certificate is valid from this long before it is made, so that machines with slow clocks accept it too."""
 _END = "-----END CERTIFICATE-----\n"
 
 
@@ -44,7 +44,7 @@ class Role(StrEnum):
     """What the holder of a token may do."""
 
     PEER = "peer"
-    """May serve stages, and do all that a trainer may."""
+    """May serve stages, and do everything that a trainer may do."""
     TRAINER = "trainer"
     """May feed text, and watch."""
 
@@ -111,7 +111,7 @@ def token(
     now: datetime.datetime,
     expires: datetime.datetime,
 ) -> x509.Certificate:
-    """Make a certificate for a token, which can issue certificates to peers, but none that issue further ones."""
+    """Make a certificate for a token. It can issue certificates to peers, but these cannot issue further ones."""
     builder = _builder(name, key.public_key(), OWNER_NAME, now - _EARLIER, expires)
     builder = builder.add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
     return _authority(builder, key, owner_key, path_length=0).sign(owner_key, hashes.SHA256())
@@ -194,7 +194,7 @@ def load_all(pem: str) -> list[x509.Certificate]:
 
 
 def first_pem(chain_pem: str) -> str:
-    """The first certificate of a chain, as PEM: the peer's own, without those that vouch for it."""
+    """The first certificate of a chain, as PEM. It is the peer's own."""
     return chain_pem[: chain_pem.find(_END) + len(_END)] if _END in chain_pem else chain_pem
 
 
@@ -213,7 +213,7 @@ def public_key(certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
 def peer_id_of(certificate_pem: str) -> PeerId:
     """The id of the peer with this certificate, or first of a chain. Raises IntegrityError if the text is none.
 
-    Every call that a peer serves needs the id, so it is cached.
+    The result is cached, because every call that a peer serves needs it.
     """
     return PeerId(fingerprint(load(certificate_pem))[:40])
 

@@ -24,7 +24,7 @@ from swarm.errors import IntegrityError, NotAllowed
 from swarm.machine.disk import write_private
 
 PREFIX = "swarm1-"
-"""The beginning of every token, by which people and programs recognize one."""
+"""The beginning of every token, by which people and programs recognize it."""
 _KEY_BYTES = 32
 _LENGTH_BYTES = 2
 
@@ -100,7 +100,7 @@ class Token:
             raise ValueError("another key's certificate")
         certificate.verify_directly_issued_by(owner)
         token = cls(certificate=certificate, key=key, owner=owner)
-        # The token is tried now, so that a fault shows here, and not at the peers that this process wants to join.
+        # The token is tried out here, so that a fault shows now, and not when this process joins a peer.
         admitted = token.admit(generate())
         token.authority.member(admitted.certificate_pem, token.expires_at)
         return token

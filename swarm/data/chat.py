@@ -72,7 +72,7 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            add_generation_prompt: whether the assistant's next turn is to be opened at the end.
+            add_generation_prompt: whether the text ends with the opening of the assistant's next turn.
 
         Raises:
             ValueError: one line, if the template is not valid, refuses the messages, or goes beyond its limits.
@@ -83,11 +83,11 @@ class ChatTemplate:
     def render_training(self, messages: Sequence[Message]) -> Rendered:
         """The text of a whole conversation, with the parts that the assistant said.
 
-        A template may mark these parts with `{% generation %}`. In another template, they are what each of the
-        assistant's messages adds to the text that opens its turn, with the end of the turn.
+        A template may mark these parts with `{% generation %}`. If it does not, they are found by comparison: each of
+        the assistant's messages is what the text gains after the opening of its turn, including the end of the turn.
 
         Raises:
-            ValueError: as render does, and if the template does not tell the assistant's parts.
+            ValueError: as `render`, and if the assistant's parts cannot be found.
         """
         text, spans = self._ask(messages, is_training=True)
         return Rendered(text, [(first, last) for first, last in spans])

@@ -1,4 +1,4 @@
-"""Corpora: the text that a run learns: one or several datasets, each with a part that is held out.
+"""Corpora: the text that a run learns. It is one or several datasets, and a part of each is held out.
 
 The first peer and the trainers call `prepare`. The first peer publishes the digests. The trainers put their datasets in
 the run's order with `in_order`, and call `check_digest`. data/prepared prepares each dataset.
@@ -64,7 +64,7 @@ class Corpus:
 
 
 def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
-    """Make each dataset's tokens, or its sequences, in `cache_dir`, unless they are there, and map them into memory.
+    """Tokenize all datasets into files in `cache_dir`, unless they are there, and map the files into memory.
 
     Raises:
         ValueError: one line, if a dataset, the tokenizer or its chat template is missing, unreadable or empty, a row
@@ -90,7 +90,7 @@ def _digest(sources: Sequence[SourceTokens]) -> str:
 
 
 def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
-    """Divide a dataset in its training part and its held-out part. Raises ValueError if one of them is too short."""
+    """Divide a dataset into its training part and its held-out part. Raises ValueError if one of them is too short."""
     tokens = found.tokens
     num_held_out = int(len(tokens) * config.held_out_fraction)
     if config.has_targets:

@@ -1,4 +1,4 @@
-"""Finds the end tokens of a model: those with which a text ends, or an assistant's turn in a conversation."""
+"""Finds the end tokens of a model: the tokens that end a text, or an assistant's turn in a conversation."""
 
 import reprlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ def end_tokens(model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer
     """The end tokens that files and configuration name, by number or as the tokenizer's `eos_token`; may be empty.
 
     Args:
-        model: its eos_token_ids count only if no generation_config.json names any.
+        model: the model's configuration. Its eos_token_ids count only if no generation_config.json names any.
         folders: of the tokenizer and the model, as transformers writes them.
 
     Raises:

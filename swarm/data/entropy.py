@@ -1,4 +1,4 @@
-"""Entropies of a corpus: what a model that only counts would reach, in nats per token.
+"""Entropies of a corpus: the loss, in nats per token, of a model that only counts tokens or pairs of tokens.
 
 A trainer's summary compares the model's held-out loss with them: below the bigram entropy the model has learnt more
 than which token follows which. Counts come from the training part, and the cross entropy from the held-out part. The
@@ -30,8 +30,8 @@ def bigram_entropy(corpus: Corpus) -> float:
 
         p(b | a) = (count(ab) + vocab_size * p(b)) / (count(a) + vocab_size)
 
-    So it still says something where the vocabulary is large and most pairs were never seen. Only the pairs that occur
-    in the held-out part are counted: memory does not grow with the square of the vocabulary.
+    So the figure is meaningful even if the vocabulary is large and most pairs were never seen. Only the pairs that
+    occur in the held-out part are counted, so memory does not grow with the square of the vocabulary.
     """
     held_out = np.concatenate([_pairs(source.held_out, corpus.vocab_size) for source in corpus.sources])
     pairs, where = np.unique(held_out, return_inverse=True)

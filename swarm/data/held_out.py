@@ -34,7 +34,7 @@ def averaged(sources: Sequence[HeldOut], losses: Sequence[float]) -> HeldOutLoss
     """The loss on all held-out text.
 
     Args:
-        losses: for each batch of each source, in order, its mean over targets.
+        losses: the mean loss over targets of each batch of each source, in order.
     """
     remaining = iter(losses)
     by_source, weights = dict[str, float](), list[float]()

@@ -1,4 +1,5 @@
-"""Downloads models' files from Hugging Face's hub, and says in one line why that fails. Nothing of them is executed.
+"""Downloads models' files from Hugging Face's hub, and gives a one-line reason if that fails. Executes nothing from
+them.
 
 Used by data/tokenizer_files, data/rows, interchange/source and swarm-model. The library huggingface_hub is installed
 with tokenizers. It keeps downloads in a cache of its own, and finds them there without a network.
@@ -19,7 +20,7 @@ def is_name(text: str) -> bool:
 
 
 def download(name: str, patterns: Sequence[str]) -> Path:
-    """Download files of a model, unless they are here already; gives their folder. Blocks.
+    """Download files of a model, unless they are here already, and return their folder. Blocks.
 
     Raises:
         PeerUnavailable: one line, if the files cannot be downloaded.
@@ -36,14 +37,14 @@ def download(name: str, patterns: Sequence[str]) -> Path:
 
 
 def reason(error: Exception, page: str) -> str:
-    """What is wrong, and what to do about it, in a few words: the library explains its errors at length.
+    """A few words that say what is wrong and what to do about it. (The library's own messages are long.)
 
     Args:
-        page: where the hub shows what was asked for: the model's name, or `datasets/NAME`.
+        page: the path of the hub's page: the model's name, or `datasets/NAME`.
     """
     from huggingface_hub import errors
 
-    # If the library finds nothing in its cache either, it hides why it has not asked the hub.
+    # If the cache has nothing either, the library's error has the hub's error only as its cause.
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
     status = getattr(getattr(cause, "response", None), "status_code", None)
     if isinstance(cause, errors.OfflineModeIsEnabled):

@@ -26,7 +26,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 _Words = npt.NDArray[np.uint64]
 _Part = npt.NDArray[Any]
-"""Tokens of a text, or sequences, of one dataset."""
+"""Tokens or sequences of one dataset."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class HeldOut:
     Attributes:
         name: the dataset's name in figures.
         batches: microbatches in their wire form (training/samples); the last one may be smaller.
-        share: how many sequences of the held-out part each of the samples stands for.
+        share: the number of sequences of the held-out part for which each of the samples stands.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Microbatches:
         return HeldOut(name=self._names[source], batches=batches, share=available / num_samples)
 
     def _training_sequence(self, epoch: int, place: int) -> tuple[_Part, int]:
-        """The training part of a dataset, and the number of a sequence in it, for a place in an epoch's permutation."""
+        """Find the sequence at a place in an epoch's permutation: its dataset's training part, and its number there."""
         source = int(np.searchsorted(self._ends, place, side="right"))
         size = self._sizes[source]
         seen = epoch * size + place - (int(self._ends[source]) - size)

@@ -42,7 +42,8 @@ def sequences(documents: Iterator[Document], config: DataConfig, vocab_size: int
 
 
 def pack(documents: Iterator[Document], capacity: int) -> Iterator[list[Document]]:
-    """Put documents in groups of at most `capacity` tokens: each into the fullest open group with room for it.
+    """Yield groups of documents of at most `capacity` tokens. Each document goes into the fullest open group with room
+    for it.
 
     This is best fit with a bounded number of bins (Johnson 1974): if too many are open, the fullest is closed.
     """

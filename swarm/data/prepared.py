@@ -43,7 +43,7 @@ _PREPARING, _LOCK = ".preparing-", "lock"
 _LOCKED_SECONDS = 60.0
 """A process locks its new folder within this time, so an older one without a lock was left by a dead process."""
 _MOST_NAMED = 20
-"""The most skipped files that the log names; of further ones it tells the number."""
+"""The most skipped files that the log names. Of further ones it gives only the number."""
 _SAY_SECONDS = 10.0
 """Time between two log lines that say how far a preparation is."""
 
@@ -83,11 +83,11 @@ class Recipe:
         return tokenizers.token_dtype(vocab_size)
 
     def documents(self) -> Documents | None:
-        """Make the part that makes documents of one dataset's rows, and counts them; None for texts."""
+        """Make the object that turns one dataset's rows into documents, and counts them. None for texts."""
         return Documents(self.config, self.tokenizer, self.template) if self.config.has_targets else None
 
     def key(self, source: Source) -> str:
-        """The key under which this machine's cache has the dataset if it has been prepared already."""
+        """The key of the prepared dataset in this machine's cache."""
         config = self.config
         origin = [_CACHE_VERSION, source.dataset, config.max_tokens, self.tokenizer.identity, source.identity]
         if config.has_targets:
@@ -97,7 +97,7 @@ class Recipe:
 
 
 def prepare(dataset: str, recipe: Recipe, cache_dir: Path) -> Prepared:
-    """Make a dataset's tokens, or its sequences, in `cache_dir`, unless they are there, and map them into memory.
+    """Tokenize a dataset into a file in `cache_dir`, unless it is there, and map the file into memory.
 
     Local files are recognised by path, size and modification time; a Hugging Face dataset by its name alone.
     Several processes may call this at once: each writes a file of its own, and the last rename wins. Files that killed
@@ -175,7 +175,7 @@ def _write(path: Path, source: Source, recipe: Recipe) -> None:
         counts = {} if documents is None else dataclasses.asdict(documents.counts)
         about = {"digest": digest.hexdigest(), "no_text": source.no_text, "counts": counts}
         _about_path(written).write_text(json.dumps(about), encoding="utf-8")
-        # This file is renamed first, so that a process that finds the tokens finds it, too.
+        # The file about the tokens is renamed first, so that a process that finds the tokens finds it too.
         _about_path(written).replace(_about_path(path))
         written.replace(path)
 
@@ -204,7 +204,7 @@ def _first_fault(source: Source) -> str:
 
 @contextlib.contextmanager
 def _own_folder(parent: Path) -> Iterator[Path]:
-    """A new folder for the `with` block, in which this process holds its lock, so that no `_sweep` removes it."""
+    """Make a new folder for the `with` block. This process holds the folder's lock, so that no `_sweep` removes it."""
     with tempfile.TemporaryDirectory(dir=parent, prefix=_PREPARING) as name:
         folder = Path(name)
         with (folder / _LOCK).open("wb") as lock:

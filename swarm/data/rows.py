@@ -61,7 +61,7 @@ def of_file(path: Path) -> Iterator[Row]:
 def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
     """The rows of `hf:NAME` or `hf:NAME:CONFIGURATION`, as they are downloaded. Raises ValueError with one line."""
     try:
-        # The library is an extra, and slow to import.
+        # Imported here, because the library is an extra, and slow to import.
         from datasets import load_dataset
     except ImportError:
         raise missing(dataset, "datasets", "hf") from None

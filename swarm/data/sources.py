@@ -21,7 +21,7 @@ class Source:
     """The files of a dataset, or its name on the hub.
 
     Attributes:
-        dataset: one of the names in `data.dataset`.
+        dataset: the dataset's name in `data.dataset`.
         identity: a value that changes on this machine when the source has changed.
         unreadable: files that were skipped because they cannot be opened: the reason by path.
         no_text: files that were skipped because they turned out to hold no text, or no rows: the reason by path.

@@ -4,7 +4,7 @@ A template is a program, and comes from strangers. Jinja's sandbox gives it acce
 could still compute for ever (loops within loops, `9 ** (9 ** 9)`) or fill the memory (`"a" * 10 ** 9`). So the kernel
 limits this process, and ends it if need be, whatever the template does.
 
-data/template_process starts it, and talks to it over its stdin and stdout.
+data/template_process starts it, and exchanges messages with it over its stdin and stdout.
 """
 
 import json
@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from swarm.data.template_process import EXIT_NO_MEMORY, MOST_CHARACTERS, read, write
 
 _MOST_REASON = 500
-"""The most characters of a fault's reason that are told: a template may raise errors with any text."""
+"""The most characters of a fault's reason in the answer, because a template may raise errors with any text."""
 _ASSISTANT = "assistant"
 # Marks around the assistant's parts. Unicode reserves these two characters so that no text has them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -55,7 +55,7 @@ class Template:
             self._marks_itself = any(marking.parse(template).find_all(nodes.ExtensionAttribute))
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - Jinja computes constants when it compiles, which may fail anyhow
+        except Exception as error:  # noqa: BLE001 - Jinja computes constants when it compiles: any error may come
             raise Fault(f"the chat template is not valid: {_reason(error)}") from None
 
     def _environment(self, begin: str, end: str) -> ImmutableSandboxedEnvironment:
@@ -76,7 +76,7 @@ class Template:
     def render_training(self, messages: Sequence[Any], now: datetime) -> tuple[str, list[tuple[int, int]]]:
         """The text of a whole conversation, and the spans of characters [first, last) that the assistant said.
 
-        Raises Fault if the template refuses the messages, or does not tell the assistant's parts.
+        Raises Fault if the template refuses the messages, or the assistant's parts cannot be found.
         """
         self._now = now
         if self._marks_itself:
@@ -159,7 +159,7 @@ def main() -> None:
     for kind, most in ((resource.RLIMIT_AS, opening["memory_bytes"]), (resource.RLIMIT_CORE, 0)):
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    # This signal ends the process once its time is up. The process may have inherited that it is ignored.
+    # This signal ends the process once its time is up. The parent may have ignored it, and a child inherits that.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     template: Template | None = None
     try:

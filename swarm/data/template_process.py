@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 EXIT_NO_MEMORY = 3
-"""The exit code with which the child tells that it needed more memory than it may have."""
+"""The child's exit code when it needed more memory than it may have."""
 MOST_CHARACTERS = 16 << 20
 """The most characters of a rendered text; conversations of datasets and of requests are shorter."""
 _MOST_ANSWER_BYTES = 8 * MOST_CHARACTERS
@@ -29,10 +29,11 @@ _COMMAND = [sys.executable, "-P", "-c", "from swarm.data.template_child import m
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a template may take.
+    """The limits for a template.
 
     Attributes:
-        seconds: processor time for one request. It is not wall time, so that a busy machine refuses nothing.
+        seconds: processor time for one request. It is not wall time, so that no request is refused because the machine
+            is busy.
         memory_bytes: address space of its process. macOS does not enforce this.
     """
 
@@ -55,7 +56,8 @@ class TemplateProcess:
         self._ending: Callable[[], object] = lambda: None
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """Ask the child, and give its answer. Blocks. An exception that a signal raises meanwhile ends the child.
+        """Send a request to the child and return its answer. Blocks. If a signal handler raises an exception meanwhile,
+        the child is ended.
 
         Raises:
             ValueError: one line: the template cannot be rendered, or not within the limits.
@@ -73,7 +75,7 @@ class TemplateProcess:
                 self.close()
                 raise ValueError("the messages are nested too deeply for a chat template") from None
             except BaseException:
-                # The child is ended, because its answer to this request would be taken for that to the next one.
+                # The child is ended, because otherwise the next request would get the answer to this one.
                 self.close()
                 raise
             if reply is None:
@@ -90,7 +92,7 @@ class TemplateProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
             self.close()
-            # The child gets a session of its own, because Ctrl-C is meant for the program alone.
+            # The child gets a session of its own, so that Ctrl-C reaches only the program.
             self._child = subprocess.Popen(
                 _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 start_new_session=True,
@@ -113,7 +115,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait()
     for stream in (child.stdin, child.stdout):
-        # `close` would send what is still in a buffer, and fail.
+        # `close` sends what is still in a buffer, which may fail.
         with contextlib.suppress(OSError):
             if stream is not None:
                 stream.close()

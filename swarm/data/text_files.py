@@ -56,7 +56,7 @@ def find(dataset: str) -> Found:
 
 
 def fault(path: Path) -> str:
-    """Read a whole file; gives why it is no text, or cannot be read, and "" for a text."""
+    """Read a whole file, and return why it is no text or cannot be read; "" for a text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_read = 0
     try:
@@ -81,10 +81,10 @@ def fault(path: Path) -> str:
 def pieces(path: Path) -> Iterator[str]:
     """The text of a file that has no `fault`, in pieces of whole lines.
 
-    A line is cut only if it goes on for more than `PIECE_CHARACTERS` beyond the end of a piece: before the spaces in
-    front of its last word, where most tokenizers begin a token, or at that length if it has no space. In the latter
-    case, and with a tokenizer that marks the beginning of a text, the tokens at a cut may differ from those of the
-    uncut line. They are the same on every machine.
+    A line is cut only if it goes on for more than `PIECE_CHARACTERS` beyond the end of a piece. It is cut before the
+    spaces in front of its last word, because most tokenizers begin a token there, or at that length if it has no space.
+    Without a space, or with a tokenizer that marks the beginning of a text, the tokens at a cut may differ from those
+    of the uncut line. They are the same on every machine.
     """
     rest = ""
     with path.open(encoding="utf-8", newline="") as file:
@@ -133,7 +133,7 @@ def _walk(root: Path, unreadable: dict[Path, str], *, skipped_folders: frozenset
 def _why_unreadable(path: Path) -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            # We do not open it, because a pipe that nothing writes to would block.
+            # Not opened, because a pipe to which nothing writes would block.
             return "not a regular file"
         path.open("rb").close()
     except OSError as error:

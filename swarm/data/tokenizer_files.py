@@ -1,7 +1,7 @@
 """A tokenizer's files, as transformers keeps them beside a model: they belong to a run, and peers serve them.
 
 Used by data/tokenizers, content and interchange. A run's configuration has the digest of a list of the files, and the
-list has the digest of each file. This reads no other file, and executes nothing.
+list has the digest of each file. No other file is read, and nothing is executed.
 """
 
 import hashlib

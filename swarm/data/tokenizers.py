@@ -130,7 +130,8 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load(spec: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `bytes`, or a tokenizer.json by its path, its folder, or a hub name.
+    """Load the tokenizer that `data.tokenizer` names: `bytes`, or a tokenizer.json by its path, its folder, or a hub
+    name.
 
     Raises:
         ValueError: one line, if the file is missing, unreadable or no tokenizer.

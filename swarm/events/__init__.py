@@ -1,1 +1,1 @@
-"""What a process puts on record, and the file that it goes to."""
+"""The events that a process records, and the file to which it writes them."""

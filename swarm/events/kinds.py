@@ -1,7 +1,7 @@
-"""What a process can put on record: the events of a microbatch, of a round, and of the process itself.
+"""The events that a process can record: those of a microbatch, of a round, and of the process itself.
 
-The parts of a process write events of what they do to the `Events` that they were given. swarm/events/log makes lines
-of events, which swarm/audit reads. Events are plain records, which do not change.
+The parts of a process write events to the `Events` object that they were given. swarm/events/log turns events into
+lines, which swarm/audit reads. Events are plain records that do not change.
 """
 
 import itertools
@@ -15,12 +15,12 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that a process did. Its kinds follow."""
+    """Something that a process did. The classes below are its kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Event):
-    """A process begins, or goes on in the file of one that ended. This is always a process's first line."""
+    """A process begins. It may go on in the file of an earlier process. This is always a process's first line."""
 
     run: str
     """The run's id: a digest of its configuration."""
@@ -33,20 +33,20 @@ class Start(Event):
     """synchronous or diloco."""
     num_stages: int
     num_fragments: int
-    """How many parts a stage has, which are averaged in turn, one in each round."""
+    """The number of parts of a stage that are averaged in turn, one in each round."""
     round_microbatches: int
     """Microbatches of a synchronous round."""
     software: str
     """Version of swarm."""
     pid: int
     boot: str
-    """The boot of the machine: monotonic times of one boot can be compared."""
+    """An id of the machine's boot: monotonic times of one boot can be compared."""
     format: int = FORMAT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap(Event):
-    """Events before this one were not written, because the disk was full; `lost` tells how many."""
+    """Some events before this one were not written, because the disk was full. `lost` is their number."""
 
     lost: int
 
@@ -71,7 +71,7 @@ class Accumulate(Event):
     samples: int
     bucket: int
     only_at: int | None = None
-    """The stage that lacks a microbatch, where it is a replay."""
+    """If the microbatch is a replay, the stage that lacked it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +85,15 @@ class RollBack(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Ack(Event):
-    """A stage peer counts a microbatch, because its answer was acknowledged; a trainer is about to acknowledge it."""
+    """A stage peer counts a microbatch, because its answer was acknowledged. In a trainer's log: the trainer is about
+    to acknowledge it."""
 
     microbatch: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat(Event):
-    """A microbatch came that this peer knows already."""
+    """A microbatch arrived that this peer knows already."""
 
     microbatch: int
     state: str
@@ -101,7 +102,7 @@ class Repeat(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Grant(Event):
-    """A stage's leader let a trainer run again what the stage had lost."""
+    """A stage's leader granted a trainer microbatches that the stage had lost, to run them again."""
 
     microbatches: tuple[int, ...]
     trainer: str
@@ -125,7 +126,7 @@ class Close(Event):
     """How many of the samples count towards the round."""
     fragment: int
     microbatches: str = ""
-    """Synchronous: what the ledger counts, as `ranges` writes it."""
+    """Synchronous: the microbatches that the ledger counts, as `ranges` writes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ class Begin(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Event):
-    """An attempt's exchange came to a result here. The promised contribution is a part of it."""
+    """This peer's exchange in an attempt gave a result. The promised contribution is part of it."""
 
     round: int
     lineage: str
@@ -180,10 +181,10 @@ class Commit(Event):
     total_squared_norm: float = 0.0
     """The norm by which the gradient was clipped, squared."""
     partners: tuple[str, ...] = ()
-    """Digests of the results that a shared block's average was made of."""
+    """Digests of the results that were added up into a shared block's average."""
     carried: int = 0
-    """Samples that count towards the next round. They were learnt since the closing, or since the round began if this
-    peer took no part in it."""
+    """The samples that count towards the next round: those since the closing, or since the round began if this peer
+    took no part in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,7 @@ class State(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Install(Event):
-    """A peer took over a whole state. What it had accumulated, and not stepped with, is gone."""
+    """A peer installed a whole state. What it had accumulated but not used in a step is gone."""
 
     round: int
     """The round that begins with this state."""
@@ -208,9 +209,10 @@ class Install(Event):
     source: str
     """initial, checkpoint or download."""
     parent: str | None = None
-    """The lineage that this one continues under another name: that of a checkpoint that entered at a later round."""
+    """If this lineage is a checkpoint's under a new name, because it entered at a later round: the checkpoint's own
+    lineage."""
     carried: int = 0
-    """Samples that count towards the round, because what was learnt from them was kept and is in no average yet."""
+    """Samples that count towards the round: what was learnt from them was kept, and is in no average yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,18 +235,18 @@ class Move(Event):
 NAMES: dict[str, type[Event]] = {
     re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in Event.__subclasses__()
 }
-"""The kinds, as the lines name them."""
+"""The kinds of events, by their names in the lines."""
 
 
 class Events:
-    """Takes events, from any thread. This one keeps none of them."""
+    """Accepts events from any thread. This class discards them; EventLog writes them to a file."""
 
     def write(self, event: Event) -> None:
-        """Put an event on record. Never raises."""
+        """Record an event. Never raises."""
 
 
 def ranges(microbatches: Iterable[int]) -> str:
-    """Write a set of ids in short: 0-7 9 12-15."""
+    """Return a set of ids in short form, such as "0-7 9 12-15"."""
     words = []
     # Consecutive ids all differ by the same number from their places in the sorted list.
     for _, run in itertools.groupby(enumerate(sorted(microbatches)), key=lambda place: place[1] - place[0]):

@@ -1,4 +1,4 @@
-"""The event log: what a process did, one line of JSON each, in the order in which it did it.
+"""The event log: what a process did, in order, with one line of JSON for each event.
 
 Peers and trainers append to a file of their own (`--events FILE`), and swarm/audit reads the files of a run. A log
 never stops a process: while its disk is full, events are only counted, and later a Gap says how many were lost.
@@ -45,7 +45,7 @@ class EventLog(Events):
 
 
 def boot_id() -> str:
-    """An id of this boot of the machine; every boot has another one. Empty if the machine does not tell."""
+    """An id of the machine's present boot, which no other boot has. Empty if the system does not provide one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
