@@ -240,7 +240,7 @@ class Branches:
         num_theirs, num_ours = self._num_behind(theirs), len(self._ours(theirs))
         why = f"{num_theirs} of {num_theirs + num_ours} stand behind it"
         if not self._is_credible(theirs, num_theirs):
-            why += ", and at the pace that was seen here the run cannot have come so far"
+            why += ", and the run cannot have come so far at the pace that was seen here"
         return (
             f"{peer_id} says that it is at round {theirs.round} of another branch, with {theirs.run_samples} samples "
             f"(lineage {theirs.lineage[:12]}): {why}; this peer stays at round {self._own.round}"
