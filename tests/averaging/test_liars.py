@@ -94,7 +94,7 @@ async def test_of_the_made_up_states_of_a_run_of_two_none_is_taken_that_is_too_f
         await until(lambda: all(refusals(network, 2)))
         await commit(network, 2)
         assert network.peers[peer_id(2)].stage.num_installs == 0
-        assert "the run cannot have come so far at the pace at which it went on here" in caplog.text
+        assert "the run cannot have come so far at the pace that was seen here" in caplog.text
 
 
 @in_virtual_time
