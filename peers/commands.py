@@ -1,8 +1,8 @@
 """Entry points of the commands, and the command lines with which other processes start them.
 
-Each program is imported late, after its process has been prepared. A program is a module in peers/ with
-`main(argv) -> exit code`. Until a program has been imported, Ctrl-C ends the process on the spot. That works only once
-this module has been imported, so its own imports take next to no time.
+A program is a module in peers/ with `main(argv) -> exit code`. It is imported late, after its process has been
+prepared. While it is being imported, Ctrl-C ends the process at once. The handler for this is set here, so this module
+itself imports nothing that takes long.
 """
 
 import gc
@@ -17,27 +17,27 @@ from importlib import import_module
 from types import FrameType, ModuleType
 
 LEAST_BYTES = 1000 << 20
-"""Bytes of address space that a stage peer takes until it serves the smallest stage on a CPU, most of it for libraries'
+"""Bytes of address space that a stage peer needs to serve the smallest stage on a CPU. Most of it is for libraries'
 code and threads' stacks."""
 SLOW_SECONDS = 2.0
-"""Once libraries have been loading for this long, somebody who watches is told."""
+"""When libraries have been loading for this long, a line on the terminal says so."""
 
 
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
-    """The command line of another process that runs one of the programs below; see cli.arguments for the arguments.
+    """The command line that runs one of the programs below in a new process. `cli.arguments` makes the arguments.
 
-    Because of -P, modules that happen to lie in the current folder are not imported instead of ours.
+    With -P, Python does not import modules of the same name from the current folder.
     """
     return [sys.executable, "-P", "-c", f"from peers.commands import {program}; {program}()", *arguments]
 
 
 def _run(prog: str, module: str, options: tuple[str, str] | None = None, address_bytes: int = 0) -> None:
-    """Run a program, and end the process.
+    """Run a program, and then end the process.
 
     Args:
-        options: module and name of its options, or of a function that explains them, if that module is imported much
-            faster than the program: --help and a mistyped line are then answered at once.
-        address_bytes: the address space that it takes.
+        options: module and name of the program's options, or of a function that explains them. Given where that module
+            is imported much faster than the program, so that --help and mistyped options are answered at once.
+        address_bytes: the address space that the program needs.
     """
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interruptible:
@@ -81,7 +81,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def said_if_slow(prog: str) -> Iterator[None]:
-    """Say, if the block takes long and stderr is a terminal, that the program's libraries are being loaded."""
+    """If the block takes long and stderr is a terminal, print a line that says that libraries are being loaded."""
     line = threading.Timer(SLOW_SECONDS, print, [f"{prog}: loading its libraries ..."], {"file": sys.stderr})
     line.daemon = True
     if sys.stderr.isatty():
@@ -93,10 +93,10 @@ def said_if_slow(prog: str) -> Iterator[None]:
 
 
 def load(module: str) -> ModuleType:
-    """Import a program, and exempt what it imports from the garbage collector of cycles.
+    """Import a program, and exclude the imported objects from cyclic garbage collection.
 
-    Imported modules stay until the process ends. The collector would look through them again and again, during the
-    import and later, and hold up every thread for some 0.1 s each time.
+    Imported modules stay until the process ends. Without this, the collector would examine them again and again, during
+    the import and later, and each time stop every thread for about 0.1 s.
     """
     gc.disable()
     try:
@@ -122,7 +122,8 @@ dashboard = partial(_run, "swarm-dashboard", "peers.dashboard.program")
 
 def static() -> None:
     """Run `swarm-static`."""
-    # Threads that compute one operator together wait for each other. If they waited busily, as libgomp lets them, each
-    # would keep the other from a core that further processes want as well, and steps would take several times as long.
+    # The threads that compute one operator wait for each other. By default libgomp makes them wait in a busy loop.
+    # Where several processes share the cores, a waiting thread would then occupy a core that another thread needs, and
+    # steps would take several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _run("swarm-static", "peers.static.program", ("peers.static.options", "explain"))

@@ -66,7 +66,7 @@ class ShowOptions:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     return subcommands.run(PROG, __doc__, _COMMANDS, argv)
 
 

@@ -25,7 +25,7 @@ MOST_VIEWERS = 100
 _TOKEN_SECONDS = 10.0
 """How long a viewer may take to send its token."""
 _SEND_SECONDS = 20.0
-"""How long a message may take to be sent: a viewer may read nothing."""
+"""How long sending a message may take. A viewer that reads nothing would otherwise block the sender."""
 CLOSE_REFUSED, CLOSE_FULL, CLOSE_UNASKED = 4401, 1013, 1008
 """Codes with which viewers' connections are closed: the token is wrong, there are too many viewers, or the viewer sent
 something else than its token."""
@@ -73,7 +73,7 @@ class Viewers:
                 return
             await stopping.before(_until_heard(socket), self._tell(socket))
         except (WebSocketDisconnect, TimeoutError):
-            # The viewer has gone before it sent anything.
+            # The viewer left, or did not send its token in time.
             pass
         finally:
             self._room += 1
@@ -88,7 +88,7 @@ class Viewers:
         return self._token is None or hmac.compare_digest(said.encode(), self._token.encode())
 
     async def _tell(self, socket: WebSocket) -> None:
-        # Sending raises one of these when a viewer has gone, or reads too slowly.
+        # Sending raises one of these when a viewer has left or reads too slowly.
         with contextlib.suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
             async for text in self._hub.follow():
                 async with asyncio.timeout(_SEND_SECONDS):

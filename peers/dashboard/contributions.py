@@ -22,7 +22,7 @@ class Contribution:
         serving_seconds: for how long it was seen to serve.
         microbatches: how many microbatches counted at its stage through it.
         exchanged_bytes: how many bytes it sent and received for averages.
-        told_microbatches, told_bytes, told_start: its own figures and its start when it was seen last.
+        told_microbatches, told_bytes, told_start: its counters and its start time, as it reported them last.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a dashboard remembers of a run, all of it bounded, and the file that keeps it between two starts.
+"""What a dashboard remembers of a run, and the file that keeps it between two starts. Its size is bounded.
 
 Used by watcher.py, which adds every view of the run, and by program.py, which opens the file.
 """
@@ -115,7 +115,7 @@ class HistoryFile:
             aside = self._path.with_suffix(".unreadable")
             self._path.replace(aside)
             logger.warning(
-                "%s is no history (%s): begins anew, and it is %s now",
+                "%s is no history (%s): it is renamed to %s, and a new history begins",
                 self._path,
                 counted(error.error_count(), "fault"),
                 aside,

@@ -10,7 +10,7 @@ from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
 
 MOST_AT_ONCE = 24
-"""The most lines about one view; of further ones only the number is told."""
+"""The most lines about one view. If there are more, a line gives only their number."""
 
 Kind = Literal["good", "bad", "plain"]
 
@@ -93,7 +93,7 @@ def _of_refusals(before: SwarmView, now: SwarmView) -> Iterator[Line]:
 
 
 def _by_id(view: SwarmView) -> dict[str, tuple[int, PeerRow]]:
-    """The stage and row of each peer by its id. Of a moving peer, which has two rows, the one at its new stage."""
+    """The stage and row of each peer by its id. A moving peer has two rows: the one at its new stage is taken."""
     found: dict[str, tuple[int, PeerRow]] = {}
     for row in view.stages:
         for peer in row.peers:

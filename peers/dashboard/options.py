@@ -21,8 +21,8 @@ class DashboardOptions(ViewOptions):
     """What people must enter to see the page, or @FILE; SWARM_VIEW_TOKEN in the environment does the same. A locked run
     is shown to other machines only with such a token."""
     known_as: tuple[str, ...] = ()
-    """Names of this host under which browsers reach the page, such as that of a proxy before it; localhost and IP
-    addresses always are."""
+    """Names of this host under which browsers reach the page, such as the name of a proxy in front of it. localhost and
+    IP addresses are accepted without being named."""
     interval: float = 2.0
     """Seconds between two views of the run, however many people look at the page."""
     history: Path | None = None

@@ -3,9 +3,9 @@
     swarm-dashboard INVITE... [--port 8080]
     swarm-dashboard INVITE --host 0.0.0.0 --view-token @FILE
 
-It takes views of each run as swarm-status does, for all viewers at once, and keeps what it has seen in a file for each
-run. It changes nothing. Reads top to bottom: options -> take the page's address -> find the runs -> look and serve
-until Ctrl-C.
+It takes views of each run as swarm-status does, and shows them to all viewers. What it has seen of a run is kept in a
+file. It changes nothing in the runs. Reads top to bottom: options -> take the page's address -> find the runs -> look
+and serve until Ctrl-C.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ SAVE_SECONDS = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     options = cli.parse(DashboardOptions, prog=PROG, argv=argv)
     logs.setup_logging("dashboard", options.log_level)
     entrances = options.entrances(os.environ, SystemClock())
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def take_address(options: DashboardOptions, *, is_locked: bool) -> "tuple[Listener, str | None]":
-    """Take the page's address; gives it, and the token that viewers must have, if any.
+    """Listen at the page's address. Return the listener, and the token that viewers must have, if any.
 
     Raises:
         ValueError: the libraries are not installed, the address cannot be taken, or a locked run would be shown to
@@ -142,7 +142,7 @@ async def keep(runs: Sequence[Watched]) -> None:
 
 
 async def stop_after_stdin(stop: asyncio.Event) -> None:
-    """Set `stop` once stdin ends, which tells that the process that started this one has ended."""
+    """Set `stop` once stdin ends: then the process that started this one has ended."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     try:

@@ -1,7 +1,7 @@
 """The newest rounds of a run, and which peers took part in each stage's average.
 
-Kept by history.py. A peer took part if it says so. It was missing if it served while the round ran, and never says that
-it took part.
+Kept by history.py. A peer counts as a participant if it says that it took part. It counts as missing if it served
+during the round and never said so.
 """
 
 import statistics
@@ -14,7 +14,7 @@ MOST_ROUNDS = 48
 MOST_FOLLOWED = 256
 """The most peers that are followed, over all stages: at each stage those with the lowest ids."""
 FARTHEST = 64
-"""What a peer says of a round is ignored if that is further than this from the median of all peers' rounds."""
+"""A peer's claim about a round is ignored if the round is further than this from the median of all peers' rounds."""
 
 
 @dataclass

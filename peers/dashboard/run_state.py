@@ -1,6 +1,8 @@
-"""Makes the JSON object that the page gets of one run, from a view as swarm-status has it, and from the history.
+"""Makes the JSON object that describes one run to the page, from a view (the same that swarm-status shows) and the
+history.
 
-Used by watcher.py. It names no figure: the object has all that peers/status defines, with help and unit.
+Used by watcher.py. No figure is named here: the object has every figure that peers/status defines, with its help text
+and unit.
 """
 
 import dataclasses

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Series:
-    """The newest spans; or, if it `coarsens`, all spans, which become twice as long whenever there are too many.
+    """The newest spans of a fixed length. If it `coarsens`, it keeps all spans instead, and doubles their length
+    whenever there are too many.
 
     Attributes:
         span_seconds: length of a span.
@@ -27,10 +28,13 @@ class Series:
 
     def __post_init__(self) -> None:
         if self.span_seconds <= 0 or self.max_spans < 2 or any(len(c) != len(self.at) for c in self.columns.values()):
-            raise ValueError("a series has as many values of each figure as spans, two at least, of some length")
+            raise ValueError(
+                "a series needs a span length above 0, room for two spans, and as many values of a figure as spans"
+            )
 
     def add(self, at: float, values: Mapping[str, float | None]) -> None:
-        """Add the values of a moment. They count for the last span, also if a clock was set back to before it."""
+        """Add the values of a moment. They count for the last span even if the clock was set back to a time before
+        it."""
         began = at - at % self.span_seconds
         if not self.at or began > self.at[-1]:
             self.at.append(began)

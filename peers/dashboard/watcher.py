@@ -1,4 +1,4 @@
-"""Takes a view of one run again and again, for all viewers at once, also while there are none.
+"""Takes a view of one run at intervals, for all viewers together, and also while there are none.
 
 Used by program.py. Each view is added to the history, and becomes the run's part of the state that is published.
 """
@@ -19,7 +19,7 @@ from swarm.machine.clock import Clock
 logger = logging.getLogger(__name__)
 
 SECONDS_PER_PEER = 0.01
-"""The time between two views is at least this for each peer, because it costs this machine more to ask many peers."""
+"""The time between two views is at least this times the number of peers, because each peer that is asked costs work."""
 
 
 class Place(Protocol):

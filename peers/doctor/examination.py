@@ -1,7 +1,7 @@
 """All that an examination checks, in the order of its findings.
 
 swarm-doctor calls `thoroughly`. swarm-peer calls `in_passing` once it knows its run, before it prepares or downloads
-anything: that makes only the checks that cost next to nothing, and tells only what is wrong.
+anything. `in_passing` makes only the cheapest checks, and returns only what is wrong.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from swarm.rpc.probe import Distance
 from swarm.types import PeerId, PeerRecord
 
 MOMENT_SECONDS = 2.0
-"""How long `in_passing`, in a peer that joins, waits for others' answers."""
+"""How long `in_passing` waits for the answers of other peers."""
 
 
 async def thoroughly(plan: DoctorOptions, run: Membership | str) -> list[Finding]:
@@ -28,7 +28,7 @@ async def thoroughly(plan: DoctorOptions, run: Membership | str) -> list[Finding
 
     Args:
         plan: how this machine is to be used.
-        run: the run, whose peers are known; or text that says why nothing is known of it.
+        run: the run, with its known peers; or text that says why nothing is known of the run.
     """
     on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device))
     on_line = [] if isinstance(run, str) else await _on_line(plan, run)
@@ -42,7 +42,7 @@ async def thoroughly(plan: DoctorOptions, run: Membership | str) -> list[Finding
 
 
 async def in_passing(plan: DoctorOptions, run: Membership, device: Device) -> list[Finding]:
-    """Check what takes only a moment; gives what is wrong."""
+    """Make the checks that take only a moment, and return the findings that say that something is wrong."""
     peers = run.known.everyone()
     found = await line.distances(peers, run.channels, run.clock, seconds=MOMENT_SECONDS)
     on_line = [versions(peers), line.judge_clock(found), line.judge_round_trip(found)]
@@ -50,7 +50,7 @@ async def in_passing(plan: DoctorOptions, run: Membership, device: Device) -> li
 
 
 async def _on_line(plan: DoctorOptions, run: Membership) -> list[Finding]:
-    # Others dial back meanwhile.
+    # Both run at the same time: peers dial this machine's ports while the lines to them are checked.
     asking = from_outside(plan.ports, run.known.everyone(), run.channels, run.identity)
     ports, on_line = await asyncio.gather(asking, _to_peers(run))
     return [*ports, *on_line]
@@ -62,7 +62,7 @@ async def _to_peers(run: Membership) -> list[Finding]:
     reached = [peer for peer in peers if isinstance(found.get(PeerId(peer.peer_id)), Distance)]
     passing = await line.passing(reached, run.channels)
     is_cut_off = passing and not any(passing)
-    # Rates are measured last: what they send would delay the answers that tell the rest.
+    # Rates are measured last, because their traffic would delay the answers to the other checks.
     rates = "no messages pass" if is_cut_off else await line.rates(reached, run.channels, run.clock)
     return [
         line.judge_peers(found), line.judge_clock(found), line.judge_round_trip(found), line.judge_packets(passing),

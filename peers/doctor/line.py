@@ -33,7 +33,7 @@ SLOW_SECONDS = 5.0
 """A line is too slow if a microbatch takes longer than this on it."""
 
 Distances = Mapping[PeerId, Distance | str]
-"""The distance to each peer, by the peer's id; or text that names the peer and says why it is not known."""
+"""For each peer id, the distance to the peer, or text that names the peer and says why the distance is not known."""
 
 
 async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock, *, seconds: float) -> Distances:
@@ -54,7 +54,7 @@ async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: C
 
 
 async def passing(peers: Sequence[PeerRecord], channels: ChannelPool) -> list[bool]:
-    """Whether messages of several packets reach each peer and come back, for those that answer.
+    """For each peer that answers: whether messages of several packets reach it and come back.
 
     Cancellation ends the calls.
     """
@@ -71,8 +71,8 @@ async def passing(peers: Sequence[PeerRecord], channels: ChannelPool) -> list[bo
 
 
 async def rates(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock) -> Rates | str:
-    """Measure the rates of the line to the first of these peers that has time for it; if none has, gives text that says
-    why. Cancellation ends the call."""
+    """Measure the rates of the line to the first of these peers that has time for it. If none has, return text that
+    says why. Cancellation ends the call."""
     fault = "nobody is there to measure it with"
     try:
         async with asyncio.timeout(RATE_SECONDS):
@@ -145,7 +145,7 @@ def activation_bytes(config: RunConfig) -> int:
 
 
 def judge_packets(passing: Sequence[bool]) -> Finding:
-    """Whether messages of several packets pass, with some of those that answer short ones."""
+    """Whether messages of several packets pass. The peers that were tried here answer short messages."""
     if not passing:
         return not_checked("packets", "no peer is free to try it with")
     if any(passing):

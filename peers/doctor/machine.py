@@ -17,7 +17,8 @@ from swarm.machine.out_of_memory import in_words
 from swarm.machine.words import counted
 
 OWN_FILES, FILES_OF_A_PEER = 192, 8
-"""The most files that a stage peer opens: for itself, and for each other peer of the run."""
+"""The most files that a stage peer opens: a fixed number for itself, and so many more for each other peer of the
+run."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -69,7 +70,7 @@ def files(num_peers: int) -> Finding:
 
 
 def judge_files(limit: int | None, num_peers: int) -> Finding:
-    """Compare the limit, None if there is none, with what a run of `num_peers` peers takes."""
+    """Compare the limit of open files (None if there is none) with what a run of `num_peers` peers needs."""
     needed = OWN_FILES + FILES_OF_A_PEER * num_peers
     if limit is None or limit >= needed:
         return fine("files", f"{'any number' if limit is None else limit} may be open; about {needed} are needed")
@@ -77,9 +78,9 @@ def judge_files(limit: int | None, num_peers: int) -> Finding:
 
 
 def judge_memory(needs: Mapping[int, Needs], found: Device, free_ram: int, *, is_auto: bool) -> Finding:
-    """Compare what each stage needs with what is free on the device, and of RAM beside a GPU.
+    """Compare what each stage needs with the free memory of the device and, beside a GPU, with the free RAM.
 
-    There is one stage; or with `is_auto` all that the peer may serve.
+    `needs` has one stage, or with `is_auto` all stages that the peer may serve.
     """
     lacking = [stage for stage, need in needs.items() if need.device > found.free_bytes or need.ram > free_ram]
     least, most = (choose(need.device for need in needs.values()) for choose in (min, max))

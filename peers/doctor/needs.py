@@ -1,4 +1,4 @@
-"""What a stage takes of a machine: the formulas of docs/operations.md, by arithmetic. Pure.
+"""What a stage takes of a machine, computed with the formulas of docs/operations.md. Pure.
 
 Microbatches in flight are not counted: their graphs and activations take what is left, up to the peer's limits.
 """
@@ -45,15 +45,17 @@ class Needs:
             math.prod(moment)
             for name, shape in shapes.items()
             for moment in optimizer.state_shapes(name, shape).values()
-            if moment == shape  # and not a counter
+            if moment == shape  # leaves out counters
         )
         frozen = _FROZEN_BYTES * own if config.lora.is_on else 0
         is_last = stage == config.stages.num_stages - 1
         loss = loss_bytes(config.model, config.data.tokens_per_microbatch) if is_last else 0
-        # Per trained parameter: weights, their copy, gradients, the round's first weights; and, briefly, one gradient.
+        # Float32 numbers per trained parameter. The device holds weights, their copy, gradients, and the weights with
+        # which the round before began; for a moment also one microbatch's gradient. Averaging takes the six.
         held, once_a_round = 4 + 1, 6
         if not config.rounds.synchronous:
-            # Besides: briefly, a second version of the weights; the round's first weights again; outer momentum.
+            # The device holds weights, their copy and gradients; for a moment also a gradient and a second version of
+            # the weights. Beside averaging, RAM holds the weights with which two rounds began, and outer momentum.
             held, once_a_round = 3 + 2, 3 + 6
         device = _FLOAT_BYTES * (held * trained + moments) + frozen + loss
         ram = _FLOAT_BYTES * once_a_round * trained + PROGRAM_BYTES

@@ -54,7 +54,7 @@ class DoctorOptions:
         cli.require_ports(self, ["port", "dht_port"])
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
-        # It checks the addresses.
+        # Reading this property checks the addresses.
         _ = self.ports
 
     @property
@@ -66,5 +66,6 @@ class DoctorOptions:
 
     @property
     def initial_peers(self) -> tuple[str, ...]:
-        """Empty: the doctor looks the run up through peers that an invite names, without entering the DHT."""
+        """Always empty: swarm-doctor finds the run through the peers that an invite names, and does not enter the
+        DHT."""
         return ()

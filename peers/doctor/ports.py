@@ -30,7 +30,7 @@ NUM_ASKED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """Where a peer is to listen, and the addresses at which others are told that they reach its ports."""
+    """Where a peer is to listen, and the addresses that it announces for its ports."""
 
     host: str
     port: int
@@ -70,7 +70,7 @@ def unasked(ports: Ports) -> list[Finding]:
 async def from_outside(
     ports: Ports, peers: Sequence[PeerRecord], channels: ChannelPool, own: Identity
 ) -> list[Finding]:
-    """Have peers dial both ports back; gives the findings. On cancellation nothing listens any more."""
+    """Ask peers to dial both ports back, and return the findings. After a cancellation nothing listens any more."""
     if ports.taken or not peers:
         return unasked(ports)
     port, dht_port = ports.free()
@@ -120,7 +120,8 @@ def judge(port: int, dht_port: int, replies: Sequence[pb.CheckReply]) -> list[Fi
 
 
 def _most_reached(told: Iterable[Sequence[str]]) -> tuple[str, int]:
-    """The endpoint that most peers reached, and how many did; nothing and 0 if no peer reached any."""
+    """The endpoint that most peers reached, and the number of these peers; an empty text and 0 if no peer reached
+    any."""
     counts = Counter(end for ends in told for end in set(ends))
     return max(counts.items(), key=lambda item: item[1], default=("", 0))
 

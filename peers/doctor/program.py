@@ -34,7 +34,7 @@ LOOK_SECONDS = 8.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     options = cli.parse(DoctorOptions, prog=PROG, argv=argv)
     logs.setup_logging("doctor", options.log_level)
     options = with_invite(options)

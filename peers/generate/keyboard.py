@@ -33,7 +33,8 @@ class Keyboard:
         return await self.before_interrupt(self._next_line())
 
     async def before_interrupt(self, work: Coroutine[Any, Any, Result]) -> Result | None:
-        """Run `work` and give its result. If Ctrl-C or SIGTERM comes first, cancel it, wait for its end, give None."""
+        """Run `work` and return its result. If Ctrl-C or SIGTERM comes first, cancel `work`, wait for its end, and
+        return None."""
         self._interrupt.clear()
         if self.is_over:
             self._interrupt.set()
@@ -57,7 +58,8 @@ class Keyboard:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(tell, line)
 
-        # The thread may wait for ever. A daemon thread does not keep the process from ending; the loop's threads would.
+        # The thread may wait for ever. It is a daemon thread, because the threads of the loop's executor would keep the
+        # process from ending.
         threading.Thread(target=wait_for_line, daemon=True).start()
         line: str | None = await read
         return line

@@ -35,8 +35,8 @@ class GenerateOptions(RunOptions):
     round: int | None = None
     """Round of the checkpoints; left out, the newest that is whole."""
     base: str | None = None
-    """The model that the checkpoints' adapters (LoRA) belong to: what the first peer's --model named, be it a run
-    folder, a model's folder of Hugging Face, or its name on the hub."""
+    """The model to which the checkpoints' adapters (LoRA) belong, as in the first peer's --model: a run folder, a
+    model's folder of Hugging Face, or its name on the hub."""
     model: str | None = None
     """Run folder, a model's folder of Hugging Face, or a model on the hub, instead of checkpoints."""
     tokenizer: str | None = None

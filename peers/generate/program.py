@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     options = cli.parse(GenerateOptions, prog=PROG, argv=argv)
     logs.setup_logging(PROG, "warning")
     if options.threads:
@@ -52,7 +52,7 @@ def _folder(place: str | None) -> str | None:
 
 
 async def _run(options: GenerateOptions, server: "Server | None") -> int:
-    """Open the model and do what the options ask for; gives the exit code."""
+    """Open the model and do what the options ask for, and return the exit code."""
     from_swarm = joins(options)
     terminal.tell("looking for the swarm" if from_swarm else "loading the model")
     async with (open_swarm if from_swarm else open_local_model)(options) as model:

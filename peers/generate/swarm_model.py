@@ -27,7 +27,7 @@ from swarm.pipeline.swarm_engine import SwarmEngine
 
 @asynccontextmanager
 async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
-    """Enter the DHT as a client, and give a model that the run found there computes, until the block ends.
+    """Enter the DHT as a client, and yield a model that the run's peers compute. It works until the block ends.
 
     Raises:
         ValueError: a token is missing, or the model generates no text.

@@ -29,14 +29,14 @@ async def write(model: TextModel, options: GenerateOptions) -> None:
             async for piece in text.pieces():
                 say(piece)
     finally:
-        # This is also printed where the text breaks off, so that the error begins a line.
+        # The end of the line is also printed if the text breaks off, so that the error begins on a new line.
         say("\n")
     seconds = loop.time() - began_at
     tell(f"{counted(text.num_tokens, 'token')} by {model.name}, {text.num_tokens / seconds:.1f} a second")
 
 
 def say(text: str) -> None:
-    """Print at once; to a terminal, without control characters, which it would take for commands."""
+    """Print at once. On a terminal, leave out control characters, because a terminal takes them for commands."""
     sys.stdout.write(printable(text, keep="\n\t") if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

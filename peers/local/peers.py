@@ -101,7 +101,8 @@ class LocalPeers:
         return peer
 
     def _run_options(self) -> dict[str, Any]:
-        """The options with which the next peer joins at peers that serve; if none does, begins the run."""
+        """The options with which the next peer joins the run through peers that serve. If none serves, the next peer
+        begins the run."""
         options = self._options
         if addresses := self.addresses:
             return {"initial_peers": addresses, "allow_class": self._custom_class or None}
@@ -128,7 +129,7 @@ class LocalPeers:
         self._children.kill9(peer.child)
 
     def ended(self, name: str) -> LocalPeer:
-        """Forget a peer that has ended by itself; gives it."""
+        """Forget a peer that has ended by itself, and return it."""
         gone = next(peer for peer in self.running if peer.child.name == name)
         self.running.remove(gone)
         return gone

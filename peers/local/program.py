@@ -33,7 +33,7 @@ CHECKPOINT_GRACE_SECONDS = 120.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     options = cli.parse(LocalOptions, prog=PROG, argv=argv)
     setup_logging("local", "warning")
     require_reporters(options)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def run(swarm: LocalSwarm) -> int:
-    """Run the swarm until it has trained, or this program is told to stop; gives the exit code."""
+    """Run the swarm until it has trained, or this program is told to stop, and return the exit code."""
     stop = stopping.stop_event()
     exit_code = await stopping.before(stop.wait(), swarm.run())
     if exit_code is None:

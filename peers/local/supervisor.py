@@ -119,7 +119,8 @@ class Supervisor:
         children, self._running = self._running, []
         try:
             for child in children:
-                # Only the group's leader gets SIGTERM: it needs its child p2pd to withdraw its records.
+                # Only the leader of the process group gets SIGTERM: a peer still needs its child p2pd to withdraw its
+                # records.
                 os.kill(child.pid, signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds
             while not all(map(_has_ended, children)) and time.monotonic() < deadline:
@@ -140,7 +141,7 @@ def last_line(log: Path) -> str:
 
 
 def _has_ended(child: Child) -> bool:
-    # The child stays unreaped, so that no other process can get its id before its group has been killed.
+    # The child is not reaped yet, so that no other process can get its id before its group has been killed.
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

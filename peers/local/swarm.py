@@ -52,7 +52,7 @@ class LocalSwarm:
         self._events: list[str] = []
 
     async def run(self) -> int:
-        """Start, train, show; gives the exit code."""
+        """Start, train, show, and return the exit code."""
         per_stage, num_stages = self._options.peers_per_stage, self.peers.num_stages
         with LiveTable() as table:
             self._events.append(
@@ -77,7 +77,8 @@ class LocalSwarm:
         Raises:
             PeerUnavailable: it ended instead.
         """
-        # A log's last line says why its child ended, and children append: an earlier run's line must not be taken.
+        # If the peer fails, the last line of its log is shown as the reason. Children append to their logs, so the log
+        # of an earlier run is deleted first.
         (self.output.logs / "peer-1.log").unlink(missing_ok=True)
         first = self.peers.start(0)
         while not first.is_ready():
@@ -126,7 +127,7 @@ class LocalSwarm:
                 if end.name == trainer.name:
                     await self._show(table)
                     if end.returncode != 0:
-                        # It failed before its last step or, if a file could not be written, after it.
+                        # The trainer failed before its last step, or afterwards because it could not write a file.
                         raise PeerUnavailable(f"the trainer failed: {_why(end)}")
                     return
                 gone = self.peers.ended(end.name)
@@ -150,7 +151,8 @@ class LocalSwarm:
         for peer in self.peers.running:
             if peer.record is not None:
                 stages[peer.stage].append(peer.record)
-        # The run's id has the digest of the text, which the first peer computes; here only the run's name is known.
+        # The run's id ends with a digest that depends on the text. The first peer computes it; here only the run's name
+        # is known.
         view = await observe("", stages, (), self._channels, self._events)
         rows = tuple(dataclasses.replace(row, peers=row.peers + self._starting(row.stage)) for row in view.stages)
         return SwarmView(run=self._run_name, stages=rows, trainers=self.output.trainer_rows(), events=view.events)

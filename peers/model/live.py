@@ -1,8 +1,9 @@
-"""Downloads the model that a running swarm has: the weights with which one round begins, from peers of every stage.
+"""Downloads the model of a running swarm: the weights with which one round begins, from peers of every stage.
 
-Used by `swarm-model export INVITE`. The weights are downloaded as newcomers do it, in segments that are each checked,
-and written as checkpoints, so that the export then works on files. More than half of the peers asked at a stage have to
-offer the same bits. Peers keep one snapshot for this, as they do for a newcomer, and training goes on.
+Used by `swarm-model export INVITE`. The weights are downloaded in the way in which newcomers download them: in
+segments, each of which is checked. They are written as checkpoints, so that the export then works on files. More than
+half of the peers asked at a stage have to offer the same bits. Peers keep one snapshot for this, as they do for a
+newcomer, and training goes on.
 """
 
 import asyncio
@@ -46,18 +47,18 @@ logger = logging.getLogger(__name__)
 
 ANCHOR = "anchor/"
 SIZE_FACTOR = 4
-"""How many times as large as its parameters a stage's snapshot may be: it has optimizer state as well."""
+"""A stage's snapshot may be this many times as large as its parameters, because it has optimizer state as well."""
 MOST_MISSES = 6
-"""How often the stages may get past the round that they were asked to keep, before this gives up."""
+"""How many rounds may be missed, because the stages went on before all of them kept the round, until this gives up."""
 QUIET_SECONDS = 600.0
-"""How long to wait for a stage behind the others while no stage ends a round."""
+"""How long to wait for a stage that is behind the others, while no stage ends a round."""
 NEXT_SECONDS = 10.0
-"""The same for the next round after the present one was missed: rounds are short then."""
+"""The same wait after a round was missed and the next one is tried: rounds are then short."""
 SAY_SECONDS = 10.0
 
 
 class Quiet(PeerUnavailable):
-    """The wanted round does not come, because nobody trains."""
+    """No stage ends a round any more, because nobody trains, so the wanted round does not come."""
 
 
 class StageReader:
@@ -135,7 +136,8 @@ class LiveModel:
         self._readers = [StageReader(member, stage, transport) for stage in member.stages]
 
     async def write_checkpoints(self, folder: Path, round_number: int | None = None) -> int:
-        """Write the weights of one round, a file for each stage; gives the round. One stage is in memory at a time.
+        """Write the weights of one round, a file for each stage, and return the round. One stage is in memory at a
+        time.
 
         Args:
             round_number: wait for this round; None for the present one.
@@ -158,7 +160,7 @@ class LiveModel:
         return chosen
 
     async def _pin_all(self, round_number: int | None) -> int:
-        """Have all stages keep the state of one round; gives it."""
+        """Make all stages keep the state of one round, and return the round's number."""
         lead, faults = 0, list[SwarmError]()
         for _ in range(MOST_MISSES):
             rounds = await self._newest()
@@ -178,9 +180,9 @@ class LiveModel:
                     raise
                 faults.append(error)
                 logger.info("round %d was missed: %s", chosen, error)
-                # Every second time the next round is tried: where rounds are short, the present one is missed.
+                # Every second attempt asks for the next round: where rounds are short, the present one ends too soon.
                 lead = 0 if lead else 1
-        # An IntegrityError is the better report: peers that do not agree were not merely too fast.
+        # If any attempt failed because peers do not agree, report that: it is a worse fault than a missed round.
         raise next((fault for fault in faults if isinstance(fault, IntegrityError)), faults[-1])
 
     async def _pin(self, chosen: int, *, quiet_seconds: float) -> None:
@@ -216,14 +218,14 @@ class LiveModel:
                 logger.info("waiting until stage %d, at round %d, is at %d", behind[0], rounds[behind[0]], chosen)
 
     async def _keep(self, reader: StageReader, chosen: int) -> None:
-        """Have a stage keep its state, which is fetched later, until this is cancelled."""
+        """Until cancelled, ask a stage again and again to keep its state, which is fetched later."""
         while True:
             await self._clock.sleep(SAY_SECONDS)
             with suppress(PeerUnavailable):
                 await reader.pin(chosen)
 
     async def _newest(self) -> list[int]:
-        """The newest round of each stage; for a while, looks for peers of stages where none answers."""
+        """The newest round of each stage. If no peer of a stage answers, look for others for a while."""
 
         async def ask() -> list[int]:
             await self._member.known.look(self._member.directory, self._member.stages)
@@ -243,8 +245,8 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> tuple[str, Weights
     """Write what a running swarm has learnt into a folder, as checkpoints. Blocks.
 
     Returns:
-        The run's tokenizer on this machine (`bytes`, a folder or a name), and the frozen weights that adapters belong
-        to, None if the export does not need them from the swarm.
+        The run's tokenizer on this machine (`bytes`, a folder or a name), and the frozen weights to which the adapters
+        belong (None if the export does not need them from the swarm).
 
     Raises:
         ValueError, SwarmError: as joining a run does.

@@ -20,7 +20,7 @@ class MeasuredLoss:
     """A loss at one round.
 
     Attributes:
-        name: on what it was measured: training, held-out, or one dataset's held-out text.
+        name: the text on which it was measured: training, held-out, or one dataset's held-out text.
         loss: nats per token.
     """
 

@@ -64,11 +64,12 @@ class ExportModelOptions(RunOptions):
     model: Path | None = None
     """Run folder, instead of checkpoints: the model as it was imported."""
     round: int | None = None
-    """Round to export; left out, the newest of which all stages are there. A running swarm has only its present round:
-    for a later one the export waits."""
+    """Round to export; left out, the newest of which all stages have a checkpoint. A running swarm has only its present
+    round: for a later one the export waits."""
     base: str | None = None
-    """The model that a run's adapters (LoRA) belong to, to merge them: what the first peer's --model named, be it a run
-    folder, a model's folder of Hugging Face, or its name on the hub. A running swarm has it."""
+    """The model to which a run's adapters (LoRA) belong, as in the first peer's --model: a run folder, a model's folder
+    of Hugging Face, or its name on the hub. The adapters are merged into it. Not needed with an INVITE: a running swarm
+    has the model."""
     adapter: bool = False
     """For a run that trains adapters: write these alone, as peft loads them."""
     merged: bool = False
@@ -122,7 +123,7 @@ class PushModelOptions:
     """Upload an exported folder to the hub; needs a token of the hub (HF_TOKEN, or `hf auth login`)."""
 
     folder: tyro.conf.Positional[Path]
-    """What export has made."""
+    """The folder that export made."""
     repository: tyro.conf.Positional[str]
     """NAME/REPOSITORY, or REPOSITORY of your own account; made if it is not there."""
     private: bool = False

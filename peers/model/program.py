@@ -41,7 +41,7 @@ _DTYPES = {"fp32": DTYPES["F32"], "fp16": DTYPES["F16"], "bf16": DTYPES["BF16"]}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     return subcommands.run(PROG, ABOUT, {name: (COMMANDS[name], run) for name, run in _RUN.items()}, argv)
 
 
@@ -189,7 +189,7 @@ def push(options: PushModelOptions) -> None:
         place = options.repository if "/" in options.repository else f"YOUR-ACCOUNT/{options.repository}"
         print(f"{counted(len(files), 'file')}, {total:,} bytes, would go to https://huggingface.co/{place}")
         return
-    # It is imported only here, because that takes a while, and no other command needs it.
+    # The hub's library is imported only here, because importing it takes a while and no other command needs it.
     import huggingface_hub
 
     if huggingface_hub.get_token() is None:

@@ -1,6 +1,7 @@
-"""Reads command lines into dataclasses, and writes them: one frozen dataclass a program, a docstring under each field.
+"""Reads command lines into dataclasses, and makes command lines from them.
 
-Every program calls `parse` once, at its start. Those that start other programs call `arguments`.
+Each program has one frozen dataclass of options, with a docstring under each field as the option's help text. Every
+program calls `parse` once, at its start. Programs that start other programs call `arguments`.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ Options = TypeVar("Options")
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _RULE = re.compile(r"[-\u2500]{4,}")
 _NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
-"""Finds the name of each argument in tyro's box: its option, or the name of its value if it is positional."""
+"""Finds each argument in the box that tyro prints: the name of the option, or the name of the value if it is
+positional."""
 _NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
 _NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
 _NO_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.?", re.IGNORECASE)
@@ -55,7 +57,7 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
 
 
 def _registry() -> ConstructorRegistry:
-    """tyro's rules, but with fields that are explained briefly."""
+    """tyro's rules, changed so that --help shows fields as `_explained_briefly` makes them."""
     registry, is_asking = ConstructorRegistry(), False
 
     @registry.struct_rule
@@ -63,7 +65,7 @@ def _registry() -> ConstructorRegistry:
         nonlocal is_asking
         if is_asking or not dataclasses.is_dataclass(info.type):
             return None
-        # This rule holds back meanwhile, so tyro's own one for dataclasses answers.
+        # While `is_asking` is set, this rule returns None, so that tyro's own rule for dataclasses is used.
         is_asking = True
         try:
             spec = ConstructorRegistry.get_struct_spec(info)
@@ -84,7 +86,7 @@ def _explained_briefly(field: StructFieldSpec) -> StructFieldSpec:
         return None if told is None else " ".join(told.split())
 
     field_type: Any = field.type
-    # In the place of its default, --help says of a repeated option that it is one.
+    # For a repeated option, --help says "repeatable" where the default would be, so the hint stays.
     if field.default in (None, "", ()) and not _is_repeated(field_type):
         field_type = Annotated[field_type, tyro.conf.arg(help_behavior_hint="")]
     return dataclasses.replace(field, type=field_type, helptext=text)
@@ -274,7 +276,7 @@ def _one_line(box: str, options: type[object]) -> str:
     text = _TERMINAL_CODES.sub("", box).partition("\n")[2]
     lines = [line.strip("| \u2502") for line in text.splitlines()]
     sections = [section for section in _RULE.split(" ".join(lines)) if section.strip()]
-    # tyro complains twice of a mistyped option, as missing and as unrecognized: the latter says more.
+    # tyro reports a mistyped option twice, as missing and as unrecognized. The second report says more.
     section = next((section for section in sections if "Unrecognized options" in section), sections[0])
     message = " ".join(section.split()).removeprefix(f"Error parsing {options.__name__}: ")
     if found := _NO_TYPE.match(message):

@@ -52,8 +52,8 @@ class Entrance:
     insecure: bool
 
     async def dht_addresses(self, clock: Clock) -> tuple[str, ...]:
-        """The addresses of the DHT: those given, or else those that the entries' peers name. Cancellation ends the
-        search.
+        """The addresses of the DHT: the ones that were given, or else the ones that the peers of the entries name.
+        Cancellation ends the search.
 
         Raises:
             PeerUnavailable: none of the entries answered, for as long as `patiently` tries.
@@ -74,9 +74,9 @@ class Entrance:
 
     @asynccontextmanager
     async def asking(self, clock: Clock) -> AsyncIterator[tuple[Membership, PeerStore]]:
-        """Be in the run inside the block, under a new identity, and read its records through the entries' peers.
+        """Join the run inside the block, under a new identity, and read its records through the peers of the entries.
 
-        Gives also the store of these records. No peer is known yet when the block begins.
+        Yields the membership, and the store of these records. No peer is known yet when the block begins.
 
         Raises:
             PeerUnavailable: none of the entries answers.
@@ -130,7 +130,8 @@ def find_entrance(
 
 
 def _invite(text: str) -> str:
-    """The invite that an argument is, or that the file it names (@FILE) holds: alone, or in a peer's --ready-file."""
+    """The invite in an argument, or for @FILE in that file, which holds the invite alone or is a peer's
+    --ready-file."""
     content = spelled_out(text)
     if not text.startswith("@") or content.startswith(SCHEME):
         return content

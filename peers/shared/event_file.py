@@ -1,4 +1,4 @@
-"""A process's event log: opened before it joins a run, and begun once it knows which run that is.
+"""A process's event log: opened before the process joins a run, and begun once it knows which run it has joined.
 
 Used by swarm-peer and swarm-trainer for `--events FILE`.
 """

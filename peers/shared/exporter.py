@@ -1,7 +1,7 @@
 """--metrics-port: exports the figures of a process in Prometheus' text format.
 
-Used by swarm-peer and swarm-trainer. Every figure that peers/status has of such a process becomes a metric of the same
-name, without a change here when one is added there. Needs the extra metrics.
+Used by swarm-peer and swarm-trainer. Every figure that peers/status defines for such a process becomes a metric of the
+same name. A figure that is added there needs no change here. Needs the extra metrics.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Exporter(Collector):
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[str]:
-        """Answer at a port inside the block, in other threads; gives the URL.
+        """Answer at a port inside the block, in other threads. Yields the URL.
 
         Raises:
             ValueError: the port cannot be had.
@@ -59,7 +59,7 @@ class Exporter(Collector):
             thread.join()
 
     def describe(self) -> Iterable[Metric]:
-        """Give the registry nothing: otherwise it would collect all metrics already when this is registered."""
+        """Return nothing. Without this method the registry would collect all metrics at registration."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -80,9 +80,9 @@ class Exporter(Collector):
 def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> Iterable[Metric]:
     """The metrics of a record's figures.
 
-    A number is exported under its name; a mapping of numbers too, with the label `kind`. Of a tuple the length is
-    exported; of a tuple of records also each of their numbers, labelled with the records' words. The words that say
-    which process this is are the labels of PREFIX_info.
+    A number is exported under its name, and so is a mapping of numbers, with the label `kind`. For a tuple the length
+    is exported; for a tuple of records also each number in a record, labelled with the texts in that record. The texts
+    that tell this process from others are the labels of PREFIX_info.
     """
     words = dict(labels)
     for name, each in figures(type(record)).items():

@@ -1,9 +1,9 @@
 """Runs in the local network: a peer announces the invite to its run there, and programs without an INVITE find it.
 
 This uses DNS service discovery over multicast (RFC 6763 and 6762), as printers do, and only with --lan. An announcement
-is a claim, like an invite from a stranger: it is read like every invite, names peers by their keys, and holds no
-secret. Of several runs, those are left out of which no peer answers. A program takes the run that is left if it is the
-only one; otherwise the user has to choose.
+is a claim, like an invite from a stranger. It is read like every invite, names peers by their keys, and holds no
+secret. If several runs are announced, those without a peer that answers are left out. If one run is left, the program
+takes it; otherwise the user has to choose.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "_swarm-run._tcp.local."
 LOOK_SECONDS, SAY_SECONDS = 5.0, 2.0
-"""How long to look for a run, and after how long a log line says that we look."""
+"""How long to look for a run, and after how long a log line says so."""
 SETTLE_SECONDS = 1.0
 """How long to wait for further runs once one was found: answers come within some tenths of a second."""
 ANSWER_SECONDS = 3.0
 """How long the peers of a run that is announced beside others have to answer."""
 MOST_FOUND, MOST_ASKED = 64, 1024
-"""The most announcements that are taken, and that are asked for their invite; the rest is ignored."""
+"""The most announcements that are accepted, and the most that are queried for their invite; the rest is ignored."""
 MOST_ENTRIES = 8
 """The most peers that the merged invite to one run names."""
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\.[0-9a-f]{16}")
@@ -61,7 +61,8 @@ def found_invite(*, insecure: bool) -> str:
     """The invite to the only run in this network.
 
     Args:
-        insecure: whether the user wants a run that does without TLS. Of several runs the other kind is left out.
+        insecure: whether the user wants a run without TLS. If there are several runs, those of the other kind are left
+            out.
 
     Raises:
         ValueError: there are several runs, or as of `find`.
@@ -96,11 +97,11 @@ def _found(*, insecure: bool) -> dict[str, Invite]:
 
 
 async def answering(runs: Mapping[str, Invite], *, insecure: bool) -> dict[str, Invite]:
-    """Leave out runs that no peer of their invites shows: anybody can announce a run that does not exist.
+    """The runs of which some peer in the invite answers: anybody can announce a run that does not exist.
 
     Args:
-        insecure: whether runs without TLS are wanted, and not those with it. An invite does not tell which one it is;
-            runs of the other kind are left out as well, and named in the log.
+        insecure: whether runs without TLS are wanted, or runs with TLS. An invite does not say whether its run has TLS.
+            Runs of the other kind are left out as well, and named in the log.
     """
     async with asyncio.TaskGroup() as tasks:
         answers = {run_id: tasks.create_task(_answers(invite, insecure=insecure)) for run_id, invite in runs.items()}
@@ -114,7 +115,7 @@ async def answering(runs: Mapping[str, Invite], *, insecure: bool) -> dict[str, 
 
 
 async def _answers(invite: Invite, *, insecure: bool) -> bool:
-    """Whether some peer shows the run. Of a locked run, a peer that refuses to is enough."""
+    """Whether some peer lets this process read the run's records. For a locked run, a peer that refuses is enough."""
     entrance = Entrance(entries=invite.entries, run=invite.run, token=None, insecure=insecure)
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -199,7 +200,7 @@ def merged(claims: Iterable[tuple[str, Invite]]) -> dict[str, Invite]:
 
 
 async def _is_set(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until the event is set, for `seconds` at most; gives whether it is set."""
+    """Wait until the event is set, for `seconds` at most. Return whether it is set."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -219,7 +220,7 @@ class Announcer:
             self._invite.set_result(invite)
 
     async def run(self) -> None:
-        """Announce the first invite until cancelled, and then take it back. Without multicast it logs a warning."""
+        """Announce the first invite until cancelled, and then withdraw it. Without multicast, log a warning."""
         invite = await self._invite
         try:
             async with _multicast() as network:

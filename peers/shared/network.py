@@ -38,7 +38,8 @@ REFRESH_SECONDS = 2.0
 LOOK_SECONDS = 0.5
 """Time between two readings of the DHT while this process waits for a peer to appear there."""
 RETURN_SECONDS = 12.0
-"""Peers that come back at their old address are found again within this time: see dht/node, RECONNECT_SECONDS."""
+"""A peer that comes back at its old address is found again within this time; see RECONNECT_SECONDS in
+swarm/dht/node.py."""
 
 
 @dataclass
@@ -65,8 +66,8 @@ class KnownPeers:
         """Read the records of every stage once, and try again if that fails: a busy node of the DHT may not answer.
 
         Args:
-            returns: this process was in the run before and knows no peer to ask. Others may remember its address, so
-                wait for them to connect.
+            returns: whether this process was in the run before and knows no peer to ask. Others may still know its
+                address, so this waits for them to connect.
 
         Raises:
             PeerUnavailable: the DHT does not answer.
@@ -81,7 +82,7 @@ class KnownPeers:
                 await clock.sleep(LOOK_SECONDS)
                 with suppress(PeerUnavailable):
                     await self.look(directory, stages)
-            # The peers may have come in the middle of a reading, after some stages had been read.
+            # The last reading may have missed peers that appeared after their stage had been read, so read once more.
             await patiently(lambda: self.look(directory, stages), clock, "the run's peers in the DHT")
 
     def peers(self, stage: int) -> Sequence[PeerRecord]:

@@ -1,6 +1,7 @@
-"""Has errors about a configuration's values name the options that the user typed, where the values come from options.
+"""Rewords errors about values of a configuration: where a value comes from an option, the error names the option.
 
-Used by the programs that have such options. Libraries know the fields alone, and name these in their errors.
+Used by the programs that have such options. Libraries name the configuration's fields in their errors, because they do
+not know the options.
 """
 
 import re
@@ -18,15 +19,15 @@ FIELDS = {
     "lora_dropout": "lora.dropout",
     "lora_targets": "lora.targets",
 }
-"""The options that stand for a field of the configuration, by their names in the options' dataclass."""
+"""The field of the configuration that each option sets. Options have the names of the fields of their dataclass."""
 
 
 @contextmanager
 def naming_options(options: object) -> Iterator[None]:
-    """Have errors that leave the block name those of FIELDS as options that these options give.
+    """In errors that the block raises, replace the fields in FIELDS by the options that set them, if these are given.
 
     Raises:
-        ValueError, CorpusMismatch: what the block raises, in words that the user knows.
+        ValueError, CorpusMismatch: the error that the block raised, with the names of options.
     """
     given = {
         field: f"--{name.replace('_', '-')}"
@@ -43,7 +44,7 @@ def naming_options(options: object) -> Iterator[None]:
 
 
 def renamed(text: str, given: dict[str, str]) -> str:
-    """A text with other names of fields. What stands in quotes or belongs to a longer name stays."""
+    """The text with other names for fields. A name in quotes, or one that is part of a longer name, stays as it is."""
     for field, option in given.items():
         text = re.sub(rf"(?<![\w.'\"/-]){re.escape(field)}(?!\.?\w)", option, text)
     return text

@@ -1,4 +1,4 @@
-"""The figures that a process shows of itself at a port.
+"""The figures that a process exports about itself.
 
 Made by swarm-peer and swarm-trainer at their start. The part that knows the figures calls `follow`, and --metrics-port
 exports them (exporter.py). Without that option nothing asks for them.
@@ -24,10 +24,10 @@ class OwnFigures:
     def __init__(self) -> None:
         self._source: Source = lambda: None
         self.labels: Mapping[str, str] = {}
-        """What else is exported of the process: its run, its stage."""
+        """Further labels of the process: its run, its stage."""
 
     def follow(self, source: Source, **labels: str) -> None:
-        """Take the figures from this source from now on; it gives None once it has none any more."""
+        """From now on take the figures from this source. It returns None once it has no figures any more."""
         self._source, self.labels = source, labels
 
     def now(self) -> Any:
@@ -36,7 +36,8 @@ class OwnFigures:
 
 
 def require_exporter(host: str, port: int | None) -> None:
-    """Raise ValueError if --metrics-port cannot be served: otherwise that would show only once the process has joined.
+    """Raise ValueError if --metrics-port cannot be served. Without this check, the error would come only after the
+    process has joined.
 
     Args:
         port: None if nothing is to be exported.
@@ -60,7 +61,7 @@ async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None
     if port is None:
         yield
         return
-    from peers.shared.exporter import Exporter  # Its library is an extra.
+    from peers.shared.exporter import Exporter  # The library that it imports is an extra.
 
     async with Exporter(own, prefix).serving(host, port) as url:
         logger.info("figures for Prometheus at %s", url)

@@ -7,5 +7,6 @@ class Screen(Console):
     """rich's console, but it raises BrokenPipeError when nothing reads its output, as in `swarm-status | head`."""
 
     def on_broken_pipe(self) -> None:
-        """Raise the error for which run_program ends the program. rich's SystemExit would end only an asyncio task."""
+        """Raise BrokenPipeError, for which run_program ends the program. rich would raise SystemExit, which ends only
+        one asyncio task."""
         raise BrokenPipeError

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def require_sole_writer(path: Path, given_as: str) -> int:
-    """Lock a folder, or a file, which is made if missing; gives a descriptor that holds the lock until it is closed.
+    """Lock a folder, or a file, which is made if missing. Return a descriptor that holds the lock until it is closed.
 
     Where the file system has no such locks, no process is kept out.
 

@@ -11,11 +11,12 @@ from peers.shared import cli, stopping
 from peers.shared.exit_codes import EXIT_USAGE
 
 Command = tuple[type[Any], Callable[[Any], object]]
-"""The options of one command of a program, and what carries it out, which raises what is printed as one line."""
+"""The options of one command of a program, and the function that runs it. Errors of the function are printed as one
+line."""
 
 
 def run(prog: str, about: str | None, commands: Mapping[str, Command], argv: Sequence[str]) -> int:
-    """Run the command that the first word names; gives the exit code.
+    """Run the command that the first word names, and return the exit code.
 
     Args:
         about: what --help says of the program.

@@ -17,9 +17,9 @@ from swarm.machine.clock import Clock
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SWARM_TOKEN"
-"""The environment variable with a token; it counts only where no option and no address has one."""
+"""The environment variable with a token. It is used only if no option and no address has a token."""
 FAREWELL_SECONDS = 90.0
-"""A program begins to leave this many seconds before its token expires: afterwards no peer would answer it."""
+"""A program begins to leave this many seconds before its token expires. After the expiry no peer answers it."""
 
 
 def read_token(text: str) -> Token:
@@ -31,7 +31,7 @@ def find_token(
     option: str | None, given_addresses: Sequence[str], environment: Mapping[str, str], *, role: Role, insecure: bool,
     clock: Clock,
 ) -> tuple[tuple[str, ...], Token | None]:  # fmt: skip
-    """The addresses that were given, without what follows a `#`, and the token; None for an open run.
+    """The given addresses, each without `#` and what follows it, and the token, which is None for an open run.
 
     Args:
         option: the value of `--token`.
@@ -49,7 +49,8 @@ def find_token(
     if not given and VARIABLE in environment:
         given = [(VARIABLE, environment[VARIABLE])]
     for where, text in given:
-        # An unset shell variable, say, must not make an open run of one that was to be locked.
+        # An empty token, for example from an unset shell variable, is an error: it must not open a run that was to be
+        # locked.
         if not text:
             raise ValueError(f"{where} is empty: it takes a token; for an open run leave it out")
     tokens = {str(token): token for token in (read_token(text) for _, text in given)}

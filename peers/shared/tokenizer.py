@@ -1,6 +1,6 @@
 """Fetches the run's tokenizer from the run's peers into the user's cache.
 
-Used by the programs that make text of tokens, or tokens of text.
+Used by the programs that turn tokens into text, or text into tokens.
 """
 
 from contextlib import suppress
@@ -28,7 +28,8 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
     if data.tokenizer_identity == ByteTokenizer.identity:
         return ByteTokenizer.identity
     if not data.tokenizer_files:
-        # If we took the name alone, the run's first peer could have us read any file of this machine.
+        # A name without a digest is refused: with it the run's first peer could make this machine read any of its
+        # files.
         raise ValueError("this run does not say which tokenizer it has: name yours with --tokenizer")
     folder = kept_tokenizer(cache, data.tokenizer_files)
     fetcher = member.fetcher(Kind.TOKENIZER)

@@ -22,9 +22,9 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 """The names by which a browser on this machine reaches it, as the Host header has them."""
 MOST_CONNECTIONS = 512
 REQUEST_SECONDS = 20.0
-"""How long a connection may take until the headers of its first request, or of its next one, are here."""
+"""How long a connection may take until the headers of its first or next request have arrived."""
 _GOODBYE_SECONDS = 3
-"""How long answers under way may take, once the program is to end."""
+"""How long answers under way may still take once the program is told to stop."""
 _MOST_MESSAGE_BYTES = 4096
 """The longest message that a browser may send over a WebSocket."""
 
@@ -36,8 +36,8 @@ class Listener:
         """Take the address; port 0 takes a free one.
 
         Args:
-            option: the option in which the user gave the address, or its port.
-            host_option: the option in which the user gave the host, if that is another one.
+            option: the option in which the user gave the address, or only the port.
+            host_option: the option in which the user gave the host, if it is another option.
 
         Raises:
             ValueError: the address cannot be taken.
@@ -64,9 +64,9 @@ class Listener:
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if it brings no request for long, or if there are too many connections.
+    """A connection that is closed if it brings no request for REQUEST_SECONDS, or if there are too many connections.
 
-    The web server by itself waits without end for the first request, and for the rest of one that has begun.
+    uvicorn itself waits without limit for the first request, and for the rest of a request that has begun.
     """
 
     _waiting: asyncio.TimerHandle | None = None
@@ -116,7 +116,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     def end(self) -> None:
-        """Take no more requests, and end once those that are there have been answered, or time is up."""
+        """Take no more requests, and end once all present requests have been answered or time is up."""
         self.should_exit = True
 
 
@@ -128,7 +128,7 @@ def _bound(host: str, port: int, option: str, host_option: str | None) -> socket
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(address)
-            # From now on another program that wants the address gets an error.
+            # From here on another program that tries to take the address gets an error.
             listening.listen(MOST_CONNECTIONS)
         except OSError:
             listening.close()
@@ -171,7 +171,7 @@ def _config(app: ASGIApp, *, with_websockets: bool) -> uvicorn.Config:
         ws_max_size=_MOST_MESSAGE_BYTES,
         ws_per_message_deflate=False,
         lifespan="off",
-        # Its log lines would quote what users sent.
+        # Its log lines would quote the users' requests, so they are switched off.
         log_config=None,
         log_level="critical",
         access_log=False,

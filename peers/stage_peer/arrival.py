@@ -1,4 +1,5 @@
-"""Tells that a stage peer serves: it prints for people how others join, and writes a file for the peer's launcher.
+"""Tells others that a stage peer serves: prints the commands with which people join, and writes a file for the
+launcher.
 
 Used by program.py. The lines are printed once, and the file is written again after every move.
 """

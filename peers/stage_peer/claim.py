@@ -1,4 +1,4 @@
-"""This peer's claim in the DHT: which stage it is about to serve. It is kept there until the peer arrives or gives up.
+"""This peer's claim in the DHT: it says which stage the peer is about to serve, until the peer arrives or gives up.
 
 Used by rebalancer.py. A peer goes on even if its claim cannot be stored: others then learn of it when it serves.
 """
@@ -12,7 +12,7 @@ from swarm.types import LONGEST_WAIT, ClaimRecord, ClaimState
 logger = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 20.0
-"""Lifetime of a claim: a peer that died on its way is counted for at most this long."""
+"""Lifetime of a claim. A peer that dies before it arrives is counted for at most this long."""
 RENEW_SECONDS = 5.0
 WITHDRAWN_SECONDS = 5.0
 """Lifetime of a withdrawn claim's record."""

@@ -28,19 +28,18 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 30.0
 """Time between two attempts to fetch the tokenizer."""
 WAIT_SECONDS = 20.0
-"""How long a peer looks for one that has its stage's weights: the run's first peer may have started just now, or be
-starting again after it died."""
+"""How long a peer looks for another peer that has its stage's weights. The run's first peer may have just started, or
+may be starting again after it died."""
 
 
 class Contents:
     """The content that one peer needs, and gives to others."""
 
     def __init__(self, member: Membership, model: OwnModel | None, cache: Path, *, checkpoints: Path | None) -> None:
-        """
-        Raises IntegrityError if the model's run folder has other weights than the run.
+        """Raises IntegrityError if the weights in the model's run folder are not the run's.
 
         Args:
-            model: the model that the user has named with --model, if any.
+            model: the model that the user named with --model; None if there is none.
             cache: this user's folder for what is kept from one start to the next.
             checkpoints: the folder to which this peer writes checkpoints; the tokenizer is put there, too.
         """
@@ -87,12 +86,13 @@ class Contents:
         return None if self._tokenizer is None else self._tokenizer.content(sha256)
 
     async def initial_weights(self, stage: int, *, resumes: bool) -> Weights | None:
-        """The weights with which a stage begins: those on this machine, or else fetched from peers.
+        """The weights with which a stage begins: the ones on this machine, or else weights fetched from peers.
 
-        With LoRA they are always needed: frozen ones are no part of the state that is downloaded from a stage's peers.
+        With LoRA they are always needed, because the state that is downloaded from a stage's peers has no frozen
+        weights.
 
         Args:
-            resumes: there are checkpoints here, with which the stage goes on if no peer holds it.
+            resumes: whether there are checkpoints here, with which the stage goes on if no peer holds it.
 
         Returns:
             None if they are drawn from the seed, if they are not needed, or if no peer that answers has them.
@@ -107,14 +107,15 @@ class Contents:
         if (here := self._weights.here(shapes)) is not None or (resumes and not is_always_needed):
             return here
         until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
-        # Until a round is committed there is no state to download, and peers at round 0 hold these weights.
+        # While the stage is at round 0 there is no state to download, so the weights are needed; peers at round 0 have
+        # them.
         with member.waits.on(f"a peer that has the weights with which stage {stage} begins"):
             while is_always_needed or not await self._has_gone_on(stage):
                 try:
                     return await self._weights.of(shapes)
                 except PeerUnavailable as error:
                     if self._weights.num_fetched > num_fetched:
-                        # A peer sent some of the weights, and is gone: the search for another one begins anew.
+                        # A peer sent some of the weights and is gone, so the search for another peer begins anew.
                         until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
                     if member.clock.monotonic() >= until:
                         return None

@@ -1,7 +1,8 @@
-"""Whether others reach this peer's node of the DHT, and what follows: a node that nobody reaches goes on as a client.
+"""Decides whether this peer's node of the DHT is a client: a node that nobody reaches goes on as a client.
 
-Used by reach.py, which has other peers dial the node's port along with the peer's own. While the node is a client,
-something else answers at its port for as long as they dial: if they reach that, the node is asked again from then on.
+Used by reach.py, which asks other peers to dial the node's port along with the peer's own port. A client does not
+listen. So while they dial, `answering_as_node` listens at the node's port in its place. If they reach it, the node
+becomes a full node again, which others ask.
 """
 
 import logging
@@ -36,12 +37,13 @@ class DhtReach:
 
     @property
     def named(self) -> str:
-        """Where others were asked to try, as text for people."""
+        """The endpoints that others were asked to dial, as text for people."""
         return ", ".join(endpoint_of(*place) for place in map(_host_and_port, self._named))
 
     @asynccontextmanager
     async def answering(self, forwarded_port: int | None) -> AsyncIterator[Sequence[str]]:
-        """Have the node's port answered inside the block; gives the endpoints that others are to dial, if it is.
+        """Make sure that the node's port answers inside the block. Yields the endpoints that others are to dial; none
+        if the port cannot answer.
 
         Args:
             forwarded_port: the router's port that leads to the node's; None if the router forwards none.
@@ -60,7 +62,7 @@ class DhtReach:
             yield ends
 
     async def conclude(self, reached: Sequence[str]) -> None:
-        """Have the node be asked where others reach it, and by nobody if they reach it nowhere.
+        """Announce the node at these endpoints. If there are none, make the node a client, which nobody asks.
 
         Args:
             reached: the endpoints at which others reached the node's port, the best first.

@@ -47,7 +47,7 @@ def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdenti
 def _try_claim(path: Path) -> ClaimedIdentity | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # The ending is appended, not replaced: keys may be called `peer.0` and `peer.1`.
+        # The suffix is appended and does not replace one, because key files may be called `peer.0` and `peer.1`.
         lock = os.fdopen(require_sole_writer(path.with_name(f"{path.name}.lock"), f"--identity {path}"), "w")
     except ValueError:
         return None

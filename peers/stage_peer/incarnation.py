@@ -1,10 +1,11 @@
 """One start of a peer's process, and whether another process serves under the same identity.
 
-Used by swarm-peer before it announces anything, and then at intervals. Key files get copied, say with a disk image, and
-then two processes replace each other's records under one id. A record in the DHT tells which process announced it. If
-that is another process than this one, it may have died, since a record outlives its process for some seconds, or it may
-live. So this peer asks it, and the answer is signed with the key that both have. If both live, the one that started
-later has to end. A peer that cannot reach the other process has other peers ask it.
+Used by swarm-peer before it announces anything, and then at intervals. Key files may be copied, for example with a disk
+image. Then two processes replace each other's records under one id. A record in the DHT says which process announced
+it. If another process announced the record under this peer's id, that process may be dead (a record outlives its
+process for some seconds) or alive. So this peer asks it, and the answer is signed with the key that both have. If both
+are alive, the one that started later has to end. If this peer cannot reach the other process, it asks other peers to do
+so.
 """
 
 import datetime
@@ -55,7 +56,7 @@ def begin(clock: Clock) -> Incarnation:
 
 
 class Rivals:
-    """Finds other processes under the identity of this peer, or of a peer that asks."""
+    """Finds other processes that run under the identity of this peer, or under that of a peer that asks this one."""
 
     def __init__(self, membership: Membership, *, own: Incarnation, endpoint: Callable[[], str] = str) -> None:
         """
@@ -72,7 +73,8 @@ class Rivals:
         """The latest check for each peer that asked: its time, the asker's nonce, and the result."""
 
     async def require_alone(self) -> None:
-        """Raise Fatal, with its endpoint, if another process under this identity started earlier and answers."""
+        """Raise Fatal if another process under this identity started earlier and answers. The error names its
+        endpoint."""
         own = self._identity.peer_id
         if not (records := self._announced_by_others(own, self._own.nonce)):
             return
@@ -91,7 +93,7 @@ class Rivals:
             )
 
     async def watch(self) -> None:
-        """Check at intervals, until cancelled: the other process may not have been visible when this one began.
+        """Check again at intervals, until cancelled, because the other process may not have been visible at first.
 
         Raises:
             Fatal: the other process was there first.
@@ -110,9 +112,10 @@ class Rivals:
                 has_warned = True
 
     async def of(self, caller: pb.Incarnation) -> pb.Incarnation | None:
-        """The process that serves under the asking peer's identity and started before it; None if there is none.
+        """The process that serves under the asking peer's identity and started before the asking peer; None if there is
+        none.
 
-        It may be this process itself; otherwise this one asks the processes that have announced that identity.
+        It may be this process itself. Otherwise this process asks the processes that have announced that identity.
         """
         if caller.peer_id == self._identity.peer_id:
             is_elder = (self._own.started_at, self._own.nonce) < (caller.started_at, caller.nonce)
@@ -122,20 +125,21 @@ class Rivals:
         now = self._membership.clock.monotonic()
         self._asked = {peer: asked for peer, asked in self._asked.items() if now - asked[0] < REMEMBERED_SECONDS}
         if caller.peer_id not in self._asked:
-            # An entry is made before the rival is asked, so that a peer cannot have many questions asked at once.
+            # An entry is made before the rival is asked, so that one caller cannot cause many questions at the same
+            # time.
             self._asked[caller.peer_id] = (now, caller.nonce, None)
             self._asked[caller.peer_id] = (now, caller.nonce, await self._ask(records, caller))
         _, nonce, rival = self._asked[caller.peer_id]
         return rival if nonce == caller.nonce else None
 
     def _announced_by_others(self, peer_id: str, nonce: str) -> list[PeerRecord]:
-        """The records that processes other than the one with this nonce have announced under an id."""
+        """The records under an id that were announced by processes with another nonce than this one."""
         announced = [record for stage in self._known.records for record in self._known.peers(stage)]
         return [record for record in announced if record.peer_id == peer_id and record.nonce not in ("", nonce)]
 
     async def _ask(self, records: Sequence[PeerRecord], caller: pb.Incarnation) -> pb.Incarnation | None:
-        """What one of these peers says of the caller's rival. The signature is checked only if this peer is the caller:
-        that takes the key of its identity."""
+        """The caller's rival, as one of these peers names it. The signature is checked only if this peer is the caller,
+        because checking needs the caller's key."""
         with suppress(PeerUnavailable):
             for reply in await answers(self._membership.config, records, self._membership.channels, caller=caller):
                 is_own = caller.peer_id == self._identity.peer_id
@@ -153,7 +157,8 @@ class Rivals:
         return said
 
     def _is_signed(self, rival: pb.Incarnation) -> bool:
-        """Whether a process with this very key signed this answer just now: another peer could have made it up."""
+        """Whether a process with this peer's key has signed this answer just now. Without the signature, another peer
+        could have made the answer up."""
         if (rival.peer_id, rival.nonce) == (self._identity.peer_id, self._own.nonce):
             return False
         try:
@@ -171,10 +176,11 @@ def _signed_bytes(said: pb.Incarnation, nonce: str) -> bytes:
 async def require_alone_at(
     node: DhtNode, addresses: Sequence[str], identity: Identity, *, insecure: bool, clock: Clock
 ) -> None:
-    """Check for a rival of a peer that cannot enter the DHT, because the addresses that it was given are its own.
+    """Look for a rival of a peer that cannot enter the DHT, because the addresses that the user gave are the peer's
+    own.
 
     Args:
-        node: a node that has entered the DHT there under another id.
+        node: a node that has entered the DHT at these addresses under another id.
 
     Raises:
         Fatal: a process that serves under this identity answers.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 NUM_ASKED = 3
 """The number of peers that are asked to dial back."""
 NUM_TRIES = 4
-"""How often a peer is asked that answers that it has no time."""
+"""How often a peer is asked in all, if it answers each time that it has no time."""
 BUSY = "those that are to dial it back have no time now, and are asked again"
 
 
@@ -74,8 +74,8 @@ class Inquiry:
         return told
 
     async def _ask(self, record: PeerRecord, request: pb.CheckRequest) -> pb.CheckReply | None:
-        """The reply of one peer; None if it is silent or busy, or if only short messages pass on the way to it."""
-        # Each call takes the channel from the pool, because the pool may have put a better one in its place.
+        """The reply of one peer; None if the peer is silent or busy, or if only short messages reach it."""
+        # Each call gets the channel from the pool again, because the pool may have replaced it by a better one.
         channels, end = self._membership.channels, direct(record.endpoints)[0]
         try:
             with contextlib.suppress(Overloaded):

@@ -1,7 +1,7 @@
-"""Where a peer's server listens, and the addresses at which others are told that they reach it.
+"""Where a peer's server listens, and the addresses that the peer announces for it.
 
-Made by program.py from the options and from own_addresses. reach.py asks other peers which of the addresses they reach,
-and mover.py hands the Reach to every server of the peer. Pure.
+program.py makes a Listen from the options and from own_addresses.py. reach.py wraps it in a Reach, which asks other
+peers which of the addresses they reach. mover.py passes the Reach to every server of the peer. Pure.
 """
 
 import re
@@ -31,7 +31,7 @@ class Outside:
         """Read HOST or HOST:PORT; an IPv6 address with a port stands in brackets.
 
         Raises:
-            ValueError: it is neither; the line names the option.
+            ValueError: the text is neither; the error names the option.
         """
         match = _HOST_AND_PORT.fullmatch(text.lower())
         host = match and (match["ip"] or match["host"] or match["bare"])
@@ -41,9 +41,9 @@ class Outside:
         return cls(host, port)
 
     def require_heard(self, listens_at: str, *, option: str) -> None:
-        """Raise ValueError if nothing that is sent to this address can arrive at a server on `listens_at`.
+        """Raise ValueError if nothing sent to this address can arrive at a server on `listens_at`.
 
-        Where a port is named, a router in between may forward to another address, so most of this is not checked.
+        If the address has a port, a router may forward that port to another address, so most checks are left out.
         """
         listening, own = ip_of(listens_at), ip_of(self.host)
         if own is not None and (own.is_unspecified or own.is_multicast):
@@ -79,7 +79,8 @@ class Announced:
 
 
 class Listening(Protocol):
-    """Where a server listens, and what others are told of that: a Listen, or a Reach, which knows what others reach."""
+    """Where a server listens, and which addresses it announces: a Listen, or a Reach, which asks others what they
+    reach."""
 
     @property
     def host(self) -> str: ...

@@ -2,8 +2,8 @@
 
 Used by swarm-peer. A peer that moves waits for the end of a round, drains, withdraws, and begins at the new stage like
 any joiner, in the same process, with the same identity and DHT node. A peer that cannot begin there goes back. It never
-serves a stage whose state it has not got, and never moves away from one that no other peer serves.
-rebalancer.py decides when to move.
+serves a stage without the stage's state, and never moves away from a stage that no other peer serves. rebalancer.py
+decides when to move.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS, LAST_ROUND_SECONDS = 600.0, 60.0
-"""How long a moving peer, and one that ends, serve on until their round is committed. If that takes longer, what they
-hold of the round is lost."""
+"""How long a moving peer, and a peer that ends, go on serving until their round is committed. If the commit takes
+longer, their microbatches of the round are lost."""
 DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
 """How long such a peer then waits for its microbatches to end; a moving peer stays if they take longer."""
 QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 5.0
-"""A peer no longer waits for its round once nothing has been under way for this long: no trainer trains."""
+"""A peer stops waiting for its round once nothing has been under way for this long, because then no trainer trains."""
 COMMIT_SECONDS = 5.0
 """How long another peer of the stage may take to commit the round that this one has committed."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
@@ -76,7 +76,8 @@ class Mover:
         self._num_moves = 0
 
     async def run(self, stage: int) -> None:
-        """Serve a stage, and then those that the peer moves to, until `stop` is set. That also ends entering a stage.
+        """Serve a stage, and then the stages to which the peer moves, until `stop` is set. `stop` also ends the attempt
+        to enter a stage.
 
         Raises:
             ExceptionGroup: what the server at the first stage raised, or any server once it served.
@@ -111,7 +112,8 @@ class Mover:
             stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
 
     async def _serve(self, stage: int, move: Move | None) -> tuple[Move | None, str | None]:
-        """Serve one stage until the peer leaves it; gives the next move, or else why the stage was not entered."""
+        """Serve one stage until the peer leaves it. Return the next move, and why the stage was not entered if it was
+        not."""
         serving, next_move, failure = False, None, None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -158,7 +160,8 @@ class Mover:
         logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
 
     async def _stay(self, server: StageServer, stage: int) -> Move | None:
-        """Stay at the stage until the peer has left it; gives the move to the next stage, None if it leaves the run.
+        """Stay at the stage until the peer has left it. Return the move to the next stage; None if the peer leaves the
+        run.
 
         Raises:
             Fatal: the peer has left because it cannot go on.
@@ -204,9 +207,10 @@ class Mover:
             await self._rebalancer.gave_up(target)
 
     async def _hand_over(self, server: StageServer, stage: int, deadline: float) -> None:
-        """Serve on, until the deadline, while a peer on its way here can get the stage's state from no other peer.
+        """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this
+        peer.
 
-        At round 0 this does not wait: every peer can make that state itself.
+        At round 0 this does not wait, because every peer can make the initial state itself.
         """
         has_said = False
         while server.round > 0 and self._clock.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Logs for a stage peer's user, while it serves, that rounds are committed, or why there is nothing to do.
+"""Logs, for the user of a stage peer that serves, that rounds are committed, or why the peer has nothing to do.
 
 Called by server.py. It logs a few lines a minute, whatever the length of rounds.
 """
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 EVERY_SECONDS = 10.0
 """Least time between two lines about rounds."""
 ACCUSED_SECONDS = 60.0
-"""Least time between two lines about senders that have banned this peer."""
+"""The shortest time between two lines about senders that have banned this peer."""
 MOST_ACCUSERS = 3
 """The most senders that such a line names."""
 QUIET_SECONDS = 30.0
-"""How long no microbatch has come when the log says so."""
+"""After this time without a microbatch, the log says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,11 @@ class Around:
 
     Attributes:
         endpoint: where this peer says that it can be reached.
-        num_calls: how many calls have come since this peer serves, from any caller.
-        num_others: how many trainers and other peers of its stage there are, which would all call this peer.
+        num_calls: how many calls, from any caller, have arrived since this peer began to serve.
+        num_others: how many trainers and other peers of its stage there are. All of them would call this peer.
         has_trainer: whether there is a trainer.
         empty_stages: the other stages that no peer serves.
-        left_alone_by: senders that say that they have banned this peer, each with the reason that it gives.
+        left_alone_by: the senders that say that they have banned this peer, each with its reason.
     """
 
     endpoint: str
@@ -72,9 +72,9 @@ class StageNews:
         self._busy_at = clock.monotonic()
         self._is_quiet = False
         self._has_warned = False
-        """Whether a warning about how this peer learns has been logged."""
+        """Whether a warning about this peer's inner steps has been logged."""
         self._told_of: set[str] = set()
-        """The senders that have banned this peer and of which the log has told."""
+        """The senders that have banned this peer and are already named in the log."""
         self._accused = Repeats(clock, ACCUSED_SECONDS)
 
     def committed(self, report: pb.RoundReport, *, samples_per_second: float, is_behind: bool) -> None:
@@ -97,7 +97,7 @@ class StageNews:
         )  # fmt: skip
 
     def look(self, num_tasks: int, around: Around) -> None:
-        """Log once that nothing has come for a while, and once that senders have banned this peer.
+        """Log once if nothing has come for a while, and once if senders have banned this peer.
 
         Args:
             num_tasks: forwards and backwards until now.

@@ -1,4 +1,4 @@
-"""Asks the other peers of a run at which rounds they are: a peer that starts needs this to choose its first state.
+"""Asks the other peers of a run for their rounds. A peer that starts needs them to choose its first state.
 
 Used by own_state.py, by rebalancer.py and by incarnation.py. It collects what peers say, and decides nothing.
 """
@@ -33,9 +33,9 @@ SETTLE_SECONDS = 30.0
 """How long a peer with a checkpoint waits for others to start serving, or to commit the same round."""
 
 RETURN_SECONDS = 60.0
-"""How long a peer waits for peers that held its stage and are no longer announced: frozen peers may come back."""
+"""How long a peer waits for peers that held its stage and are no longer announced. They may only be frozen."""
 
-_SILENT = "announced but silent: waiting for an answer, or until it is announced no longer"
+_SILENT = "announced but silent: waiting for an answer, or until it is no longer announced"
 _LEAVING = "which still holds it: waiting until it is gone, or stays"
 
 
@@ -47,8 +47,8 @@ class Others:
         held_at: newest round of a peer that holds our stage; None if no such peer answers.
         rounds: the newest round of each other stage.
         samples: the run's samples at the newest of these rounds.
-        repeating: stages with a peer at the stage's newest round that committed the round before it too, and so has
-            that one's weights.
+        repeating: the stages of which some peer at the newest round also took part in committing the round before. Such
+            a peer still has the weights of the round before.
         has_begun: whether a peer that answered has been given microbatches.
         silent: names of peers that held our stage a moment ago, and when they were last heard of; empty if there are
             none.
@@ -88,17 +88,17 @@ async def find_others(
 ) -> Others:
     """Ask the announced peers at which rounds they are.
 
-    While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
-    frozen, or cut off from here, and a stage must not begin anew beside them. It waits likewise while a holder is
-    leaving, because it may write its last checkpoint, or stay after all where no other peer has the state. And it waits
-    while peers of other stages are announced in a run that has gone on, and none of them answers: silence does not mean
-    round 0. A peer that died is no longer announced after some seconds.
+    This waits without limit while holders of the stage are announced and do not answer: they may be frozen, or cut off
+    from here, and a stage must not begin anew beside them. It also waits while a holder is leaving, because the holder
+    may still write its last checkpoint, or may stay if no other peer has the state. And it waits while peers of other
+    stages are announced in a run that has gone on, and none of them answers: without an answer the run's round is not
+    known. A peer that died is no longer announced after some seconds.
 
     Args:
         patient: wait, up to SETTLE_SECONDS, until a peer serves and the stages that commit together are at one round.
-        gives_up: wait for silent peers, and for those that leave, no longer than SETTLE_SECONDS.
-        needs_holder: this peer has no other state to begin with. So if a holder was announced and no longer is, wait
-            for it, up to RETURN_SECONDS.
+        gives_up: wait at most SETTLE_SECONDS for peers that are silent or leaving.
+        needs_holder: this peer can get its state only from a holder. So if a holder was announced and no longer is,
+            wait up to RETURN_SECONDS for its return.
 
     Raises:
         PeerUnavailable: `gives_up`, and the peers stayed silent, or did not leave.
@@ -152,12 +152,12 @@ class _Holders:
 
     @property
     def gone(self) -> list[PeerRecord]:
-        """The peers that are announced no longer and have not said that they leave."""
+        """The peers that are no longer announced, and did not say that they leave."""
         announced = {record.peer_id for record in self._known.others(self._stage)}
         return [record for peer_id, record in self._seen.items() if peer_id not in announced]
 
     def missed_seconds(self, clock: Clock) -> float:
-        """How long this peer has waited for all of them; the first call logs that it waits."""
+        """How long this peer has waited for a holder to be announced again. The first call logs that it waits."""
         if self._missed_since is None:
             self._missed_since = clock.monotonic()
             logger.warning(
@@ -262,5 +262,6 @@ def _newest(row: Sequence[pb.DescribeReply]) -> list[pb.DescribeReply]:
 
 
 def _can_repeat(reply: pb.DescribeReply) -> bool:
-    """Whether the peer has the weights of the round before its own: only if it took part in committing that one."""
+    """Whether the peer has the weights of the round before its own: it has them only if it took part in committing that
+    round."""
     return any(report.round == reply.round - 1 for report in reply.rounds)

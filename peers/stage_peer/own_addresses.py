@@ -1,8 +1,8 @@
-"""The addresses of this machine at which others reach it: what a peer announces unless --announce names some.
+"""Finds the addresses of this machine at which others reach it. A peer announces these unless --announce names others.
 
-Used by swarm-peer before it starts its DHT node. First come the own addresses on the system's routes to the peers that
-are joined, then those on its default routes. Addresses of bridges to containers and virtual machines are left out:
-every machine with Docker has the same one. `candidates` is pure; the rest asks the system, and sends no packet.
+Used by swarm-peer before it starts its DHT node. First come this machine's addresses on the routes to the peers that it
+joins, then its addresses on the default routes. Addresses of bridges to containers and virtual machines are left out,
+because every machine with Docker has the same one. `candidates` is pure; the rest asks the system, and sends no packet.
 """
 
 import ipaddress
@@ -20,10 +20,10 @@ from swarm.machine.own_host import own_host
 logger = logging.getLogger(__name__)
 
 _ELSEWHERE = {4: "203.0.113.1", 6: "2001:db8::1"}
-"""Addresses that no machine has (RFC 5737 and 3849): the system would reach them by its default route."""
+"""Addresses that no machine has (RFC 5737 and 3849). The system's route to them is its default route."""
 _BRIDGE = re.compile(r"(docker|br-|veth|virbr|cni|podman|nerdctl|flannel|cali|kube|lxc|lxd|incus|vmnet|vboxnet)")
 _DOCKER = "172.17.0.1"
-"""Docker's own bridge, whatever its name."""
+"""The address of Docker's own bridge, whatever the bridge's name is."""
 _HOST = re.compile(r"/(?:ip4|ip6|dns[46]?)/([^/]+)/tcp/(\d+)")
 
 
@@ -47,7 +47,7 @@ class Candidates:
         return self.outside or self.loopback
 
     def say_if_undecided(self) -> None:
-        """Log a warning that lists the addresses, if nothing tells which of them others can use."""
+        """If it is not known which of the addresses others can use, log a warning that lists the addresses."""
         if not self.is_decided:
             logger.warning(
                 "this machine has no default route and several addresses: %s; others are told %s first. If they reach "
@@ -64,9 +64,9 @@ def candidates(
         host: IP address to listen on, or empty for all of IPv4 and IPv6. A single address is the only one that can be
             announced.
         interfaces: the addresses of each network interface, by its name.
-        towards_peers: the own address on the route to each peer that is joined.
-        by_default: the own addresses on the default routes. An interface that has one of them is no container's bridge,
-            whatever its name.
+        towards_peers: this machine's address on the route to each peer that it joins.
+        by_default: this machine's addresses on the default routes. An interface with one of these addresses is not a
+            bridge to containers, whatever its name is.
     """
     versions = {4, 6}
     if host:
@@ -110,8 +110,8 @@ def outside_of(
 def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:
     """The candidates of this machine, for a peer that joins at these DHT addresses.
 
-    If `host` is no IP address, there are none. Initial peers that are no addresses are ignored. The DHT node, which
-    starts next, raises an error for either.
+    If `host` is no IP address, there are no candidates. Initial peers that are no addresses are ignored. The DHT node,
+    which starts next, raises an error in both cases.
     """
     try:
         versions = [ipaddress.ip_address(host).version] if host else [4, 6]

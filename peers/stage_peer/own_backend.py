@@ -1,6 +1,6 @@
 """Makes a stage's model on this machine's device, and checks that there is room for what its first step allocates.
 
-Used by server.py. So a stage that does not fit fails at the start, and not after an hour.
+Used by server.py. With this check, a stage that does not fit fails at the start, and not after an hour.
 """
 
 import torch
@@ -29,8 +29,9 @@ def own_backend(
     """Make the model and its weights, at their initial values.
 
     Args:
-        given: the weights with which the run begins; None if they are drawn from its seed.
-        graph_bytes: what autograd graphs may take; None for a share of what is free once the model is there.
+        given: the weights with which the run begins; None if they are drawn from the run's seed.
+        graph_bytes: the bytes that autograd graphs may take; None for a share of the memory that is free once the model
+            is built.
         compiles: whether to compile the layers; the first microbatches then take longer.
 
     Raises:
@@ -47,7 +48,8 @@ def own_backend(
         if compiles and isinstance(module, StageModule):
             module.compile_layers()
         weights = weights_of(config, module, lineage=genesis(config, stage), events=events)
-        # The first step allocates moments, a second sum, another copy and the loss; and the server starts threads.
+        # What the first step will allocate is allocated here and freed again: two moments, a second sum, another copy
+        # of the weights, and at the last stage the loss. The server's threads need addresses as well.
         first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
         if stage == config.stages.num_stages - 1:
             num_bytes = loss_bytes(config.model, config.data.tokens_per_microbatch)

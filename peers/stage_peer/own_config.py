@@ -53,7 +53,7 @@ def require_stage(config: RunConfig, stage: int) -> None:
 def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:
     """Raise ValueError if the run has a custom class that our user has named neither in a file nor in an option."""
     name = config.model.custom_class
-    # If our user has named a configuration, the run's is the same.
+    # If the user has named a configuration, `agree_on_config` has made sure that the run's is the same.
     if name and own is None and name != allowed:
         raise ValueError(
             f"this run would have this machine import and run {name!r}, its model.custom_class: "

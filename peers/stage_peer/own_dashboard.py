@@ -26,8 +26,8 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""The niceness of the page's process, so that the peer's computing comes first: where all cores are busy, the page gets
-a tenth of one."""
+"""The niceness of the page's process. The peer's own computing comes first: if all cores are busy, the page gets a
+tenth of one core."""
 END_SECONDS = 5.0
 """How long the page's process may take to write its history and end, once the peer ends."""
 
@@ -55,8 +55,8 @@ class OwnDashboard:
     def __init__(self, options: PeerOptions, peer_id: str, port: int, token: Token | None) -> None:
         """
         Args:
-            port: of the peer's gRPC server.
-            token: of a locked run, with which the page's process looks at it.
+            port: the port of the peer's gRPC server.
+            token: the token with which the page's process looks at a locked run.
         """
         listens_everywhere = not options.host or ipaddress.ip_address(options.host).is_unspecified
         self._entry = Entry(PeerId(peer_id), endpoint_of("127.0.0.1" if listens_everywhere else options.host, port))
@@ -69,8 +69,8 @@ class OwnDashboard:
         self._serves.set()
 
     async def run(self) -> None:
-        """Show the page from when the peer serves until cancelled, if there is a port for it. If its process ends, a
-        warning says so, and the peer goes on."""
+        """Show the page, if it has a port, from when the peer serves until this is cancelled. If the page's process
+        ends, log a warning and go on."""
         if self._options.dashboard_port is None:
             return
         await self._serves.wait()
@@ -79,7 +79,8 @@ class OwnDashboard:
             *("nice", "-n", str(NICENESS), *command_line("dashboard", cli.arguments(self._page_options()))),
             stdin=asyncio.subprocess.PIPE,
             env={**os.environ, **token},
-            # Ctrl-C is for the peer alone, which serves on for a while, and is shown meanwhile.
+            # The page's process does not get the terminal's Ctrl-C: the peer goes on serving for a while, and is shown
+            # meanwhile.
             start_new_session=True,
         )
         try:
@@ -101,7 +102,7 @@ class OwnDashboard:
             peer=(str(self._entry),),
             host=options.dashboard_host,
             port=options.dashboard_port,
-            # Two peers of one machine may each have a page, with a history of its own.
+            # Each page has a folder for its history, because several peers of one machine may have pages.
             history=cache_folder() / "dashboard" / self._entry.peer_id,
             insecure=options.insecure,
             embed=True,

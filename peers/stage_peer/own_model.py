@@ -1,9 +1,9 @@
-"""What --model names: a run folder, a model's folder of Hugging Face, or a model on the hub, which is downloaded.
+"""The model that --model names: a run folder, a model's folder of Hugging Face, or a model on the hub (downloaded).
 
 Used by own_config.py, which begins a run with it, by contents.py, which reads a stage's weights from it, and by
-swarm-model and swarm-generate, which add a run's adapters to it. A model's folder is read once as a whole, to digest
-its weights. The digests are kept in the user's cache, and the weights stay where they are. So two machines with the
-same folder begin the same run.
+swarm-model and swarm-generate, which add a run's adapters to it. A model's folder is read once as a whole, to compute
+digests of its weights. The digests are kept in the user's cache, and the weights stay where they are. Two machines with
+the same folder compute the same digests, so they begin the same run.
 """
 
 import hashlib

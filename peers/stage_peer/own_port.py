@@ -1,7 +1,7 @@
-"""Keeps a TCP port of this machine for a process while none of its servers listens there.
+"""Answers at a TCP port of this machine while no server of the process listens there.
 
-Used by reach.py and dht_reach.py, because others dial a peer back at its ports before its server begins, between two
-servers, and while its node of the DHT does not listen; and by swarm-doctor, which never serves.
+Used by reach.py and dht_reach.py: others dial a peer back at its ports before its server begins, between two servers,
+and while its node of the DHT does not listen. Also used by swarm-doctor, which never serves.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ async def answering(host: str, port: int, own: Identity, *, insecure: bool) -> A
         yield
     finally:
         await server.stop(None)
-        # gRPC closes its socket a moment later, and the next server needs the port.
+        # gRPC closes its socket a moment after `stop` has returned, and the next server needs the port.
         while is_listened_on(host, port):  # noqa: ASYNC110 - nothing tells of it.
             await asyncio.sleep(0.01)
 

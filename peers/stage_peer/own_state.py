@@ -1,6 +1,6 @@
 """Gets the state with which a stage peer begins to serve: from a checkpoint, or from the peers that hold the stage.
 
-Used by server.py, around the start of averaging, which downloads what others hold.
+Used by server.py before and after the start of averaging. The averager downloads the state that others hold.
 """
 
 import logging
@@ -32,7 +32,7 @@ class OwnState:
         self._held_at = 0
         """The round of the peers that held the stage when this peer began."""
         self._holders: Sequence[PeerRecord] = ()
-        """The records of these peers that were last read from the DHT."""
+        """The records of these peers, as last read from the DHT."""
 
     async def begin(self) -> None:
         """Take the state of a checkpoint, if there is one and no peer holds this stage; see resume.begin.
@@ -57,9 +57,9 @@ class OwnState:
         )  # fmt: skip
 
     async def arrive(self) -> None:
-        """Wait while others hold the state and it could not be downloaded at once: averaging goes on asking them.
+        """If others hold the state and it could not be downloaded at once, wait: the averager goes on asking for it.
 
-        Holders that fall silent may be frozen, or cut off for a moment: this waits RETURN_SECONDS for them.
+        If all holders fall silent, wait up to RETURN_SECONDS: they may be frozen, or cut off for a moment.
         """
         clock, silent_since = self._membership.clock, None
         with self._membership.waits.on(f"the state of stage {self._stage.number}"):
@@ -79,7 +79,8 @@ class OwnState:
                 await clock.sleep(LOOK_SECONDS)
 
     def require(self) -> None:
-        """Raise NotReady if the state is not here. It may be of another round than the holders announced at first."""
+        """Raise NotReady if this peer still has only initial weights though holders have gone on. Any later round will
+        do."""
         if not self._is_lacking:
             return
         source = f" from {named(self._holders)}" if self._holders else ""

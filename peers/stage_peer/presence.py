@@ -1,6 +1,6 @@
-"""What a stage peer says of itself: in its record, which it keeps in the DHT, and in its answer to Describe.
+"""What a stage peer says about itself: in its record in the DHT, and in its answer to Describe.
 
-Used by server.py, which tells it when the peer serves and when it leaves.
+Used by server.py, which calls it when the peer begins to serve and when the peer leaves.
 """
 
 import contextlib
@@ -33,11 +33,12 @@ MOST_LINKS = 16
 """The most links to peers of the next stage that a peer reports."""
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
-"""Lifetime of an announcement: a peer that died is listed for at most this long."""
+"""Lifetime of an announcement. A peer that has died is listed for at most this long."""
 
 
 class Health(HealthServicer):
-    """gRPC's health service. It has no Watch: a caller that does not read its updates would hold up all others."""
+    """gRPC's health service, without Watch: with Watch, a caller that does not read its updates would block all
+    others."""
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not offered here; use Check")
@@ -65,12 +66,12 @@ class Presence:
         """Whether the last announcement failed."""
 
     def listens(self, announced: Callable[[], Announced]) -> None:
-        """Announce from now on that others reach this peer in the ways that a call of `announced` gives."""
+        """From now on announce the addresses that `announced` returns."""
         self._announced = announced
 
     @property
     def announced(self) -> Announced:
-        """In which ways others reach this peer now."""
+        """The addresses at which others reach this peer now."""
         return self._announced()
 
     @property
@@ -89,7 +90,8 @@ class Presence:
         await self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def will_leave(self) -> None:
-        """Answer from now on that this peer leaves, though it still serves, so that no other peer relies on it."""
+        """From now on say in answers to Describe that this peer leaves, so that no other peer relies on it. It still
+        serves."""
         self._will_leave = True
 
     # -- in the DHT --------------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ class Presence:
             self._is_refused = True
 
     def works(self, news: StageNews) -> Sequence[Coroutine[Any, Any, None]]:
-        """What a serving peer does all the while, until each is cancelled."""
+        """The tasks of a serving peer. Each runs until it is cancelled."""
         return self.keep_announced(), self._look_around(news), self.loop_lag.run()
 
     async def keep_announced(self) -> None:
@@ -151,13 +153,13 @@ class Presence:
                         break
 
     async def _look_around(self, news: StageNews) -> None:
-        """Tell the user at intervals what concerns this peer in what others say."""
+        """At intervals, log what others say about this peer."""
         while True:
             await self._membership.clock.sleep(ANNOUNCE_SECONDS)
             news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"], await self._around())
 
     async def _around(self) -> Around:
-        """What others say that concerns this peer, and whether any of them has reached it."""
+        """What others say about this peer, and whether any of them has reached it."""
         number, member = self._stage.number, self._membership
         known, now = member.known, member.clock.time()
         with contextlib.suppress(PeerUnavailable):

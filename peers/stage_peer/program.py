@@ -4,9 +4,9 @@
     swarm-peer INVITE                                          everyone else, wherever it is needed most
     swarm-peer INVITE --stage 2                                ... at a stage
 
-Reads top to bottom: options -> join the DHT -> agree on the configuration -> choose a stage -> have mover.py build,
-enter the run and serve, at one stage or at several in turn, until SIGTERM. The mechanisms are in swarm/; here they are
-wired together.
+It does, in this order: read the options, join the DHT, agree on the configuration, and choose a stage. Then mover.py
+builds the stage's model and serves, at one stage or at several in turn, until SIGTERM. The mechanisms are in swarm/;
+here they are wired together.
 """
 
 import asyncio
@@ -76,10 +76,10 @@ PROG = "swarm-peer"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
     name = options.name or default_name()
-    # If the stage is fixed, log lines name it: that tells more than a process id.
+    # If the stage is fixed, log lines name the stage, which says more than a process id.
     logs.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock = SystemClock()
     cli.require_own_host("--host", options.host)
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     identity = claim_identity(options.identity, cache / "identities", options.label.replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
-    # A peer that begins a run at an address that it has had before may find the run still there.
+    # A peer that begins a run at an address that it had before may find that the run still exists.
     returns = not options.joins and options.dht_port > 0 and identity.libp2p_path.exists()
     if not (options.joins or returns or options.resume or options.first_stage in (0, "auto")):
         logger.warning(
@@ -141,7 +141,8 @@ def enter_dht(
             announce=[(one.host, one.port) for one in outside], identity_path=libp2p_path,
         )  # fmt: skip
     except OwnAddress:
-        # Either this peer had the address in an earlier start, or its key files were copied from a process that has it.
+        # Either this peer had the address in an earlier start, or its key files were copied from the process that has
+        # it now.
         with contextlib.suppress(PeerUnavailable):
             node = dht_node.start(clock=clock, initial_peers=initial_peers, client_mode=True)
             try:
@@ -170,7 +171,7 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What the process has before it enters the run."""
+    """What the process has prepared before it enters the run."""
 
     options: PeerOptions
     config: RunConfig | None
@@ -186,7 +187,7 @@ class Start:
     checkpoints: CheckpointWriter | None
     events: Events
     returns: bool
-    """Whether others may remember this peer at its address."""
+    """Whether this peer was in the run before, so that others may still know its address."""
 
     def server_options(
         self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves,
@@ -286,12 +287,13 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         return StageServer(member, stage, tasks, local)
 
     async with asyncio.TaskGroup() as tasks:
-        # This comes before anything that waits: joiners look for the run now.
+        # This task starts before anything that waits, because joiners may already look for the run.
         background = [tasks.create_task(republish(member.directory, member.config))]
         background.append(tasks.create_task(member.waits.run(clock)))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         await say_what_is_wrong(options, member, start.device)
-        # This comes before anything is announced: that would replace the records of another process with this identity.
+        # Rivals are looked for before anything is announced: an announcement would replace the records of another
+        # process with this identity.
         await rivals.require_alone()
         watching = member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS)
         background += map(tasks.create_task, (watching, reach.keep()))
@@ -299,7 +301,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         background.append(tasks.create_task(claim.keep()))
         with member.waits.on("a stage that needs this peer"):
             stage = await first_stage(options, rebalancer)
-        # Until here nothing would look at a stop event, and Ctrl-C and SIGTERM end the process by themselves.
+        # Only from here on is the stop event watched. Before this line, Ctrl-C and SIGTERM end the process directly.
         stop = stopping.stop_event()
         said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=stage)
         begin(start.events, options.events, said)

@@ -1,8 +1,9 @@
-"""Finds out how others reach this peer: it has them dial back, and waits at meeting points if they get no answer.
+"""Finds out how others reach this peer: it asks them to dial back, and waits at meeting points if they get no answer.
 
-Run by swarm-peer from before it announces anything until it ends. The peer announces direct endpoints that one of the
-others reached, and tunnels if one of them did not. A peer without either is not announced, and its user is told why; so
-is a peer from which only short messages reach the others. What meeting points do is in swarm/rpc/meeting.
+Run by swarm-peer from before it announces anything until it ends. The peer announces direct endpoints that at least one
+other peer reached, and tunnels if at least one did not reach it. A peer with neither is not announced, and its log says
+why. The same holds if only short messages from this peer reach the others. What meeting points do is in
+swarm/rpc/meeting.
 """
 
 import asyncio
@@ -36,10 +37,11 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0
 """Time between two attempts to ask other peers, while none has answered."""
 AGAIN_SECONDS, DOUBT_SECONDS = 300.0, 15.0
-"""Time after which others are asked again. It is shorter after a result that differs from the one before, or where at
-first nobody got through: that may have been an accident."""
+"""Time after which others are asked again. The second, shorter time is for a result that differs from the one before,
+and for a first result in which nobody reached this peer: either may have been an accident."""
 MOST_BUSY = 3
-"""After so many looks in which other peers had no time to dial back, the machine's own addresses are announced."""
+"""If other peers had no time to dial back in this many attempts, the machine's own addresses are announced
+unchecked."""
 SAY_SECONDS = 15.0
 """Time between two log lines that nobody can reach this peer."""
 _EVERYWHERE = ("", "0.0.0.0", "::")
@@ -55,7 +57,7 @@ class Reach:
     ) -> None:  # fmt: skip
         """
         Args:
-            listen: where the peer's server will listen, and where others may reach that. If any port will do, a free
+            listen: where the peer's server will listen, and where others may reach the server. If the port is 0, a free
                 one is taken and kept for this process.
             router_ports: asks the router to forward the ports if nobody reaches them; None never asks it.
         """
@@ -97,8 +99,8 @@ class Reach:
     def announced(self, own_port: int) -> Announced:
         """What others are told now. Called once the server listens on `own_port`."""
         self._serves = True
-        # Where all meeting points are gone, lines that were punched with their help still lead here: callers use them
-        # for as long as the endpoints stay the same.
+        # Without endpoints the former ones stay announced: once all meeting points are gone, the connections that were
+        # punched with their help still work, and callers use them as long as the endpoints stay the same.
         self._announced = self.endpoints or self._announced
         return Announced(
             endpoints=self._announced,
@@ -162,7 +164,7 @@ class Reach:
                 self._reserved.close()
 
     async def _with_router(self, verdict: Verdict, tasks: asyncio.TaskGroup) -> Verdict:
-        """Ask the router to forward the ports, and then the peers again; gives what they reach."""
+        """Ask the router to forward the ports, and then ask the peers again. Return what they reach."""
         assert self._router_ports is not None
         if not await self._router_ports.ask([port for port in (self.port, self._dht.port) if port]):
             return verdict
@@ -177,7 +179,7 @@ class Reach:
         return forwarded
 
     def _forwarded(self, port: int) -> int | None:
-        """The router's port that leads to this one; None if the router has not been asked, or does not do it."""
+        """The router's port that leads to this port; None if the router was not asked, or does not forward the port."""
         return None if self._router_ports is None else self._router_ports.outer.get(port)
 
     def _conclude(self, verdict: Verdict) -> None:
@@ -204,7 +206,7 @@ class Reach:
         )
 
     async def _verdict(self) -> Verdict | None:
-        """Ask some peers to dial back; gives None if none of them answers. Raises ValueError if the port is in use."""
+        """Ask some peers to dial back. Return None if none of them answers. Raises ValueError if the port is in use."""
         own = versions(self._candidates)
         others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
         if not others:
@@ -229,7 +231,7 @@ class Reach:
     def _points(self) -> Sequence[Entry]:
         """Peers that may be meeting points, with all of their endpoints, in an order of this peer's own.
 
-        If this peer is out of reach only for peers with the other version of IP, these ones have both versions.
+        If only peers with the other version of IP cannot reach this one, only peers with both versions are returned.
         """
         own_id, is_hidden = self._membership.peer_id, self._found is not None and self._found.is_hidden
         others = sorted(

@@ -1,8 +1,8 @@
 """Decides which stage a newcomer takes, and when a peer moves to another one.
 
 Used by mover.py, which carries out the move. This reads the DHT, asks swarm.rebalancing.judgement, and claims the stage
-in the DHT. The DHT may be wrong about which peers are alive. So no peer leaves a stage before another one that stays
-has answered, nor goes to a stage whose state no peer would give it.
+in the DHT. The DHT may be wrong about which peers are alive. So a peer leaves a stage only after another peer that
+stays there has answered, and goes only to a stage whose state it can get.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 ASKED = 8
-"""How many peers of a stage are asked whether they serve, where one that does is enough."""
+"""How many peers of a stage are asked whether they serve, where one that serves is enough."""
 
 
 class Rebalancer:
@@ -75,7 +75,8 @@ class Rebalancer:
     # -- moving ------------------------------------------------------------------------------------------------------
 
     async def next_move(self, stage: int, rate: Callable[[], float]) -> int:
-        """Wait until this peer, which serves `stage`, should move, possibly for ever; gives the new stage, claimed.
+        """Wait, possibly for ever, until this peer, which serves `stage`, should move. Claim the new stage, and return
+        it.
 
         Args:
             rate: gives the samples per second that this peer computes.
@@ -116,19 +117,21 @@ class Rebalancer:
             return target
         finally:
             if not is_confirmed:
-                # This includes errors and cancellation: with its claim, others would count this peer at `target`.
+                # The claim is also withdrawn after errors and cancellation: otherwise others would count this peer at
+                # `target`.
                 await self._claim.withdraw()
 
     async def can_spare(
         self, stage: int, *, round_number: int = 0, lineage: str = "", last_members: Collection[str] = ()
     ) -> bool:
-        """Whether another peer of the stage answers that it serves, at this round at least, and does not leave.
+        """Whether another peer of the stage answers that it serves at this round or a later one, and does not leave.
 
-        Where a round needs a majority: whether enough of them answer so for the next round.
+        If rounds need a majority: whether enough such peers answer to make up a majority in the next round.
 
         Args:
-            lineage: of the state of this peer. A peer at this very round with another lineage, because it began the
-                stage anew, say, has not learnt what this one has. Empty: any lineage will do.
+            lineage: the lineage of this peer's state. A peer at this very round with another lineage (it may have begun
+                the stage anew) does not have what this peer has learnt, and does not count. If this is empty, every
+                lineage counts.
             last_members: ids of the peers that took part in the last round; if empty, all announced ones count.
         """
         holders = await self._holders(stage, round_number, lineage)
@@ -138,7 +141,7 @@ class Rebalancer:
         )  # fmt: skip
 
     async def is_awaited(self, stage: int, *, round_number: int, lineage: str) -> bool:
-        """Whether a peer is on its way to the stage that can get its state from this peer alone; see `can_spare`.
+        """Whether a peer on its way to the stage can get the stage's state from this peer alone; see `can_spare`.
 
         Raises PeerUnavailable if the DHT does not answer.
         """
@@ -149,8 +152,8 @@ class Rebalancer:
         return not await self._holders(stage, round_number, lineage)
 
     async def _holders(self, stage: int, round_number: int, lineage: str) -> set[str]:
-        """Ids of other peers of the stage that stay and hold this one's state: of all if there must be a majority, or
-        else of the few that were asked."""
+        """Ids of the other peers of the stage that stay and hold this peer's state. If rounds need a majority, all
+        peers are asked, otherwise a few."""
         _, claims = await self._look()
         leaving = {
             claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
@@ -166,12 +169,12 @@ class Rebalancer:
     async def _can_enter(self, stage: int) -> bool:
         others = self._known.others(stage)
         if not others:
-            # Nothing was learnt yet, or there is a checkpoint: otherwise the stage would be among the lost ones.
+            # Nothing was learnt yet, or there is a checkpoint: otherwise `_lost` would have the stage.
             return True
         return bool(await self._ask(others))
 
     async def _ask(self, records: Sequence[PeerRecord], *, num_asked: int = ASKED) -> list[pb.DescribeReply]:
-        """Ask some of these peers; gives the replies of those that serve and are not about to leave."""
+        """Ask some of these peers. Return the replies of those that serve and are not about to leave."""
         asked = self._rng.sample(records, min(num_asked, len(records)))
         replies = await answers(self._membership.config, asked, self._membership.channels)
         return [reply for reply in replies if reply.state == PeerState.SERVING]
@@ -188,14 +191,16 @@ class Rebalancer:
         await self._claim.withdraw()
 
     async def gave_up(self, stage: int) -> None:
-        """Note that the peer could not leave for this stage, or not enter it, so that it does not try soon again."""
+        """Note that the peer could not leave its stage for this one, or could not enter this one, so that it does not
+        soon try again."""
         self._judgement.gave_up(stage, self._clock.monotonic())
         await self._claim.withdraw()
 
     # -- what the DHT tells ------------------------------------------------------------------------------------------
 
     async def _look(self) -> tuple[dict[int, Sequence[PeerRecord]], list[ClaimRecord]]:
-        # Claims are read first: a peer that arrives meanwhile then has a record as well, and is counted once, there.
+        # Claims are read before records: a peer that arrives in between then has both, and is counted once, at its
+        # record.
         claims = await self._membership.directory.claims()
         await self._known.look(self._membership.directory, range(len(self._costs)))
         records = dict(self._known.records)

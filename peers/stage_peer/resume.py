@@ -1,9 +1,9 @@
 """The state with which a stage peer begins: a checkpoint's, the initial one, or that of the peers that hold the stage.
 
 Called once by own_state.py, before anything is served, with what others.py has found out. The state that living peers
-hold is downloaded afterwards, by the averager. If a peer could begin only if others went back to an earlier round, this
-raises an error that says so. swarm/checkpoint/changes.py decides what may differ between a checkpoint's configuration
-and the run's; this module logs the differences.
+hold is downloaded afterwards, by the averager. If a peer could begin only after others went back to an earlier round,
+this raises an error that says so. swarm/checkpoint/changes.py decides what may differ between a checkpoint's
+configuration and the run's; this module logs the differences.
 """
 
 import asyncio
@@ -36,13 +36,15 @@ class ResumeOptions:
 
     Attributes:
         folder: checkpoints to resume from.
-        round_number: the only round to resume at; None for any.
-        had_checkpoints: the folder to write checkpoints to held some already.
-        joins: the run exists, as far as the command line knows.
-        moves: the peer comes from another stage. It does not bring initial weights to a run that has gone on.
-        has_weights: the weights that the run begins with, if they are not drawn from the seed, are on this machine.
-        starts_over: the user wants initial weights if no peer holds the stage of a run that has gone on, and there is
-            no checkpoint.
+        round_number: the only round at which to resume; None for any.
+        had_checkpoints: whether the folder to which this peer writes checkpoints already had some at the start.
+        joins: whether the command line says that the run exists.
+        moves: whether the peer comes from another stage. Such a peer does not bring initial weights to a run that has
+            gone on.
+        has_weights: whether this machine has the weights with which the run begins, if they are not drawn from the
+            seed.
+        starts_over: whether the user wants initial weights if the run has gone on, no peer holds the stage, and there
+            is no checkpoint.
     """
 
     folder: Path | None = None
@@ -56,8 +58,8 @@ class ResumeOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Beginning:
-    """A state that no living peer holds, and the round at which it enters the run. The initial state if `restored` is
-    None."""
+    """A state that no other peer holds, and the round at which it enters the run. If `restored` is None, it is the
+    initial state."""
 
     restored: Restored | None
     round: int
@@ -80,17 +82,18 @@ async def begin(
     """Begin a stage with a checkpoint's state, if there is one and no peer holds the stage, or with its initial state.
 
     Args:
-        shapes: of the stage's parameters.
-        checkpoints: writes them from now on, and is told the round to which the run went back.
+        shapes: the shapes of the stage's parameters.
+        checkpoints: writes the stage's checkpoints from now on. It is told if the run goes back to an earlier round.
 
     Raises:
         What choose raises.
     """
-    # The folder is read only now: while `others` were sought, a leaving peer may have written its last checkpoint here.
+    # The folder is read only now: a leaving peer may have written its last checkpoint here while `find_others` waited.
     folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
     beginning = await asyncio.to_thread(choose, config, stage, shapes, others, folder, options)
     if beginning is None:
-        # Peers of this stage that are gone may have granted ids in this very round, and no living peer can tell which.
+        # Peers of this stage that are gone may have granted microbatch ids in this very round. No peer that is alive
+        # knows which.
         await member.begin(highest_microbatch=0 if others.has_begun else -1)
         return
     restored = beginning.restored
@@ -116,7 +119,7 @@ def choose(
     config: RunConfig, stage: int, shapes: Mapping[str, torch.Size], others: Others, folder: CheckpointFolder | None,
     options: ResumeOptions,
 ) -> Beginning | None:  # fmt: skip
-    """Choose the state that a peer brings into the run. Blocks while checkpoints are read.
+    """Choose the state that a peer brings into the run. Blocks while it reads checkpoints.
 
     Args:
         shapes: of the stage's parameters.
@@ -126,8 +129,8 @@ def choose(
         None if the peer brings none: it downloads what others hold, or has the initial state of a run at round 0.
 
     Raises:
-        Fatal: no checkpoint fits the run's round, or there is none, and the stage is not to start over. The message
-            says what to do.
+        Fatal: there is no checkpoint, or none fits the run's round, and the user has not given --start-over. The
+            message says what to do.
         PeerUnavailable: a moving peer would bring initial weights.
         ValueError: the run would begin anew beside its own checkpoints.
     """
@@ -169,7 +172,7 @@ def choose(
 
 
 def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run_samples: int) -> None:
-    """Log every field that differs, with the old and the new value, and how that changes the learning rate.
+    """Log every field that differs, with its old and new value, and the change of the learning rate.
 
     Args:
         checkpoint: the configuration that was written with the state.
@@ -194,7 +197,7 @@ def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run
 def known(
     config: RunConfig, shapes: Mapping[str, torch.Size], tensors: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """A checkpoint's state without the optimizer state that the run's optimizer does not have."""
+    """A checkpoint's state, without the optimizer state that the run's optimizer does not use."""
     known = set[str]()
     optimizer = round_optimizer(config)
     for name, shape in shapes.items():
@@ -206,12 +209,12 @@ def _at_their_round(
     stage: int, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions,
     *, can_repeat: bool,
 ) -> Restored:  # fmt: skip
-    """The checkpoint of this stage for the round of those stages that commit together with it.
+    """The checkpoint of this stage for the round at which the stages are that commit together with it.
 
-    In the synchronous setting a checkpoint of the round before will do, if the other stages have committed that round
-    themselves: they keep its weights, and its microbatches are run again for this stage.
+    In the synchronous setting a checkpoint of the round before fits as well, if the other stages took part in
+    committing that round: they still have its weights, and its microbatches are run again for this stage.
     """
-    # If `rounds` has two, some stages have committed a round that others, and this one, have yet to commit.
+    # If `rounds` has two numbers, some stages have committed a round that other stages, this one included, have not.
     wanted = [max(rounds)] if len(rounds) == 1 else []
     if can_repeat:
         wanted.append(max(rounds) - 1)
@@ -249,7 +252,8 @@ def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOp
                 f"stage {stage} was held by {others.silent}: what it has learnt is with them, so start this peer again "
                 "when they are back"
             )
-        # Another peer of the stage may be about to bring a checkpoint. It would take these initial weights instead.
+        # This raises an error, because another peer may be about to bring a checkpoint of the stage, and would find
+        # these initial weights in its place.
         raise Fatal(
             f"nobody holds stage {stage} any more: if its peers are only frozen or cut off, start this one again when "
             "they are back; if they are gone for good, begin with a checkpoint (--resume DIR). Without one, "
@@ -263,7 +267,7 @@ def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOp
 
 
 def require_weights(config: RunConfig, stage: int, options: ResumeOptions) -> None:
-    """Raise Fatal (if the peer moves, PeerUnavailable) if the weights that the run begins with are not here."""
+    """Raise Fatal, or PeerUnavailable if the peer moves, if the weights with which the run begins are not here."""
     if config.model.weights and not options.has_weights:
         raise (PeerUnavailable if options.moves else Fatal)(
             f"no peer that answers has the weights with which stage {stage} begins: start a peer where the run's model "
@@ -280,7 +284,8 @@ def _enter_late(config: RunConfig, stage: int, restored: Restored, others: Other
 
 
 def _late(config: RunConfig, restored: Restored | None, lineage: str, others: Others) -> Beginning:
-    """Enter at the others' round with an older state. Peers that do so from the same state get the same lineage."""
+    """A beginning at the others' round with an older state. Peers that begin so with the same state get the same
+    lineage."""
     num_rounds = others.latest - (restored.round if restored else 0)
     highest = restored.highest_microbatch if restored else -1
     # Rounds may have been longer or shorter when the checkpoint was written.
@@ -288,6 +293,7 @@ def _late(config: RunConfig, restored: Restored | None, lineage: str, others: Ot
     return Beginning(
         restored=restored, round=others.latest, run_samples=others.samples,
         lineage=hashlib.sha256(f"{lineage} again at {others.latest}".encode()).hexdigest(), parent=lineage,
-        # Nobody knows how many microbatches were trained on since then: better leave some out than repeat one.
+        # It is not known how many microbatches were trained on since then. To leave some out is better than to repeat
+        # one.
         highest_microbatch=highest + 2 * max(0, num_rounds) * longest,
     )  # fmt: skip

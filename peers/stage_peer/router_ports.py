@@ -37,7 +37,7 @@ class Router(Protocol):
     """A router that forwards ports. Both methods block for some seconds at most, and raise OSError if it refuses."""
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """Forward a router's port to `port` of this machine; gives the router's port: `outer_port` if it is free."""
+        """Forward a router's port to `port` of this machine. Return the router's port: `outer_port` if that is free."""
         ...
 
     def end(self, port: int, outer_port: int) -> None:
@@ -55,7 +55,7 @@ class NatPmp:
         """Forward a port, as Router says."""
         request = struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, outer_port, lease_seconds)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            # A connected socket hears only the router.
+            # A connected socket receives only the router's datagrams.
             sock.connect(self._address)
             for seconds in _TRIES_SECONDS:
                 sock.settimeout(seconds)
@@ -144,8 +144,8 @@ class RouterPorts:
         """The router's port for each port of this machine that is forwarded now."""
 
     async def ask(self, ports: Sequence[int]) -> bool:
-        """Have all of these ports forwarded, or none; gives whether they are. A cancelled call to a router still ends
-        by itself in its thread."""
+        """Ask for the forwarding of all of these ports, or of none. Return whether they are forwarded. If this is
+        cancelled, a call to the router still ends by itself in its thread."""
         for router in self._routers:
             self._router = router
             if await self._forward(ports):
@@ -179,7 +179,7 @@ class RouterPorts:
 
 
 async def _in_time(call: Any, *arguments: int) -> int | None:
-    """What a call to the router gives; None if the router refuses or takes too long."""
+    """The result of a call to the router; None if the router refuses or takes too long."""
     try:
         async with asyncio.timeout(ASK_SECONDS):
             answer: int | None = await asyncio.to_thread(call, *arguments)

@@ -51,7 +51,8 @@ from swarm.stage.staging import staging_of
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 5.0
-"""The longest that an ending peer waits until it has passed on acknowledgements: each of them takes no longer."""
+"""How long a peer that ends waits at most until it has passed on its acknowledgements. Passing on one takes no longer
+than this."""
 
 
 class StageServer:
@@ -59,7 +60,7 @@ class StageServer:
 
     def __init__(self, membership: Membership, stage: int, tasks: asyncio.TaskGroup, options: ServerOptions) -> None:
         config, clock = membership.config, membership.clock
-        # The channels end with this server: at another stage the peer has other neighbours.
+        # The channels are closed with this server, because at another stage the peer has other neighbours.
         channels = ChannelPool(insecure=options.insecure, identity=membership.identity, clock=clock)
         self._membership = membership = dataclasses.replace(membership, channels=channels)
         self._options = options
@@ -70,7 +71,7 @@ class StageServer:
         staging = staging_of(options.device)
         self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
         if config.lora.is_on:
-            # Frozen base weights are not part of the state that is downloaded from peers that hold the stage.
+            # The state that is downloaded from peers of the stage does not include frozen base weights.
             require_weights(config, stage, options.resume)
         backend = own_backend(
             config, stage, device=options.device, staging=staging, given=options.weights,
@@ -110,7 +111,7 @@ class StageServer:
 
     @asynccontextmanager
     async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
-        """Get the stage's state and serve the stage inside the block; gives the addresses that others are told.
+        """Get the stage's state, and serve the stage inside the block. Yields the addresses that others are told.
 
         Raises:
             ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
@@ -199,7 +200,7 @@ class StageServer:
 
     @property
     def lineage(self) -> str:
-        """The lineage of the state with which that round began."""
+        """The lineage of the state with which the present round began."""
         return self.member.progress().lineage
 
     @property
@@ -235,14 +236,15 @@ class StageServer:
             and all(self._membership.known.others(stage) for stage in self._membership.stages)
         ):
             closed = self.stage.is_closed
-            # Microbatches between the close and the commit belong to the next round, and would be lost with this peer.
+            # A microbatch that comes between the close and the commit belongs to the next round, and would be lost with
+            # this peer.
             if closed:
                 self.stage.admission.close()
             else:
                 self.stage.admission.open()
             now = clock.monotonic()
             if closed or self.stage.is_busy or self.averager.misses_member():
-                # While a round waits for a silent member, nothing is under way, though somebody trains.
+                # While a round waits for a silent member, nothing is under way although somebody trains.
                 busy_at = now
             quiet = min(now - busy_at, self.averager.view().quiet_seconds)
             if now >= deadline or quiet >= quiet_seconds:
@@ -277,7 +279,8 @@ class StageServer:
         await self.presence.withdraw()
 
     def _waits_for_round(self, _: float) -> str:
-        """What the peer waits for at the end of a synchronous round. With DiLoCo training goes on meanwhile."""
+        """What the peer waits for at the end of a synchronous round; empty with DiLoCo, where training goes on
+        meanwhile."""
         is_held_up = self._membership.config.rounds.synchronous and self.stage.is_closed
         return f"the commit of round {self.stage.round}" if is_held_up else ""
 

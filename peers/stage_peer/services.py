@@ -48,7 +48,7 @@ class Services:
     ) -> None:  # fmt: skip
         """
         Args:
-            turns: whose turn it is to download from this peer, its state included.
+            turns: decides whose turn it is to download from this peer.
         """
         self._membership = membership
         self._stage = stage
@@ -107,7 +107,7 @@ class Services:
 
 
 def group_lead(averager: Averager) -> GroupLead:
-    """The leader of the stage's group; if that is this peer, with the leases' view of the round."""
+    """The leader of the stage's group. If this peer leads, the answer also has the round as leases see it."""
     view = averager.view()
     if not view.is_leader:
         return GroupLead(leader_id=PeerId(view.leader_id), view=None)

@@ -15,8 +15,8 @@ class Verdict:
     """What the peers that dialled back reached.
 
     Attributes:
-        endpoints: direct endpoints that were reached, the best first. If there are any, those that no peer could try
-            follow.
+        endpoints: direct endpoints that were reached, the best first. If there are any, the endpoints that no peer
+            could try follow.
         dht_endpoints: likewise, of the DHT's node.
         num_asked: how many peers dialled back.
         num_reached: how many of them reached an endpoint.
@@ -62,8 +62,8 @@ class Verdict:
         )
 
     def is_doubtful(self, former: Self | None) -> bool:
-        """Whether others should soon be asked again: something is not reached for the first time, or is reached by now.
-        Either may be an accident."""
+        """Whether others should soon be asked again: an endpoint is no longer reached, was not reached at the first
+        attempt, or has become reachable. Each of these may be an accident."""
         if former is None:
             return not (self.endpoints and self.dht_endpoints)
         return self.endpoints != former.endpoints or bool(self.dht_endpoints) != bool(former.dht_endpoints)

@@ -1,8 +1,8 @@
 """Batches: the microbatches, all of one shape, that one worker computes in a step or in an evaluation.
 
-The microbatches of a step are those of a swarm's round, dealt to the workers of the axis dp in turns. Every worker must
-compute the same number, because each microbatch has exchanges between workers. So batches are filled up with
-microbatches without targets, which add neither loss nor gradient.
+A step has the microbatches of a swarm's round, dealt to the workers of the axis dp in turns. Every worker must compute
+the same number of them, because workers exchange data in each microbatch. So batches are filled up with microbatches
+without targets, which add neither loss nor gradient.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Gradients averaged with a swarm's codecs: a communication hook for DDP, with error feedback.
 
 Made by program.py. All gradients are one vector, laid out as a swarm's stage lays out its own. With a sparse codec and
-few workers, each gets what all others encoded (gather). Otherwise each worker sums a part of the vector for all
-(butterfly), as the members of a swarm's round do; docs/protocol.md has the sizes.
+few workers, each worker gets the encoded vectors of all others (gather). Otherwise each worker sums one part of the
+vector for all (butterfly), as the members of a swarm's round do. docs/protocol.md has the sizes.
 
 Shapes: D elements of the vector, P of a part.
 """
@@ -42,7 +42,8 @@ class CompressedAverage:
         return num_sent
 
     def _hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket's gradients. DDP calls this when they are there; there is one bucket, with all of them."""
+        """Average a bucket's gradients. DDP calls this once the bucket is full; there is one bucket, which has all
+        gradients."""
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients = {self._names[parameter]: gradient for parameter, gradient in pairs}
         tiled = self._codec.tile == layout.TILE
@@ -93,7 +94,7 @@ class CompressedAverage:
         return [each.numpy().data for each in received]
 
     def _exchanged(self, parts: list[Buffer]) -> list[Buffer]:
-        """Send each worker its part; gives the parts that all workers have for this one. All are of equal size."""
+        """Send each worker its part, and return the parts that all workers have for this one. All are of equal size."""
         sent_N = torch.cat([_tensor(part) for part in parts])
         received_N = torch.empty_like(sent_N)
         dist.all_to_all_single(received_N, sent_N, group=self._group)

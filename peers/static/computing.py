@@ -1,7 +1,8 @@
 """How one worker computes a batch: microbatch by microbatch, or as one stage of a pipeline. The loop calls it.
 
-Either way gradients are summed in the parameters, and only workers with the last stage know losses. On the way the
-gradients are averaged over the axis dp: by DDP with the last microbatch, by FSDP, which cuts them, with each one.
+Either way gradients are summed in the parameters, and only workers with the last stage know losses. During backward the
+gradients are averaged over the axis dp: DDP does this with the last microbatch, and FSDP, which cuts gradients into
+parts, with each microbatch.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ class OneByOne:
         self._module = module
 
     def backward(self, batch: Batch, weight: float) -> torch.Tensor:
-        """Add the gradients of `weight` times the sum of all targets' losses; gives that product, a scalar."""
+        """Add the gradients of `weight` times the sum of all targets' losses, and return that product, a scalar."""
         losses, ddp = [], self._module if isinstance(self._module, DistributedDataParallel) else None
         for number, inputs in enumerate(batch.inputs, 1):
             is_last = number == len(batch.inputs)
@@ -61,14 +62,14 @@ class Pipeline:
         self._schedule = Schedule1F1B(stage, num_microbatches, loss_fn=_weighted, scale_grads=False)
 
     def backward(self, batch: Batch, weight: float) -> torch.Tensor:
-        """Add gradients as OneByOne does; gives 0 unless this is the last stage."""
+        """Add gradients as OneByOne does. Return 0 unless this is the last stage."""
         losses: list[torch.Tensor] = []
         inputs, others = self._arguments(batch)
         self._schedule.step(*inputs, losses=losses, return_outputs=False, loss_kwargs={"weight": weight}, **others)
         return torch.stack(losses).detach().sum() if losses else torch.zeros(())
 
     def losses(self, batch: Batch) -> torch.Tensor:
-        """The losses as OneByOne gives them; zeros unless this is the last stage."""
+        """The losses, in the form of OneByOne.losses; zeros unless this is the last stage."""
         losses: list[torch.Tensor] = []
         inputs, others = self._arguments(batch)
         with torch.no_grad():
@@ -78,7 +79,7 @@ class Pipeline:
     def _arguments(self, batch: Batch) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """This stage's arguments for all microbatches, concatenated."""
         whole = {name: torch.cat([inputs[name] for inputs in batch.inputs]) for name in batch.inputs[0]}
-        # The last stage computes the losses itself, but torch wants a target for each microbatch.
+        # The last stage computes the losses itself, but torch's schedule requires a target for each microbatch.
         whole["target"] = whole["microbatch_1"]
         tokens = whole.pop("inputs")
         if not self._is_last:

@@ -46,7 +46,7 @@ class Run:
 def train(
     run: Run, held_out: Sequence[HeldOut], *, last_step: int, evaluate_every: int, stops: Callable[[], bool]
 ) -> bool:
-    """Train up to a step, from the newest checkpoint or the beginning; gives whether it was told to stop before.
+    """Train up to a step, from the newest checkpoint or the beginning. Return whether it was told to stop before.
 
     Args:
         held_out: the text to evaluate on.
@@ -64,14 +64,16 @@ def train(
     loss, batch = None, run.batches.of_step(progress.step)
     all_targets, num_stopping = run.workers.total(batch.num_targets, stops())
     while progress.step < last_step and num_stopping == 0:
-        # Forward and backward. Gradients are averaged over the axis dp, and a sum is wanted: hence the factor dp.
+        # Forward and backward. Torch averages gradients over the axis dp, but the sum is needed, so the weight has a
+        # factor dp.
         run.model.module.zero_grad()
         weight = scale.factor * shape.dp
         with computing_in(run.dtype, run.workers.device):
             own_loss = run.computing.backward(batch, weight / max(1.0, all_targets / (shape.tp * shape.pp)))
         gradients = run.model.gradients()
 
-        # In one exchange: the norm of the whole gradient, the mean loss, the next step's targets, and who was stopped.
+        # One exchange sums up the norm of the whole gradient, the mean loss, the next step's targets, and how many
+        # workers were told to stop.
         next_batch = run.batches.of_step(progress.step + 1)
         scaled_norm, scaled_loss, next_targets, num_stopping = run.workers.total(
             run.model.squared_norm(gradients), float(own_loss), next_batch.num_targets, stops()
@@ -81,13 +83,13 @@ def train(
         if not scale.accepts(squared_norm, progress.step):
             continue
 
-        # Clip, and step.
+        # Clip the gradient, and take the step.
         rate = optim.learning_rate(config.optimizer, progress.run_samples)
         torch._foreach_mul_(list(gradients.values()), factor)
         optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
         batch, all_targets = next_batch, next_targets
 
-        # The next step begins with this state. If it is due, write a checkpoint of it, and evaluate it.
+        # The next step begins with this state. Write a checkpoint of it and evaluate it, where these are due.
         progress = progress.after(config.rounds.round_samples)
         if run.checkpoints.is_due(progress.step):
             progress = run.checkpoints.write(progress, optimizer)

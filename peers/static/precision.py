@@ -16,19 +16,21 @@ FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000
 
 
 def computing_in(dtype: str | None, device: torch.device) -> AbstractContextManager[object]:
-    """A context for forwards: autocast to float16 for fp16; otherwise the model does what its configuration says."""
+    """A context for forwards: autocast to float16 if the dtype is fp16; otherwise it changes nothing, and the model
+    follows its configuration."""
     if dtype != "fp16":
         return contextlib.nullcontext()
-    # Without a cache: if one microbatch used what another one had cast, a backward would add a weight's gradient only
-    # after FSDP had exchanged the layer's gradients, which would then lack it.
+    # The cache of casts is off. With it, microbatches would share one cast of a weight, and the backward would add the
+    # weight's gradient only after FSDP had exchanged the gradients of its layer, so it would be lost.
     return torch.autocast(device.type, torch.float16, cache_enabled=False)
 
 
 class LossScale:
     """The factor by which losses are multiplied, so that their gradients neither vanish nor overflow in float16.
 
-    A step whose gradients are not finite is computed again with half the scale. Micikevicius et al. (arXiv 1710.03740)
-    leave it out, and then take fewer steps than with other types. With those the factor stays 1.
+    If a step's gradients are not finite, the step is computed again with half the scale. (Micikevicius et al., arXiv
+    1710.03740, skip such a step, and so take fewer steps than with other types.) For types other than fp16 the factor
+    stays 1.
     """
 
     def __init__(self, dtype: str | None) -> None:

@@ -48,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     environment = os.environ
     if is_first_here(environment):
         options = parse(argv)
         with naming_options(options):
             return run(options, environment)
-    # All workers of a machine find the same faults of the user's, and only the first one prints them.
+    # All workers of a machine find the same mistakes of the user. Only the first worker prints them.
     with contextlib.redirect_stderr(io.StringIO()):
         options = parse(argv)
     try:
@@ -65,10 +65,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
-    """Train as one of the workers; gives the exit code."""
+    """Train as one of the workers, and return the exit code."""
     is_heard = is_first_here(environment) or options.log_level == "debug"
     if "TORCHELASTIC_RUN_ID" in environment:
-        # Otherwise workers of a torchrun that is killed would go on, beside those of the next one.
+        # Without this, the workers of a torchrun that was killed would go on, beside the workers of the next torchrun.
         process.die_with_parent(os.getppid())()
     level: logs.LogLevel = options.log_level if is_heard else "error"
     logs.setup_logging(f"worker {environment.get('RANK', '0')}", level)
@@ -86,7 +86,7 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
     own_files = writing_alone(options) if is_first else contextlib.nullcontext()
     with own_files, stopping(environment) as stop, workers.joined(shape, device, environment) as joined:
         is_stopped = work(config, given, options, joined, stop.is_set)
-    # torchrun takes any other code for a failure, and starts the workers again.
+    # torchrun treats any other code as a failure, and starts the workers again.
     return stop.exit_code if is_stopped and "WORLD_SIZE" not in environment else 0
 
 
@@ -101,7 +101,8 @@ def require_beginning(options: StaticOptions) -> None:
 
 @contextlib.contextmanager
 def writing_alone(options: StaticOptions) -> Iterator[None]:
-    """Keep other runs from the files that this one writes, inside the block. Raises ValueError if one is at them."""
+    """Inside the block, keep other runs from writing to this run's files. Raises ValueError if another run already uses
+    them."""
     with contextlib.ExitStack() as locks:
         for option, path in (("--metrics", options.metrics), ("--checkpoint", options.checkpoint)):
             if path is not None:
@@ -113,7 +114,7 @@ def writing_alone(options: StaticOptions) -> Iterator[None]:
 def work(
     config: RunConfig, given: Weights | None, options: StaticOptions, joined: Workers, stops: Callable[[], bool]
 ) -> bool:
-    """Prepare all parts, and train; gives whether training was told to stop."""
+    """Prepare all parts, and train. Return whether training was told to stop."""
     config, corpus = joined.one_after_another(lambda: with_text(config, cache_folder()))
     data = Microbatches(corpus, config.data)
     last_step = 100 if options.steps is None else options.steps
@@ -146,17 +147,18 @@ def work(
 
 @contextlib.contextmanager
 def stopping(environment: Mapping[str, str]) -> Iterator[Stop]:
-    """On Ctrl-C and SIGTERM inside the block, set the event: training is to end after its present step.
+    """Yields an event that Ctrl-C and SIGTERM set inside the block. Training then ends after its present step.
 
-    A second Ctrl-C ends a worker that is alone at once.
+    Without torchrun a second Ctrl-C ends the process at once.
 
-    Under torchrun, SIGTERM ends a worker at once: torchrun uses it for workers that wait for one that has died.
+    Under torchrun, SIGTERM ends a worker at once: torchrun sends it to workers that wait for a worker that has died.
     """
     is_alone = "WORLD_SIZE" not in environment
     stop = Stop()
 
     def note(number: int, frame: object) -> None:
-        # Under a launcher that signals all processes, as srun does, workers get Ctrl-C from it and from torchrun.
+        # Some launchers, such as srun, signal all processes. Workers then get Ctrl-C twice: from the launcher and from
+        # torchrun.
         if stop.is_set() and is_alone and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.by(number)

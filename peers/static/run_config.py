@@ -40,7 +40,7 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
         config = dataclasses.replace(config, rounds=rounds, averaging=averaging, optimizer=config.gradient_step)
         logger.info("the run's setting is diloco: a static run takes a step every %d samples, its inner batch", size)
     if options.dtype is not None:
-        # For float16 the loop does the autocast, because it also scales the losses.
+        # With float16 the loop does the autocast instead of the model, because the loop also scales the losses.
         autocast: Literal["off", "bf16"] = "bf16" if options.dtype == "bf16" else "off"
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
     config = _fitted(config, options, shape)

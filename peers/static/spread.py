@@ -33,11 +33,12 @@ from swarm.model.stages import build_stage, layer_ranges, parameter_shapes, shar
 from swarm.training import optim
 
 ONE_BUCKET_MB = 1 << 20
-"""The size of DDP's buckets, larger than any model: so the codec gets all gradients at once, as in a swarm."""
+"""The size of DDP's buckets. It is larger than any model, so that the codec gets all gradients at once, as in a
+swarm."""
 
 
 class Part(nn.Module):
-    """Computes one stage's part of a microbatch: takes tokens or hidden states, gives hidden states or the loss."""
+    """Computes one stage's part of a microbatch: from tokens or hidden states, hidden states or the loss."""
 
     def __init__(self, stage: nn.Module, seed: int) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Spread:
     Attributes:
         module: a Part, perhaps inside DDP.
         parameters: the parameters by their names in the whole model. With FSDP they are DTensors.
-        shapes: the parameters' whole shapes, of which workers with FSDP or tensor parallelism each have a part.
+        shapes: the shapes of the whole parameters. With FSDP or tensor parallelism each worker has a part of them.
     """
 
     def __init__(self, config: RunConfig, options: StaticOptions, workers: Workers, given: Weights | None) -> None:
@@ -93,7 +94,7 @@ class Spread:
         stage = _with_own_shards(whole, config, workers).to(workers.device)
         # A custom class is one unit for FSDP: its layers are not known.
         layers = [] if config.model.custom_class else list(cast(StageModule, stage).layers.values())
-        # torch wants this order: checkpointing of activations, then compilation, then FSDP or DDP around it all.
+        # torch requires this order: checkpointing of activations, then compilation, then FSDP or DDP around the whole.
         for layer in layers if config.model.gradient_checkpointing else ():
             checkpoint(layer, preserve_rng_state=False)
         if options.compile:
@@ -160,7 +161,7 @@ class Spread:
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The tensor of which every worker has such a part; the inverse of `part_of`. All workers call it."""
+        """The whole tensor, put together from the workers' parts; the inverse of `part_of`. All workers call it."""
         like = self.parameters[name]
         if part.ndim == 0:
             return part
@@ -176,7 +177,7 @@ class Spread:
 
 
 def _whole_stage(config: RunConfig, workers: Workers, given: Weights | None) -> nn.Module:
-    """The whole stage of which this worker has its part, with the initial weights, on the CPU."""
+    """The whole stage with its initial weights, on the CPU. This worker keeps a part of it."""
     number = workers.place("pp")
     weights = None if given is None else given.load(parameter_shapes(config, number))
     if not config.model.custom_class:
@@ -209,7 +210,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ends(workers: Workers) -> dist.ProcessGroup | None:
-    """The group of the first and the last worker of this one's pipeline; None if it is neither. All workers call it."""
+    """The group of the first and the last worker of this worker's pipeline; None if this worker is neither. All workers
+    call it."""
     first, last = workers.mesh.mesh[0].flatten().tolist(), workers.mesh.mesh[-1].flatten().tolist()
     groups = {pair: dist.new_group(list(pair)) for pair in zip(first, last, strict=True)}
     return next((group for pair, group in groups.items() if dist.get_rank() in pair), None)

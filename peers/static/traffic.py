@@ -1,6 +1,7 @@
-"""Bytes that a worker sends in a step, by arithmetic: what ring exchanges of torch's methods take. Used by the report.
+"""Computes the bytes that a worker sends in a step with torch's own methods, which exchange in rings. Used by the
+report.
 
-What a codec makes of gradients is counted instead, in compressed.py.
+With a codec, compressed.py counts the bytes of the gradients instead.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from swarm.training.muon import is_hidden_matrix
 
 FLOAT_BYTES = 4
 EXCHANGES = {"zero3": 3, "zero2": 2}
-"""How often FSDP gathers weights for a microbatch, and scatters its gradients."""
+"""The number of times that FSDP exchanges a weight for a microbatch: it gathers weights and scatters gradients."""
 
 
 def bytes_sent(
@@ -27,7 +28,7 @@ def bytes_sent(
     """The bytes that one worker sends, as a mean over its pipeline's stages.
 
     Args:
-        parameters: those of this worker's stage, of the sizes that tensor parallelism, but not FSDP, has left them.
+        parameters: the parameters of this worker's stage, cut by tensor parallelism but not by FSDP.
     """
     # A ring of N workers sends (N - 1) / N of a vector to gather or to scatter it, and twice that to sum it.
     dp, tp = (shape.dp - 1) / shape.dp, (shape.tp - 1) / shape.tp
@@ -38,11 +39,11 @@ def bytes_sent(
         num_sums = 2 * sum(len(spans(model, layers)) for layers in layer_ranges(config)) / shape.pp
         num_sent += num_microbatches * num_sums * 2 * tp * hidden
     if config.gradient_step.name == "muon":
-        # Matrices that are cut are gathered for Muon's step.
+        # For Muon's step, matrices that are cut are gathered first.
         matrices = {name: value for name, value in parameters.items() if is_hidden_matrix(name, value.shape)}
         num_sent += dp * _size(matrices) if options.fsdp else 0.0
         num_sent += (shape.tp - 1) * _size({name: matrices[name] for name in matrices if cut_axis(name) is not None})
-    # Every stage but the last sends activations, and every one but the first gradients.
+    # Every stage except the last sends activations, and every stage except the first sends gradients.
     return num_sent + num_microbatches * 2 * hidden * (shape.pp - 1) / shape.pp
 
 

@@ -46,10 +46,10 @@ class Shape:
 
 
 def num_threads(environment: Mapping[str, str], num_cores: int) -> int | None:
-    """The threads with which a worker computes on the CPU: its share of its machine's cores; None if the user has said
-    that in the environment."""
+    """The number of threads with which a worker computes on the CPU: its share of the machine's cores. None if the user
+    has set the number in the environment."""
     chosen = environment.get("OMP_NUM_THREADS", "")
-    # torchrun sets 1 by itself for several workers, and most cores of a large machine would be idle.
+    # For several workers torchrun itself sets 1. With that, most cores of a large machine would be idle.
     if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return None
     return max(1, num_cores // int(environment.get("LOCAL_WORLD_SIZE", "1")))
@@ -130,7 +130,7 @@ class Workers:
 @contextlib.contextmanager
 def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -> Iterator[Workers]:
     """Be connected to the other workers inside the block. Raises PeerUnavailable if one of them is gone."""
-    # Small numbers are summed on the CPU (gloo), where reading them waits for no GPU.
+    # Small numbers are summed on the CPU (gloo), so that reading them does not wait for a GPU.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -154,7 +154,8 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
             "--log-level debug shows where"
         ) from error
     finally:
-        # Pipelines and FSDP's modules are reference cycles. If they were freed after their groups, that would hang.
+        # Pipelines and FSDP's modules are reference cycles, so they are collected here: freeing them after their
+        # process groups would hang.
         gc.collect()
         dist.destroy_process_group()
 
@@ -167,11 +168,12 @@ def _store(environment: Mapping[str, str]) -> Store:
     store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
     if environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # It has the dead ones' addresses, and restarts are not counted alike on all machines.
+            # torchrun's shared store still has the addresses of dead workers, and machines may count restarts
+            # differently.
             logger.warning(
                 "if a worker dies, those that are started again will not meet: set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every machine"
             )
         return store
-    # On one machine torchrun starts workers again with the same store, which still has the dead ones' addresses.
+    # On one machine torchrun starts workers again with the same store, which still has the addresses of dead workers.
     return PrefixStore(environment.get("TORCHELASTIC_RESTART_COUNT", "0"), store)

@@ -1,4 +1,4 @@
-"""A peer's reply to Describe, in the parts from which figures are read.
+"""A peer's reply to Describe, split into the parts from which figures are read.
 
 Used by peer_row.py. All of it is the peer's claim: texts are cut and made printable here, and lists are bounded.
 """
@@ -13,7 +13,7 @@ from swarm.training.inner_steps import InnerSteps
 from swarm.types import LONGEST_NAME, LONGEST_WAIT
 
 MOST_REFUSALS = 8
-"""The most lines that are shown of what a peer says of holders that it does not follow."""
+"""The most lines that are shown about holders that a peer does not follow."""
 LONGEST_REFUSAL = 400
 """The most characters of such a line that are shown."""
 MOST_ROUNDS = 16
@@ -21,20 +21,20 @@ MOST_ROUNDS = 16
 MOST_LINKS = 16
 """The most links of a peer that are shown."""
 LONGEST_ID = 64
-"""The most characters of the id that it gives for each link."""
+"""The most characters that are shown of a link's peer id."""
 LATEST = 4e9
-"""The latest time that is shown, in seconds since the epoch; a later one is shown as this."""
+"""The latest time that is shown, in seconds since the epoch. A later time is shown as this one."""
 MOST_STAGES = 256
 """The most stages for which a reply may name the last peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastPeer:
-    """The last peer that served a stage, where no peer serves it now.
+    """The last peer that served a stage that no peer serves now.
 
     Attributes:
-        last_at: when it last announced itself, in seconds since the epoch.
-        has_left: whether it said that it leaves; otherwise it fell silent.
+        last_at: when the peer last announced itself, in seconds since the epoch.
+        has_left: whether the peer said that it leaves; otherwise it fell silent.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Answer:
 
     @property
     def last_peers(self) -> dict[int, LastPeer]:
-        """For each stage that no peer serves, as far as this peer knows, the one that served it last."""
+        """For each stage that no peer serves, as far as the answering peer knows, the peer that served it last."""
         return {
             last.stage: LastPeer(name=printable(last.name[:LONGEST_NAME]), last_at=last.last_at, has_left=last.has_left)
             for last in self.reply.last_peers[:MOST_STAGES]

@@ -20,7 +20,7 @@ class Column:
         heading: the text above the column.
         rank: where a terminal has no room for all columns, those with the highest ranks are left out.
         cell: a format string; `row` in it is the record that has the figure.
-        is_shown: the table has the column only if this holds for some row, to leave more room for names.
+        is_shown: the table has the column only if this is true for at least one row, to leave more room for names.
         is_text: whether it is left-justified.
         least_width: characters to which it may be cut to make room; None if it must not be cut.
         styles: the style of a row's cell, by the figure's value.
@@ -45,11 +45,11 @@ class Figure:
 
     Attributes:
         help: what the figure is, in one or more sentences.
-        unit: of its value; empty if it has none.
+        unit: the unit of its value; empty if it has none.
         only_grows: whether it counts what happened since the process started.
         is_label: whether it is a word that tells this process from others.
-        announced: reads it from the announcement; None if that does not have it.
-        answered: reads it from the peer's Answer; None if that does not have it.
+        announced: reads the value from the announcement; None if the announcement does not have it.
+        answered: reads the value from the peer's Answer; None if the Answer does not have it.
         column: its column in the table; None if the table does not show it.
     """
 
@@ -63,7 +63,7 @@ class Figure:
 
 
 def figure(help: str, *, default: Any = dataclasses.MISSING, **more: Any) -> Any:
-    """Make a dataclass's field for a figure; see Figure for what may follow."""
+    """Make a dataclass's field for a figure. Further arguments are fields of Figure."""
     metadata = {"figure": Figure(help=help, **more)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -71,7 +71,7 @@ def figure(help: str, *, default: Any = dataclasses.MISSING, **more: Any) -> Any
 
 
 def number(help: str, **more: Any) -> Any:
-    """Make the field of a figure that is a number, and 0 where it is not known."""
+    """Make the field of a figure that is a number. It is 0 where it is not known."""
     return figure(help, default=0, **more)
 
 
@@ -99,7 +99,8 @@ def needed_columns(record: type, rows: Sequence[object]) -> dict[str, Column]:
 
 
 def read(record: type, announcement: object, answer: object | None) -> dict[str, Any]:
-    """The values of a record's figures. Those that only a missing answer has are left out, and keep their defaults."""
+    """The values of a record's figures. Figures that only an answer has are left out if there is none; they keep their
+    defaults."""
     values: dict[str, Any] = {}
     for name, each in figures(record).items():
         if answer is not None and each.answered is not None:

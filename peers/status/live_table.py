@@ -65,7 +65,8 @@ def render(view: SwarmView) -> RenderableType:
 
 
 def plain_lines(view: SwarmView) -> dict[str, str]:
-    """Lines for events, warnings and each trainer's step, under keys: a line whose key was printed is not new."""
+    """Lines for events, warnings and each trainer's step, by keys. A line is new if no line with its key was printed
+    before."""
     lines = {line: line for line in (*view.events, *_warnings(view))} | view.refusals | view.bans
     for trainer in view.trainers:
         if trainer.step:

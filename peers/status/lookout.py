@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Outcome = TypeVar("Outcome")
 
 MOST_RUNS = 16
-"""The most runs of one DHT that are shown, the invite's own run first: anybody there can announce more."""
+"""The most runs of one DHT that are shown, the invite's own run first. Anybody in a DHT can announce runs."""
 
 
 class Lookout:
@@ -71,7 +71,7 @@ class Lookout:
 
 
 async def views(lookouts: Sequence[Lookout]) -> list[SwarmView]:
-    """Take views of all runs now, without those that cannot be seen. If none can be seen, raises what Lookout.view
+    """Take views of all runs now, and leave out runs that cannot be seen. If none can be seen, raise what Lookout.view
     raises."""
     seen = await asyncio.gather(*(lookout.view() for lookout in lookouts), return_exceptions=True)
     return _what_came(seen, [lookout.config.run_id for lookout in lookouts])
@@ -94,7 +94,8 @@ class Way(NamedTuple):
 def ways_to(entrances: Sequence[Entrance], *, all_runs: bool) -> Iterator[list[Way]]:
     """Make a way for each entrance; inside the block, run nodes of the DHT where addresses or all runs need them.
 
-    Open this before the event loop, because it blocks. Raises what dht_node.start and Entrance.dht_addresses raise.
+    Enter this block before the event loop starts, because it blocks the thread. Raises what dht_node.start and
+    Entrance.dht_addresses raise.
     """
     clock, ways = SystemClock(), []
     with ExitStack() as nodes:
@@ -110,7 +111,8 @@ def ways_to(entrances: Sequence[Entrance], *, all_runs: bool) -> Iterator[list[W
 
 @asynccontextmanager
 async def lookouts_on(ways: Sequence[Way]) -> AsyncIterator[list[Lookout]]:
-    """Open a lookout for each run that is found, once for each run, for as long as the block runs.
+    """Open a lookout for each run that is found, for as long as the block runs. A run that is found in several ways
+    gets one.
 
     Raises:
         ValueError, IncompatibleVersion, PeerUnavailable: no run is found; as of discover_config, PeerStore.get and
@@ -127,7 +129,8 @@ async def lookouts_on(ways: Sequence[Way]) -> AsyncIterator[list[Lookout]]:
 
 
 def _what_came(outcomes: Sequence[Outcome | BaseException], names: Sequence[str]) -> list[Outcome]:
-    """The outcomes that are no errors. Each error is logged under its name; if there is nothing else, it is raised."""
+    """The outcomes that are no errors. Each error is logged with its name. If all outcomes are errors, one is
+    raised."""
     found = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
     for name, outcome in zip(names, outcomes, strict=True):
         if isinstance(outcome, BaseException):
@@ -154,7 +157,7 @@ async def _lookouts_at(way: Way) -> AsyncIterator[list[Lookout]]:
 
 
 async def _configs(way: Way, node: DhtNode, identity: Identity) -> list[RunConfig]:
-    """The configurations of the runs to show, whose records the node reads from now on.
+    """The configurations of the runs to show. From now on the node reads the records of these runs.
 
     A client stores nothing for others, so it may belong to several runs.
     """

@@ -48,9 +48,9 @@ async def observe(
 def with_moves(
     rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], claims: Sequence[ClaimRecord]
 ) -> tuple[StageRow, ...]:
-    """Mark each peer that moves: until it has left, it is listed at its old stage, and then at the new one.
+    """Mark each peer that moves. It is listed at its old stage until it has left, and then at its new stage.
 
-    A peer that has announced that it leaves, and no longer answers, has left: it is not shown as unreachable.
+    A peer that has announced that it leaves, and no longer answers, has left; it is not shown as unreachable.
     """
     records = [record for row in stages.values() for record in row]
     leaving = {(record.peer_id, record.stage) for record in records if record.state is PeerState.LEAVING}
@@ -85,11 +85,11 @@ def with_moves(
 def with_last_peers(
     rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], told: Sequence[Mapping[int, LastPeer]]
 ) -> tuple[StageRow, ...]:
-    """Add to each stage that no peer serves the peer that served it last.
+    """For each stage that no peer serves, add the peer that served it last.
 
     Args:
-        told: the last peers by stage, as each peer that answered tells them. They count for stages at which no peer is
-            announced any more.
+        told: from each peer that answered, the last peers that it knows of, by stage. They are used for stages at which
+            no peer is announced any more.
     """
 
     def last_of(stage: int) -> LastPeer | None:
@@ -108,7 +108,8 @@ def _last_announced(records: Sequence[PeerRecord]) -> LastPeer | None:
 
 
 def _as_told(told: Sequence[LastPeer]) -> LastPeer | None:
-    """The median, by time, of what peers tell: a peer that makes something up does not hide what the others know."""
+    """The median, by time, of what peers say. So one peer that makes something up does not hide what the others
+    know."""
     return sorted(told, key=lambda last: last.last_at)[(len(told) - 1) // 2] if told else None
 
 
@@ -123,7 +124,7 @@ def _stage_row(stage: int, records: Sequence[PeerRecord], replies: Sequence[pb.D
 
 @lru_cache(maxsize=64)
 def warn_once(text: str) -> None:
-    """Log a warning, once, though each view would log it again."""
+    """Log a warning, but only once: each view would log it again."""
     logger.warning("%s", text)
 
 

@@ -67,7 +67,7 @@ class StatusOptions(ViewOptions):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     options = cli.parse(StatusOptions, prog=PROG, argv=argv)
     logs.setup_logging("status", options.log_level)
     if options.audit:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def audit_files(options: StatusOptions) -> int:
-    """Audit event logs; gives the exit code."""
+    """Audit event logs, and return the exit code."""
     report = audit(options.audit)
     if options.json:
         print(json.dumps(report.to_json()))

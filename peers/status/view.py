@@ -81,10 +81,10 @@ class SwarmView:
 
     run: str
     stages: tuple[StageRow, ...] = ()
-    """One row for each stage of the configuration, also for one without a peer."""
+    """One row for each stage of the configuration, also for stages without a peer."""
     trainers: tuple[TrainerRow, ...] = ()
     events: tuple[str, ...] = ()
-    """Lines that tell what happened, oldest first: peers were killed, joined, ended."""
+    """Lines that say what happened (peers were killed, joined, ended), oldest first."""
     join_command: str = "swarm-peer INVITE"
     """The command with which one more peer joins the run."""
 

@@ -16,7 +16,8 @@ Figure = float | Mapping[str, float] | None
 
 
 class Figures:
-    """The figures of one run of the trainer. Microbatches, and their targets, are counted if this trainer ran them."""
+    """The figures of one run of the trainer. Only microbatches that this trainer ran, and their targets, are
+    counted."""
 
     def __init__(self, config: RunConfig) -> None:
         self.first_step = 0
@@ -87,7 +88,7 @@ class Figures:
             "first_loss": self.first_loss,
             "final_loss": self.loss,
             **self._validation(),
-            # Counts of tokens tell something only of text, not of conversations.
+            # Counts of tokens mean something only for text, not for conversations.
             "unigram_entropy": entropy.unigram_entropy(corpus) if corpus.is_text else None,
             "bigram_entropy": entropy.bigram_entropy(corpus) if corpus.is_text else None,
             "tokens": self.own_tokens,

@@ -63,7 +63,7 @@ RECORD_SECONDS = 20.0
 
 
 def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
-    """Text that says what became of the last peer of an empty stage, and what the user can do about it."""
+    """Text that says when and how the last peer of an empty stage ended, and what the user can do to fill the stage."""
     command = Joining.at(member.config, member.known.entries(4), insecure=insecure).peer
     cure = remedy(command, stage, member.known.round)
     gone = member.known.router.gone(stage)
@@ -71,7 +71,7 @@ def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     options = cli.parse(TrainerOptions, prog=PROG, argv=argv)
     logs.setup_logging(options.name or "trainer", options.log_level)
     require_exporter(options.metrics_host, options.metrics_port)
@@ -83,14 +83,15 @@ def main(argv: Sequence[str]) -> int:
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
     options.output.mkdir(parents=True, exist_ok=True)
     require_sole_writer(options.output, f"--output {options.output}")
-    # There is one loop. It stands still while text is prepared.
+    # One event loop serves the whole program. It does not run while the text is prepared.
     with asyncio.Runner(loop_factory=Loop) as runner:
         stack = AsyncExitStack()
         try:
             member = runner.run(stack.enter_async_context(reading(entrance, clock)))
             if options.tokenizer is None:
                 options = dataclasses.replace(options, tokenizer=runner.run(have_tokenizer(member, cache_folder())))
-            # This runs in the main thread, outside the loop: it may take minutes, and Ctrl-C could not end a thread.
+            # The text is prepared in the main thread, outside the loop: this may take minutes, and Ctrl-C could not end
+            # another thread.
             with stopping.interruptible(), naming_options(options):
                 corpus, data = open_corpus(member.config, options.dataset, options.tokenizer)
             process.require_addresses(process.THREAD_BYTES)
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 async def run(
     options: TrainerOptions, member: Membership, corpus: corpora.Corpus, data: Microbatches, events: Events
 ) -> int:
-    """Train, and leave; gives the exit code."""
+    """Train, and leave, and return the exit code."""
     config = member.config
     say_who_may_join(member.identity.authority)
     name = options.name or default_name()
@@ -153,7 +154,7 @@ def make_session(
 
 
 async def carry_out(member: Membership, session: Session, name: str) -> int:
-    """Train, or only evaluate, until it is done or told to stop; gives the exit code, 0 if it is done."""
+    """Train, or only evaluate, until it is done or told to stop, and return the exit code, 0 if it is done."""
     known, directory, clock = member.known, member.directory, member.clock
     stop = stopping.stop_event()
     async with asyncio.TaskGroup() as tasks:
@@ -198,9 +199,9 @@ async def keep_announced(member: Membership, session: Session, name: str) -> Non
 async def finish(
     report: Report, folder: Path, corpus: corpora.Corpus, sample: str, reported: Reporting, *, exit_code: int
 ) -> int:  # fmt: skip
-    """Print where training is, and write the files that are due; gives the exit code.
+    """Print where training is, and write the files that are due, and return the exit code.
 
-    If a file cannot be written, this logs a line, goes on, and gives EXIT_FAILURE.
+    If a file cannot be written, log a line, go on, and return EXIT_FAILURE.
 
     Args:
         exit_code: 0 if training is done; otherwise the trainer was told to stop.
@@ -229,14 +230,15 @@ def open_corpus(
 
     Args:
         datasets: where the text is; empty if it is where the run's configuration says.
-        tokenizer: where the copy of the run's tokenizer is; None likewise.
+        tokenizer: where the copy of the run's tokenizer is; None if it is where the run's configuration says.
 
     Raises:
         CorpusMismatch: the text or the tokenizer differs from the run's.
         ValueError: there is no such text, or the run does not say which text it is.
     """
     if not datasets and not config.data.digest:
-        # If we took the name alone, the run's first peer could have us read any file here, and see its tokens.
+        # A name without a digest is refused: with it the run's first peer could make this machine read any of its
+        # files, and see the file's tokens.
         raise ValueError("this run does not say which text it is trained on: name yours with --dataset")
     if datasets and len(datasets) != len(config.data.datasets):
         names = ", ".join(config.data.source_names)
@@ -245,7 +247,7 @@ def open_corpus(
         )
     local = dataclasses.replace(config.data, dataset=datasets) if datasets else config.data
     local = local if tokenizer is None else dataclasses.replace(local, tokenizer=tokenizer)
-    # This checks the tokenizer before the text is tokenized, which may take minutes.
+    # The tokenizer is checked first, because tokenizing the text may take minutes.
     tokenizers.load_for_run(local, vocab_size=config.model.vocab_size)
     corpus = corpora.prepare(local, cache_dir=cache_folder() / "corpora")
     corpus = corpora.in_order(config.data, corpus)

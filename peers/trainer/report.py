@@ -28,12 +28,13 @@ from swarm.training.inner_steps import InnerSteps
 logger = logging.getLogger(__name__)
 
 GAP_SECONDS = 5.0
-"""Least time between two log lines about a stage that takes no work: several peers may each give another cause."""
+"""The shortest time between two log lines about a stage that takes no work. Several peers may each name another
+cause."""
 WAITS_SECONDS = 600.0
-"""Least time between two such lines with the same cause, unless a step comes in between."""
+"""The shortest time between two such lines with the same cause, unless a step comes in between."""
 
 EMPTY_SECONDS = 30.0
-"""For so long after a stage was found empty, it is the reason why peers of earlier stages are busy."""
+"""How long after a stage was found without a peer it counts as the cause why peers of earlier stages are busy."""
 
 
 class Report(contextlib.AbstractContextManager["Report"]):
@@ -60,9 +61,9 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._said_at: dict[int, float] = {}
         """For each stage that took no work, when the last line about it was logged."""
         self._empty_at: dict[int, float] = {}
-        """For each stage that had no peer, when that was last heard."""
+        """For each stage that had no peer, when this was last reported."""
         self._warned: set[int] = set()
-        """Stages of which a warning about inner steps was logged."""
+        """The stages about which a warning about inner steps was logged."""
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(), console=console, disable=not (steps and console.is_terminal),
@@ -82,19 +83,20 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._metrics.event(first_step, BEGINS)
 
     def waiting(self, stage: int, obstacle: Obstacle) -> None:
-        """Log why no peer of a stage takes work: each cause once until the next step, with a gap between two causes.
+        """Log why no peer of a stage takes work: each cause once until the next step, with a pause between two causes.
 
-        Where stages are slow, all peers are often merely busy, so this is logged only now and then.
+        With slow stages, all peers are often merely busy, so this cause is logged only now and then.
         """
         if stage >= self._config.stages.num_stages:
-            return  # There is no such stage: a peer has made it up.
+            return  # The run has no such stage: a peer has made it up.
         now = self._clock.monotonic()
         if obstacle.is_empty_stage:
             self._empty_at[stage] = now
         else:
             self._empty_at.pop(stage, None)
         if obstacle.is_business:
-            # Peers before an empty stage are full of what waits for it. The line about that stage names the cause.
+            # Peers before an empty stage are busy with microbatches that wait for that stage. Its own line names the
+            # cause.
             if any(later > stage and now - at < EMPTY_SECONDS for later, at in self._empty_at.items()):
                 return
             if self._busy.count(stage):
@@ -148,7 +150,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._say(step.number, validation)
 
     def _warn(self, inner_steps: Sequence[InnerSteps]) -> None:
-        """Warn, once for each stage, of what makes the run learn less than it might."""
+        """Warn, once for each stage, if its inner steps make the run learn less than it could."""
         for stage, steps in enumerate(inner_steps):
             if steps.fault and stage not in self._warned:
                 self._warned.add(stage)
@@ -212,7 +214,7 @@ def _write(path: Path, figures: Mapping[str, Figure]) -> None:
 
 
 def _finite(figure: Figure) -> object:
-    """The figure with None for what is not finite: JSON knows neither NaN nor infinity."""
+    """The figure, with None in the place of NaN and infinity, which JSON does not have."""
     if isinstance(figure, Mapping):
         return {name: _finite(each) for name, each in figure.items()}
     return figure if figure is None or math.isfinite(figure) else None

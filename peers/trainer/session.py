@@ -28,7 +28,7 @@ from swarm.training.samples import TOKENS
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 5
-"""How often an evaluation is tried, if other trainers move the swarm on meanwhile."""
+"""How often an evaluation is tried if other trainers bring the swarm to the next round meanwhile."""
 
 TEMPERATURE = 0.7
 """The temperature with which the sample of text is written."""
@@ -68,7 +68,7 @@ class Session:
         self.sample = await self.write_sample()
 
     async def _present_round(self) -> int:
-        """The round at which the swarm is; waits until a peer tells it."""
+        """The round at which the swarm is. Waits until a peer reports it."""
         await self.watcher.poll()
         # A resumed run begins at a later round than 0, and some of its stages may have no peer yet.
         while (present := self.watcher.known_round) is None:
@@ -80,7 +80,7 @@ class Session:
         return present
 
     async def step(self, step: Step) -> None:
-        """Report a step, with an evaluation if it is time for one."""
+        """Report a step, with an evaluation if one is due."""
         number, every = step.number, self.options.evaluate_every
         last = number - self.report.figures.first_step == self.options.steps
         loss = await self.evaluate() if every and number % every == 0 and not last else None
@@ -104,7 +104,8 @@ class Session:
                     listener=self.loop,
                 )
                 try:
-                    # It gets a task of its own: in older Pythons a failed task group leaves its task half cancelled.
+                    # The evaluation runs in a task of its own, because in older Pythons a failed task group leaves the
+                    # task around it half cancelled.
                     return await asyncio.create_task(work)
                 except Fatal as error:
                     logger.info("evaluating again: %s", error)
@@ -113,8 +114,8 @@ class Session:
         return None
 
     async def write_sample(self) -> str:
-        """Have the trained swarm continue a held-out prompt; empty if none is asked for or, with a warning, if it could
-        not."""
+        """Let the trained swarm continue a held-out prompt, and return the text. It is empty if the user asked for
+        none, or (with a warning) if the swarm could not write it."""
         if not self.options.sample_tokens:
             return ""
         tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
@@ -132,7 +133,8 @@ class Session:
 
 
 async def _continued(engine: SwarmEngine, prompt: list[int], sampling: Sampling, num_tokens: int) -> list[int]:
-    """So many tokens after the prompt. Where a sequence reaches its longest, a new one begins with its latter half."""
+    """The given number of tokens after the prompt. If a sequence reaches its greatest length, a new one begins with its
+    second half."""
     tokens = list(prompt)
     while (num_left := len(prompt) + num_tokens - len(tokens)) > 0:
         context = tokens[-_half(engine) :]

@@ -239,7 +239,7 @@ def _small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def main() -> int:
-    """Run the program; gives its exit code."""
+    """Run the program and return its exit code."""
     options = cli.parse(Options, prog="scripts/chaos", argv=sys.argv[1:])
     others = Company()
     with stopping.interruptible():
