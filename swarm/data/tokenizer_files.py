@@ -72,7 +72,7 @@ class TokenizerFiles:
         if not is_at(folder, self.digest):
             folder.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with whole_folder(folder) as temporary:
+                with whole_folder(folder, waits=True) as temporary:
                     self.write(temporary)
             except ValueError:
                 # The folder is there but damaged. It is not the user's, so it is written over.

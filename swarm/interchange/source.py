@@ -148,7 +148,10 @@ class Source:
 
 def _files(folder: Path) -> Mapping[str, Path]:
     """The file of each tensor. Raises ValueError if one of the files is missing, or there is none."""
-    if (folder / _INDEX).exists():
+    # As in transformers, the single file comes first: save_pretrained leaves an older save's index beside it.
+    if (folder / _SINGLE).is_file():
+        files = {folder / _SINGLE}
+    elif (folder / _INDEX).exists():
         named = json_file.read_object(folder / _INDEX).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
             raise ValueError(
@@ -161,8 +164,6 @@ def _files(folder: Path) -> Mapping[str, Path]:
             if not (folder / file).is_file():
                 raise ValueError(f"{folder}: the shard {file} is missing; download the model again")
         files = {folder / file for file in named.values()}
-    elif (folder / _SINGLE).is_file():
-        files = {folder / _SINGLE}
     elif any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ValueError(
             f"{folder} has its weights as a pickle, which can hold code and is never read; save the model with "

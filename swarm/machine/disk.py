@@ -3,11 +3,15 @@
 Used by checkpoint/file, credentials, dht/kademlia, interchange, and the dashboard for its history.
 """
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_UNFINISHED = ".partial"
+"""Where the files of an empty folder are prepared, within it."""
 
 
 def sync(path: Path) -> None:
@@ -41,27 +45,74 @@ def write_private(path: Path, text: str) -> None:
 
 def require_new(path: Path) -> None:
     """Raise ValueError if anything but an empty folder has this path."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(entry.name != _UNFINISHED for entry in path.iterdir())):
         raise ValueError(f"{path} is there already: name a folder that is not, or is empty")
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Give the block a new folder to fill, which gets its name afterwards. If the block fails, nothing is left. Blocks.
+def whole_folder(path: Path, *, waits: bool = False) -> Iterator[Path]:
+    """Give the block a folder to fill, of which the files then get their place. If the block fails, nothing is left.
+    Blocks.
+
+    Args:
+        waits: whether to wait for another process that is filling the folder.
 
     Raises:
-        ValueError: anything but an empty folder has this path.
+        ValueError: anything but an empty folder has this path, or another process is filling it.
         OSError: the folder cannot be made.
     """
     require_new(path)
-    temporary = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    # An empty folder is filled and not replaced: a disk may be mounted there, or it may be a shell's current folder.
+    is_there = path.is_dir()
+    temporary = path / _UNFINISHED if is_there else path.with_name(f".{path.name}.partial")
+    moved = list[Path]()
+    with _locked(temporary, path, waits):
+        try:
+            require_new(path)
+            yield temporary
+            if is_there:
+                moved += [entry.rename(path / entry.name) for entry in list(temporary.iterdir())]
+                temporary.rmdir()
+            else:
+                temporary.rename(path)
+        except BaseException:
+            for left in (*moved, temporary):
+                _remove(left)
+            raise
+
+
+@contextmanager
+def _locked(temporary: Path, path: Path, waits: bool) -> Iterator[None]:
+    """Make the folder in which `path` is prepared, empty it of what a killed process left, and keep others from it."""
+    while True:
+        temporary.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            _lock(descriptor, path, waits)
+            # The process that had the lock before may have renamed the folder, or removed it.
+            if temporary.exists() and os.path.samestat(os.fstat(descriptor), temporary.stat()):
+                for left in list(temporary.iterdir()):
+                    _remove(left)
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, waits: bool) -> None:
+    """Lock the open folder in which `path` is prepared. Raises ValueError if another process has it, unless waiting."""
     try:
-        yield temporary
-        if path.exists():
-            path.rmdir()
-        temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise ValueError(f"{path} is being written by another process: name another folder, or wait") from None
+    except OSError:
+        # The file system has no locks, so nobody is kept out.
+        return
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it, if it is there and can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -167,3 +167,11 @@ def test_gpt2_s_masks_and_names_without_a_prefix_are_read(tmp_path: Path) -> Non
     found = dict(source.tensors(set(source.shapes)))
     assert found.keys() == source.shapes.keys()
     assert torch.equal(found["layers.1.attention.k.weight"], tensors["h.1.attn.c_attn.weight"].t()[48:96])
+
+
+def test_an_index_that_an_earlier_save_left_beside_the_weights_is_not_read(tmp_path: Path) -> None:
+    """transformers removes the shards of an earlier save, and not their index."""
+    model = save("llama-2", tmp_path, max_shard_size="30KB")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert Source(tmp_path).files == [tmp_path / "model.safetensors"]
