@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from scripts.benches.shared.ports import free_ports
 from swarm.dht import addresses
 
 PEER_ID = "12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
@@ -45,10 +46,12 @@ def test_hosts_may_be_names(host: str, address: str) -> None:
 
 
 def test_a_port_is_free_or_not() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"^the DHT cannot listen on .* {port}: .* host or port$"):
-            addresses.require_free_port("127.0.0.1", port)
+    (port,) = free_ports(1)
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ValueError, match=rf"^the DHT cannot listen on .* {port}: .* host or port$"),
+    ):
+        addresses.require_free_port("127.0.0.1", port)
     assert addresses.require_free_port("127.0.0.1", port) == port
     assert addresses.require_free_port("127.0.0.1", 0) > 0
 

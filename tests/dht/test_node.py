@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from scripts.benches.shared.ports import free_ports
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.machine import patience
@@ -72,11 +73,12 @@ def test_one_node_of_several_suffices(start: Start, first: DhtNode) -> None:
 
 def test_those_that_start_at_the_same_moment_wait_for_each_other(start: Start, tmp_path: Path) -> None:
     """Each node is told all addresses, its own included. The node that begins the DHT starts last."""
-    options: list[dict[str, Any]] = [{"identity_path": tmp_path / f"{number}.p2p"} for number in range(3)]
+    options: list[dict[str, Any]] = [
+        {"identity_path": tmp_path / f"{number}.p2p", "port": port} for number, port in enumerate(free_ports(3))
+    ]
     known = list[str]()
-    for number, node in enumerate([start(**own) for own in options]):
+    for node in [start(**own) for own in options]:
         known += node.addresses()
-        options[number]["port"] = int(node.addresses()[0].split("/")[4])
         node.shutdown()
     with ThreadPoolExecutor() as pool:
         joiners = [pool.submit(start, known, **own) for own in options[1:]]
@@ -123,10 +125,11 @@ def test_slowness_is_one_line(start: Start) -> None:
 
 
 def test_a_restart_keeps_the_address(start: Start, tmp_path: Path) -> None:
-    options = {"identity_path": tmp_path / "state" / "libp2p.key", "announce": [("peer.example", 0)]}
+    (port,) = free_ports(1)
+    options = {"identity_path": tmp_path / "state" / "libp2p.key", "announce": [("peer.example", 0)], "port": port}
     node = start(**options)
     node.shutdown()
-    again = start(**options, port=int(node.addresses()[0].split("/")[4]))
+    again = start(**options)
     assert again.addresses() == node.addresses()
     assert node.addresses()[0].startswith("/dns/peer.example/tcp/")
     again.shutdown()
@@ -134,7 +137,7 @@ def test_a_restart_keeps_the_address(start: Start, tmp_path: Path) -> None:
 
 async def test_a_node_that_has_become_a_client_can_become_the_node_that_it_was(start: Start, tmp_path: Path) -> None:
     witness = start()
-    node = start(witness.addresses(), identity_path=tmp_path / "libp2p.key")
+    node = start(witness.addresses(), identity_path=tmp_path / "libp2p.key", port=free_ports(1)[0])
     before = node.addresses()
     assert before[0].split("/")[4] == str(node.port)
     await node.become(client_mode=True)

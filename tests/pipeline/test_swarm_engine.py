@@ -54,15 +54,23 @@ def _expected(config: RunConfig, prompt: Sequence[int], sampling: Sampling, coun
     return tokens[len(prompt) :]
 
 
+class Pace:
+    """How long texts take for each token."""
+
+    seconds = 0.2
+
+
 @pytest.fixture
-def slow_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make texts take a while, so that a test can interfere: stages write on however slowly their caller reads."""
+def pace(monkeypatch: pytest.MonkeyPatch) -> Pace:
+    """Make texts slow, until a test has interfered: stages write on however slowly their caller reads."""
+    pace = Pace()
 
     def choose_slowly(logits_V: torch.Tensor, sampling: Sampling, position: int) -> int:
-        time.sleep(0.03)
+        time.sleep(pace.seconds)
         return choose(logits_V, sampling, position)
 
     monkeypatch.setattr(decoder, "choose", choose_slowly)
+    return pace
 
 
 def _engine(chain: Chain) -> SwarmEngine:
@@ -130,9 +138,8 @@ async def test_a_text_goes_on_when_a_peer_dies(stage: int) -> None:
         await eventually(lambda: sum(peer.generation.counters().sessions for peer in chain.peers) == 0)
 
 
-@pytest.mark.usefixtures("slow_texts")
 async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that_takes_over(
-    monkeypatch: pytest.MonkeyPatch,
+    pace: Pace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The second peer has to stand by from the beginning, however soon the next rounds come.
     monkeypatch.setattr(continuation, "STANDBY_SECONDS", 1e6)
@@ -148,6 +155,7 @@ async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that
                 await begin_next_round(chain.peers)
             found += [await anext(stream) for _ in range(5)]
             await max(chain.at(1), key=lambda peer: peer.generation.counters().tokens).server.stop(0)
+            pace.seconds = 0.0
             found += [token async for token in stream]
         assert (found, engine.round) == (expected, 0)
         later = await collect(engine, PROMPT, GREEDY, 40)
@@ -167,8 +175,9 @@ async def test_with_diloco_a_text_begins_though_a_stage_is_rounds_behind(behind:
         assert len(await collect(_engine(chain), PROMPT, GREEDY, 10)) == 10
 
 
-@pytest.mark.usefixtures("slow_texts")
-async def test_a_text_goes_on_with_the_newest_round_where_its_own_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_text_goes_on_with_the_newest_round_where_its_own_is_gone(
+    pace: Pace, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
         first, second = chain.at(1)
         chain.update([peer.record for peer in chain.peers if peer is not second])
@@ -179,6 +188,7 @@ async def test_a_text_goes_on_with_the_newest_round_where_its_own_is_gone(caplog
                 await begin_next_round(chain.peers)
             await first.server.stop(0)
             chain.update([peer.record for peer in chain.peers if peer is not first])
+            pace.seconds = 0.0
             found += [token async for token in stream]
         assert (len(found), engine.round) == (30, 3)
         assert "goes on with the newest weights" in caplog.text
@@ -199,7 +209,7 @@ async def test_what_is_rounded_on_its_way_is_the_same_after_a_failure(dtype: str
         assert found == whole
 
 
-@pytest.mark.usefixtures("slow_texts")
+@pytest.mark.usefixtures("pace")
 async def test_who_goes_away_leaves_nothing_behind() -> None:
     async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
         async with aclosing(_engine(chain).generate(PROMPT, GREEDY, 80)) as stream:
@@ -214,8 +224,10 @@ async def test_sessions_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyP
         engine = _engine(chain)
         async with aclosing(engine.generate(PROMPT, GREEDY, 80)) as stream:
             await anext(stream)
-            with pytest.raises(Overloaded, match="no room for more than 1 sessions of one caller"):
-                await collect(engine, PROMPT, GREEDY, 80)
+            # The text does not come to its end meanwhile.
+            async with chain.at(2)[0].held():
+                with pytest.raises(Overloaded, match="no room for more than 1 sessions of one caller"):
+                    await collect(engine, PROMPT, GREEDY, 80)
 
 
 def test_a_class_of_ones_own_generates_no_text() -> None:

@@ -5,7 +5,6 @@ import contextlib
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -157,16 +156,19 @@ async def test_a_short_call_does_not_wait_behind_a_bulk_transfer(serve: Serve, i
         short, bulk = insecure_pool.channel(record), insecure_pool.channel(record, bulk=True)
         proxy.links[Direction.TO_SERVER].bytes_per_second = 3e5
         # The transfer takes longer than a channel for short calls would wait for the answer to a ping.
-        transfer = asyncio.create_task(_call(bulk, bytes(1_500_000)))
-        await asyncio.sleep(1.0)
-        assert await _call(short, seconds=1.0) == b"hello"
+        transfer = asyncio.create_task(_call(bulk, bytes(1_500_000), seconds=60.0))
+        await eventually(lambda: proxy.links[Direction.TO_SERVER].num_bytes > 200_000)
+        assert await _call(short) == b"hello"
         assert not transfer.done()
         assert len(await transfer) == 1_500_000
 
 
 async def test_channels_that_nobody_uses_are_closed_once_their_calls_are_done(serve: Serve) -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
     async def slow(request: bytes, context: Any) -> bytes:
-        await asyncio.sleep(0.3)
+        begun.set()
+        await may_end.wait()
         return request
 
     clock = ManualClock()
@@ -174,10 +176,11 @@ async def test_channels_that_nobody_uses_are_closed_once_their_calls_are_done(se
     vanishing, staying = _record(await serve(slow)), _record(await serve(_echo))
     old, kept = pool.channel(vanishing), pool.channel(staying)
     call = asyncio.create_task(_call(old))
-    await asyncio.sleep(0.1)
+    await begun.wait()
     clock.advance(channels.UNUSED_SECONDS)
     assert pool.channel(staying) is kept
     pool.channel(staying, bulk=True)
+    may_end.set()
     assert await call == b"hello"
     await eventually(lambda: old.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
     assert pool.channel(staying) is kept
@@ -223,11 +226,10 @@ async def test_a_frozen_server_is_noticed_and_a_slow_one_left_alone(insecure_poo
         await asyncio.sleep(5.0)
         assert not call.done()
         process.send_signal(signal.SIGSTOP)
-        begin = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
+        # Its deadline would have been another error.
         assert isinstance(translate(caught.value), errors.PeerUnavailable)
-        assert time.monotonic() - begin < 5.0
     finally:
         process.kill()
         await process.wait()

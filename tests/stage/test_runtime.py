@@ -165,18 +165,32 @@ async def test_cancelled_work_that_runs_comes_to_its_end(runtime: Runtime) -> No
     assert ended.is_set()
 
 
+def _is_stopping(runtime: Runtime) -> bool:
+    try:
+        runtime.submit(lambda: None, priority=Priority.FORWARD)
+    except asyncio.CancelledError:
+        return True
+    except Overloaded:
+        pass
+    return False
+
+
 async def test_stop_cancels_what_waits_and_refuses_what_comes_later(runtime: Runtime) -> None:
     async with _Blocked(runtime) as blocked:
         task = asyncio.create_task(runtime.run(int, priority=Priority.FORWARD))
         await asyncio.sleep(0)
         stopping = asyncio.create_task(asyncio.to_thread(runtime.stop, 10))
-        await asyncio.sleep(0.05)
+        await eventually(lambda: _is_stopping(runtime))
         blocked.release()
         await stopping
         with pytest.raises(asyncio.CancelledError):
             await task
         with pytest.raises(asyncio.CancelledError):
             await runtime.control(int)
+
+
+def _collect() -> None:
+    gc.collect()
 
 
 async def test_an_idle_thread_keeps_no_result_alive(runtime: Runtime) -> None:
@@ -186,9 +200,7 @@ async def test_an_idle_thread_keeps_no_result_alive(runtime: Runtime) -> None:
     result, _ = await runtime.run(Large, priority=Priority.FORWARD)
     alive = weakref.ref(result)
     del result
-    await asyncio.sleep(0.05)
-    gc.collect()
-    assert alive() is None
+    await eventually(lambda: alive() is None, meanwhile=_collect)
 
 
 async def test_an_error_that_is_kept_keeps_nothing_of_the_failed_task(runtime: Runtime) -> None:

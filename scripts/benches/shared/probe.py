@@ -6,7 +6,6 @@ delay a heartbeat. Changes nothing at the peers.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -125,8 +124,9 @@ async def watch(
     channels = [_channel(peer, lines.own if lines else None) for peer in peers]
     try:
         await _until_trained(run_id, channels, check)
-        warm_at = time.monotonic() + warm_up_seconds
-        while (left := warm_at - time.monotonic()) > 0:
+        now = asyncio.get_running_loop().time
+        warm_at = now() + warm_up_seconds
+        while (left := warm_at - now()) > 0:
             await asyncio.sleep(min(left, POLL_SECONDS))
             check()
         watched = await asyncio.gather(
@@ -145,17 +145,18 @@ async def watch(
 
 
 async def _poll(run_id: str, channel: grpc.aio.Channel, stage: int, link: Link | None, seconds: float) -> Watched:
-    watched, began_at = Watched(stage=stage), time.monotonic()
+    now = asyncio.get_running_loop().time
+    watched, began_at = Watched(stage=stage), now()
     request = pb.DescribeRequest(run_id=run_id)
     up, down = _num_bytes(link)
-    while (asked_at := time.monotonic()) < began_at + seconds:
+    while (asked_at := now()) < began_at + seconds:
         try:
-            watched.heard(await describe(channel, request, seconds=ANSWER_SECONDS), time.monotonic())
+            watched.heard(await describe(channel, request, seconds=ANSWER_SECONDS), now())
         except SwarmError:
             watched.num_missed += 1
-        watched.delays.append(time.monotonic() - asked_at)
+        watched.delays.append(now() - asked_at)
         await asyncio.sleep(POLL_SECONDS)
-    seconds = time.monotonic() - began_at
+    seconds = now() - began_at
     up_now, down_now = _num_bytes(link)
     watched.up, watched.down = (up_now - up) / seconds, (down_now - down) / seconds
     return watched
@@ -174,7 +175,8 @@ async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel], chec
         replies = [await describe(channel, request, seconds=START_SECONDS) for channel in channels]
         return sum(reply.counters.committed for reply in replies)
 
-    deadline, before = time.monotonic() + START_SECONDS, None
+    loop = asyncio.get_running_loop()
+    deadline, before = loop.time() + START_SECONDS, None
     while True:
         check()
         with suppress(SwarmError):  # A line that is full, or a machine that is busy, may miss a ping.
@@ -182,7 +184,7 @@ async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel], chec
             before = now if before is None else before
             if now > before:
                 return
-        if time.monotonic() > deadline:
+        if loop.time() > deadline:
             raise DeadlineExceeded(f"no microbatch in {START_SECONDS:.0f} s: is the machine busy with other work?")
         await asyncio.sleep(POLL_SECONDS)
 

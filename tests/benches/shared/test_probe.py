@@ -14,6 +14,7 @@ from scripts.benches.shared.probe import Watched, longest_gap, rate_between_comm
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.rpc.v1 import stage_pb2 as pb
+from tests.support.virtual_time import in_virtual_time
 
 
 def _watched(*committed: tuple[float, int]) -> Watched:
@@ -77,6 +78,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, *committed: int) -> None:
     monkeypatch.setattr(probe, "describe", describe)
 
 
+@in_virtual_time
 async def test_what_was_committed_while_it_was_watched(swarm: SwarmProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     _answers(monkeypatch, 0, 3, 4, 5, 7, 7)
     (watched,) = await watch(swarm, warm_up_seconds=0.02, seconds=0.1)
@@ -84,18 +86,21 @@ async def test_what_was_committed_while_it_was_watched(swarm: SwarmProcesses, mo
     assert watched.num_committed == 3
 
 
+@in_virtual_time
 async def test_a_swarm_that_commits_nothing_is_given_up(swarm: SwarmProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     _answers(monkeypatch, 2)
     with pytest.raises(DeadlineExceeded, match="no microbatch in"):
         await watch(swarm, warm_up_seconds=0.0, seconds=0.1)
 
 
+@in_virtual_time
 async def test_a_peer_that_stops_answering_is_named(swarm: SwarmProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     _answers(monkeypatch, 0, 1, 1)
     with pytest.raises(DeadlineExceeded, match="peer-0 hardly answered"):
         await watch(swarm, warm_up_seconds=0.0, seconds=0.1)
 
 
+@in_virtual_time
 async def test_a_process_that_ends_ends_the_watch_at_once(
     swarm: SwarmProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 
 from scripts.benches.shared.throttle import CHUNK_BYTES, DelayLine, Line, Link, Throttle
+from tests.support.chain import eventually
 
 RATE = 1_000_000.0
 
@@ -22,7 +23,12 @@ def throttle() -> Iterator[Throttle]:
 async def sink() -> AsyncIterator[str]:
     """A server that takes everything, answers "done" at the end, and says where it is."""
 
+    served: list[asyncio.Task[None]] = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        served.append(task)
         while await reader.read(CHUNK_BYTES):
             pass
         writer.write(b"done")
@@ -31,19 +37,35 @@ async def sink() -> AsyncIterator[str]:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         yield f"{host}:{port}"
+        await asyncio.wait(served, timeout=10.0)
+
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _connected(link: Link, endpoint: str) -> Stream:
+    """A connection to an endpoint through a machine's lines."""
+    reader, writer = await asyncio.open_connection(*link.proxy.split(":"))
+    writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
+    assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+    return reader, writer
+
+
+async def _arrival(stream: Stream) -> float:
+    """When the other end says that all has arrived."""
+    reader, writer = stream
+    assert await reader.read() == b"done"
+    writer.close()
+    return time.monotonic()
 
 
 async def _send(link: Link, endpoint: str, num_bytes: int) -> float:
     """Send to an endpoint through a machine's lines; gives the seconds until all of it had arrived."""
     began_at = time.monotonic()
-    reader, writer = await asyncio.open_connection(*link.proxy.split(":"))
-    writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
-    assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
-    writer.write(bytes(num_bytes))
-    writer.write_eof()
-    assert await reader.read() == b"done"
-    writer.close()
-    return time.monotonic() - began_at
+    stream = await _connected(link, endpoint)
+    stream[1].write(bytes(num_bytes))
+    stream[1].write_eof()
+    return await _arrival(stream) - began_at
 
 
 def test_a_line_serves_in_turn_and_catches_up_on_little() -> None:
@@ -55,10 +77,19 @@ def test_a_line_serves_in_turn_and_catches_up_on_little() -> None:
 
 
 async def test_all_connections_of_a_machine_share_its_line(throttle: Throttle, sink: str) -> None:
-    link = throttle.link()
-    seconds = await asyncio.gather(*(_send(link, sink, 100_000) for _ in range(3)))
-    assert max(seconds) > 0.3 - 0.02
-    assert min(seconds) > 0.2, "neither comes first"
+    link, callee = throttle.link(), throttle.link()
+    throttle.serve(sink, callee)
+    streams = [await _connected(link, sink) for _ in range(3)]
+    # No more than the first chunk of each passes before all of them have something to send.
+    throttle.hinder(link, callee)
+    for _, writer in streams:
+        writer.write(bytes(100_000))
+        writer.write_eof()
+    began_at, ahead_seconds = time.monotonic(), 0.02 + 3 * CHUNK_BYTES / RATE
+    throttle.clear(link, callee)
+    seconds = [at - began_at for at in await asyncio.gather(*map(_arrival, streams))]
+    assert max(seconds) > 0.3 - ahead_seconds
+    assert min(seconds) > 0.25 - ahead_seconds, "neither comes first"
     assert link.up.num_bytes == 300_000
     assert link.down.num_bytes == 3 * len(b"done")
 
@@ -178,11 +209,19 @@ async def test_what_two_faults_hold_back_waits_for_the_end_of_both(
 
 
 async def test_a_long_line_delays_and_holds_as_much_as_fits(throttle: Throttle, sink: str) -> None:
-    """It would take 13 round trips of 0.2 s if each chunk had to arrive before the next one is sent."""
+    """No chunk has to arrive before the next one is sent."""
     throttle.round_trip_seconds = 0.2
-    link = throttle.link()
+    link, callee = throttle.link(), throttle.link()
+    throttle.serve(sink, callee)
     assert await _send(link, sink, 1) > 0.2
-    assert 0.2 + 0.2 - 0.02 < await _send(link, sink, 200_000) < 2.0
+    assert await _send(link, sink, 200_000) > 0.2 + 0.2 - 0.02
+    throttle.round_trip_seconds = 1e6
+    _, writer = await _connected(link, sink)
+    before = link.up.num_bytes
+    writer.write(bytes(200_000))
+    await eventually(lambda: link.up.num_bytes - before == 200_000)
+    throttle.break_connections(link, callee)
+    writer.close()
 
 
 class _Writer:
@@ -202,12 +241,12 @@ class _Writer:
 async def test_bytes_arrive_in_their_order_though_the_line_gets_shorter() -> None:
     loop, writer = asyncio.get_running_loop(), _Writer()
     line = DelayLine(cast(asyncio.StreamWriter, writer), loop)
+    began_at = loop.time()
     line.send(b"first", 0.1)
     for number in range(20):
         line.send(b"%d" % number, 0.0)
-    began_at = loop.time()
     await line.end()
-    assert loop.time() - began_at > 0.05
+    assert loop.time() - began_at > 0.09
     assert writer.written == [b"first", *(b"%d" % number for number in range(20))]
 
 

@@ -4,13 +4,13 @@ import asyncio
 import dataclasses
 import json
 import logging
-import socket
 from pathlib import Path
 
 import pytest
 
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.invite_option import EntranceOptions, RunOptions, joins
+from scripts.benches.shared.ports import free_ports
 from swarm import config as configs
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
@@ -21,6 +21,7 @@ from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.types import PeerId
 from tests.support import locked
+from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
 from tests.support.shown_run import shown_run
 
@@ -110,13 +111,11 @@ async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
     monkeypatch.setattr(patience, "FIRST_SECONDS", 0.2)
     monkeypatch.setattr(patience, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(waits, "LOOK_SECONDS", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-    own = generate()
+    own, (port,) = generate(), free_ports(1)
     entrance = _find(_options(_invite(Entry(PeerId(own.peer_id), f"127.0.0.1:{port}"))))
     with caplog.at_level(logging.WARNING):
         finding = asyncio.create_task(entrance.dht_addresses(SystemClock()))
-        await asyncio.sleep(0.5)
+        await eventually(lambda: "waiting for the run" in caplog.text)
         async with shown_run(CONFIG, own, NODE, port=port):
             assert await finding == (NODE,)
     assert f"waiting for the run at 127.0.0.1:{port} (25 s at most; tried " in caplog.text

@@ -18,7 +18,7 @@ from swarm.rpc.v1 import averaging_pb2
 from swarm.stage.context import StageLimits
 from swarm.types import ClaimState, PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer, train_all, trainer
-from tests.support.chain import eventually, held
+from tests.support.chain import PATIENCE_SECONDS, eventually, held
 from tests.support.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -185,7 +185,7 @@ async def test_a_peer_that_ends_waits_for_no_retry(
     """No caller can reach the peer any more."""
     monkeypatch.setattr(mover, "LAST_DRAIN_SECONDS", 0.0)
     monkeypatch.setattr(stage_server, "StageLimits", partial(StageLimits, orphan_seconds=60.0))
-    async with asyncio.timeout(15.0) as patience, LocalPeer(config, store, resume=trained).running(0) as peer:
+    async with asyncio.timeout(45.0) as patience, LocalPeer(config, store, resume=trained).running(0) as peer:
         server = peer.server
         assert server is not None
         async with trainer(config, [peer]) as train:
@@ -231,9 +231,15 @@ async def test_a_peer_that_is_told_to_stop_while_its_round_waits_for_a_silent_ma
 
 async def test_a_peer_that_is_told_to_stop_before_it_moves_gives_up_its_claim(idle_peer: LocalPeer) -> None:
     """Others would believe for a while that it comes to their stage."""
+
+    async def claims() -> list[ClaimState]:
+        found = await idle_peer.directory.claims()
+        return [claim.state for claim in found if claim.peer_id == idle_peer.peer_id]
+
     idle_peer.rebalancer.orders.put_nowait(1)
-    await asyncio.sleep(0.5)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not await claims():  # noqa: ASYNC110 - others write to the store
+            await asyncio.sleep(0.01)
     idle_peer.stop.set()
     await idle_peer.has_left()
-    claims = [claim for claim in await idle_peer.directory.claims() if claim.peer_id == idle_peer.peer_id]
-    assert [claim.state for claim in claims] == [ClaimState.WITHDRAWN]
+    assert await claims() == [ClaimState.WITHDRAWN]

@@ -1,7 +1,6 @@
 """Peers dial each other back: what they reach, and what they never dial or tell."""
 
 import asyncio
-import time
 from typing import Any
 
 import grpc
@@ -18,6 +17,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from tests.support import locked
 from tests.support.meeting import meeting_point
+from tests.support.virtual_time import LoopClock, in_virtual_time
 
 OWN, OTHER = generate(), generate()
 
@@ -75,6 +75,7 @@ async def test_the_ports_that_answer_as_the_caller_are_reached_and_no_others() -
     await others_server.stop(None)
 
 
+@in_virtual_time
 async def test_what_drops_packets_is_given_up_after_the_same_time_as_what_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,13 +90,13 @@ async def test_what_drops_packets_is_given_up_after_the_same_time_as_what_refuse
 
     monkeypatch.setattr(checks, "shown_certificate", dial)
     for port in (1, 2):
-        dial_back = DialBack(SystemClock(), insecure=False)
-        began_at = time.monotonic()
+        clock = LoopClock()
+        dial_back, began_at = DialBack(clock, insecure=False), clock.monotonic()
         reply = await dial_back.answer(
             pb.CheckRequest(peer_id=OWN.peer_id, endpoints=[f"198.51.100.7:{port}"]), From("ipv4:192.0.2.1:999")
         )
         assert not reply.endpoints
-        assert 0.3 <= time.monotonic() - began_at < 0.6
+        assert clock.monotonic() - began_at == pytest.approx(0.3)
     assert dialled == [("198.51.100.7", 1), ("198.51.100.7", 2)]
 
 

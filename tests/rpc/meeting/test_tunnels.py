@@ -22,7 +22,7 @@ from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
 from swarm.types import PeerId
 from tests.support import locked
-from tests.support.chain import eventually
+from tests.support.chain import PATIENCE_SECONDS, eventually
 from tests.support.meeting import Host, echo, hidden_peer, meeting_point
 from tests.support.proxy import Proxy
 
@@ -85,7 +85,7 @@ async def test_another_meeting_point_takes_over_from_one_that_dies() -> None:
         dying = first if record.endpoint.endswith(str(first.entry)) else second
         await dying.server.stop(None)
         # Calls under way break with the connection, so their callers try again.
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 with suppress(grpc.aio.AioRpcError):
                     assert await echo(pool.channel(record), b"b") == b"b"
@@ -199,7 +199,7 @@ async def test_in_a_locked_run_its_members_wait_and_connect() -> None:
             assert await echo(pool.channel(hidden.record), b"a") == b"a"
             await pool.close()
         # A trainer serves nothing, so it may not wait at a meeting point.
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             channel = await Points(locked.TRAINER, insecure=False).connect(host.entry)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await _wait(channel).read()
@@ -232,7 +232,7 @@ async def _refusal_of_connecting(host: Host, peer_id: PeerId) -> SwarmError:
     call: Any = MeetingServiceStub(channel).Connect()
     await call.write(pb.Carried(to=peer_id))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await call.read()
     await channel.close()
     return translate(caught.value)
