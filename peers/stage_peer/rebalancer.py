@@ -63,13 +63,16 @@ class Rebalancer:
             Fatal: no peer holds any stage of the run any more.
         """
         records, claims = await self._look()
+        former = [stage for stage, row in records.items() if any(record.peer_id == self._own_id for record in row)]
         first = _some(self._judgement.first_choice(records, claims, self._lost()))
         own = await self._claim.make(first, from_stage=None)
         await self._clock.sleep(SETTLE_SECONDS)
         records, claims = await self._look()
-        stage = _some(self._judgement.choice(records, claims, own, self._lost()))
+        lost = self._lost()
+        stage = _some(self._judgement.choice(records, claims, own, lost))
         await self._claim.confirm(stage)
-        logger.info("chose stage %d of 0 to %d", stage, len(self._costs) - 1)
+        left = "".join(_why_not(before, stage, lost) for before in former if before != stage)
+        logger.info("chose stage %d of 0 to %d%s", stage, len(self._costs) - 1, left)
         return stage
 
     # -- moving ------------------------------------------------------------------------------------------------------
@@ -225,6 +228,16 @@ class Rebalancer:
             logger.warning("%s cannot be read: %s", self._checkpoints, error.strerror)
             return set()
         return {name.stage for name in names if name.num_stages == len(self._costs)}
+
+
+def _why_not(former: int, stage: int, lost: Collection[int]) -> str:
+    """Why a peer that was killed and is back takes this stage, and not the one at which it is announced still."""
+    if former not in lost:
+        return f", and not stage {former}, at which this peer was before: stage {stage} needs a peer more"
+    return (
+        f", and not stage {former}, at which this peer was before: it came back without the state, and no other peer "
+        "and no checkpoint (--resume DIR) has it"
+    )
 
 
 def _some(stage: int | None) -> int:

@@ -425,3 +425,31 @@ def test_a_newcomer_that_can_enter_nothing_says_so(monkeypatch: pytest.MonkeyPat
             await newcomer.rebalancer.choose_stage()
 
     run(scene())
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ((0, 2), "it came back without the state, and no other peer and no checkpoint (--resume DIR) has it"),
+        ((0, 1, 1), "stage 2 needs a peer more"),
+    ],
+    ids=["lost", "not lost"],
+)
+def test_a_peer_that_was_killed_and_is_back_says_why_it_takes_another_stage(
+    others: Sequence[int], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is still announced at the one that it had."""
+
+    async def scene() -> int:
+        world = World()
+        for peer, stage in zip(world.peers, (1, *others), strict=False):
+            # Nothing was learnt yet where a stage without a peer can be entered.
+            peer.stage, peer.round = stage, 3 if 1 not in others else 0
+            await peer.announce()
+        return await world.peers[0].rebalancer.choose_stage()
+
+    caplog.set_level("INFO")
+    stage = run(scene())
+    assert caplog.messages[-1] == (
+        f"chose stage {stage} of 0 to 2, and not stage 1, at which this peer was before: {reason}"
+    )
