@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from peers.doctor.finding import Finding, fine, not_checked, wrong
-from peers.stage_peer.listen import Outside
+from peers.stage_peer.listen import Outside, loopback_advice
 from peers.stage_peer.own_port import answering, answering_as_node
 from swarm.credentials.identity import Identity
 from swarm.dht import addresses
@@ -94,21 +94,22 @@ async def from_outside(
         replies = [reply for reply in await asyncio.gather(*map(ask, asked)) if reply.observed_host]
     if not replies:
         return [not_checked(what, fault) for what in (GRPC, DHT)]
-    return judge(port, dht_port, replies)
+    return judge(port, dht_port, replies, host=ports.host)
 
 
-def judge(port: int, dht_port: int, replies: Sequence[pb.CheckReply]) -> list[Finding]:
+def judge(port: int, dht_port: int, replies: Sequence[pb.CheckReply], *, host: str = "") -> list[Finding]:
     """The findings about how others will reach this machine.
 
     Args:
         replies: what the peers that dialled back reached; at least one.
+        host: what --host says.
     """
     asked = counted(len(replies), "peer")
     end, count = _most_reached(reply.endpoints for reply in replies)
     dht_end, _ = _most_reached(reply.dht_endpoints for reply in replies)
-    detour = (
-        "will reach it by way of further peers. To be reached directly: --port and --dht-port fix both, and a firewall "
-        "or router has to let them in"
+    detour = "will reach it by way of further peers. " + (
+        loopback_advice(host).capitalize()
+        or "To be reached directly: --port and --dht-port fix both, and a firewall or router has to let them in"
     )
     of_grpc = f"{asked} got no answer at {port}: others {detour}"
     if count:

@@ -61,6 +61,14 @@ class Outside:
             raise ValueError(f"{option} {self.host}: this peer listens on {listens_at} alone")
 
 
+def loopback_advice(host: str) -> str:
+    """What is wrong with a --host that only this machine can reach, and what to do; empty for any other one."""
+    ip = ip_of(host)
+    if ip is None or not ip.is_loopback:
+        return ""
+    return f"only this machine can reach --host {host}: leave --host out, and others reach all of its addresses"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Announced:
     """What others are told of a peer's addresses.

@@ -17,7 +17,7 @@ from typing import Never
 from peers.shared.membership import Membership
 from peers.stage_peer.dht_reach import DhtReach
 from peers.stage_peer.inquiry import BUSY, Inquiry
-from peers.stage_peer.listen import Announced, Listen
+from peers.stage_peer.listen import Announced, Listen, loopback_advice
 from peers.stage_peer.own_port import answering, reserved
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
@@ -195,6 +195,8 @@ class Reach:
             logger.warning("others reach this peer by way of further peers alone, since %s", self._what_to_do(verdict))
 
     def _what_to_do(self, verdict: Verdict) -> str:
+        if advice := loopback_advice(self._listen.host):
+            return advice
         ends = f"{', '.join(self._candidates)} (gRPC)"
         these, them, fix = "that TCP port", "it", "--port fixes"
         if not verdict.dht_endpoints:

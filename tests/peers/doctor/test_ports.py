@@ -34,6 +34,15 @@ def test_what_is_not_reached_is_told_with_what_happens_then() -> None:
     assert dht.text == "no answer at 5002: this machine will ask the DHT, and not be asked"
 
 
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_no_firewall_is_to_be_opened_for_a_host_that_only_this_machine_reaches(host: str) -> None:
+    grpc, _ = judge(5001, 5002, [_reply()], host=host)
+    assert "firewall" not in grpc.text
+    assert grpc.text.endswith(
+        f"Only this machine can reach --host {host}: leave --host out, and others reach all of its addresses"
+    )
+
+
 def test_a_port_in_use_is_wrong_and_the_other_is_left_to_others() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]

@@ -12,7 +12,7 @@ import pytest
 from peers.shared.membership import Membership
 from peers.stage_peer import inquiry
 from peers.stage_peer import reach as reaches
-from peers.stage_peer.listen import Listen, Outside
+from peers.stage_peer.listen import Listen, Outside, loopback_advice
 from peers.stage_peer.reach import Reach
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
@@ -70,6 +70,7 @@ class Router:
 async def _reach(
     limits: MeetingLimits | None = None,
     *,
+    host: str = "127.0.0.1",
     is_known: bool = True,
     others: Sequence[str] = (),
     largest_bytes: int | None = None,
@@ -83,26 +84,26 @@ async def _reach(
         dht_ports: the port of the DHT's node, and the one that the user says others reach.
     """
     own, other, node = generate(), generate(), Node()
-    async with meeting_point(other, limits=limits) as host, Proxy(host.entry.host, host.entry.port) as path:
+    async with meeting_point(other, limits=limits) as point, Proxy(point.entry.host, point.entry.port) as path:
         if largest_bytes is not None:
             path.links[Direction.TO_SERVER].largest_bytes = largest_bytes
         member = Membership.enter(CONFIG, MemoryStore(CLOCK), own, CLOCK, insecure=False)
         record = PeerRecord(
             peer_id=other.peer_id, announced_at=CLOCK.time(), stage=0,
-            endpoint=host.entry.endpoint if largest_bytes is None else path.address,
+            endpoint=point.entry.endpoint if largest_bytes is None else path.address,
             other_endpoints=tuple(others),
             certificate_pem=other.certificate_pem, state=PeerState.SERVING,
         )  # fmt: skip
         member.known.update(0, [record] if is_known else [])
         listen = Listen(
-            host="127.0.0.1", port=0, outside=(Outside("127.0.0.1"),),
+            host=host, port=0, outside=(Outside("127.0.0.1"),),
             dht_addresses=(f"/ip4/127.0.0.1/tcp/{dht_ports[1]}/p2p/{NODE_ID}",), dht_port=dht_ports[0],
         )  # fmt: skip
         router_ports = None if router is None else RouterPorts(CLOCK, [router])
         reach = Reach(member, cast(DhtNode, node), listen, insecure=False, router_ports=router_ports)
         keeping = asyncio.create_task(reach.keep())
         try:
-            yield reach, node, host
+            yield reach, node, point
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -136,7 +137,7 @@ async def test_a_peer_that_is_reached_announces_its_endpoint_and_keeps_its_port(
 async def test_a_peer_that_is_not_reached_waits_at_another_one_and_says_which_ports_to_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with _reach() as (reach, node, host):
+    async with _reach(host="") as (reach, node, host):
         await reach.found_out()
         assert reach.endpoints == (f"tunnel:{host.entry}",)
         await eventually(lambda: node.is_client)
@@ -198,7 +199,7 @@ async def test_a_port_that_is_reached_is_not_to_be_opened(
         return True
 
     monkeypatch.setattr(checks, "is_node", is_node)
-    async with _reach() as (reach, node, _):
+    async with _reach(host="") as (reach, node, _):
         await reach.found_out()
         line = next(record.message for record in caplog.records if "by way of further peers" in record.message)
         assert f"no answer at 127.0.0.1:{reach.port} (gRPC). To be reached directly, open that TCP port" in line
@@ -218,18 +219,24 @@ async def test_a_peer_whose_meeting_points_are_gone_stays_announced_for_those_th
 
 
 @pytest.mark.usefixtures("nobody_gets_through")
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
 async def test_a_peer_that_nobody_takes_in_does_not_serve_and_says_why(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    host: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reaches, "SAY_SECONDS", 0.1)
-    async with _reach(MeetingLimits(max_waiting=0)) as (reach, _, _):
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(2.0):
-                await reach.found_out()
+    async with _reach(MeetingLimits(max_waiting=0), host=host) as (reach, _, _):
+        finding_out = asyncio.create_task(reach.found_out())
+        await eventually(lambda: "nobody can reach this peer" in caplog.text)
+        assert not finding_out.done()
+        finding_out.cancel()
+        await asyncio.wait([finding_out])
         assert reach.endpoints == ()
         line = next(record.message for record in caplog.records if "nobody can reach this peer" in record.message)
-        assert str(reach.port) in line
-        assert "5002" in line
+        if host:
+            assert line.endswith(f"and {loopback_advice(host)}"), "no firewall lets others in there"
+        else:
+            assert f":{reach.port} (gRPC)" in line
+            assert "5002" in line
 
 
 async def test_a_peer_that_others_have_no_time_for_asks_again_before_it_announces_anything(
