@@ -14,6 +14,7 @@ import yaml  # type: ignore[import-untyped]  # transformers brings it
 
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
+from peers.stage_peer import mover
 from scripts.benches.shared.internet import Internet, missing
 from tests.support.swarm import wait_until
 
@@ -64,6 +65,16 @@ class _Services:
 
 def _succeeds(command: list[str]) -> bool:
     return subprocess.run(command, check=False).returncode == 0
+
+
+def test_a_peer_that_is_told_to_stop_has_the_time_that_its_round_may_take() -> None:
+    """Engines kill a container after ten seconds, unless the file says otherwise."""
+    services = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"].values()
+    peers = [service for service in services if service["command"].startswith("swarm-peer")]
+    assert len(peers) == 3
+    for peer in peers:
+        seconds = float(peer["stop_grace_period"].removesuffix("s"))
+        assert seconds > mover.LAST_ROUND_SECONDS + mover.LAST_DRAIN_SECONDS
 
 
 @pytest.mark.e2e
