@@ -25,6 +25,8 @@ class Figures:
         self.first_loss: float | None = None
         self.loss: float | None = None
         self.validation: HeldOutLoss | None = None
+        self.validation_step = 0
+        """The step of which `validation` is."""
         self.own_tokens = 0
         self.num_microbatches = 0
         self.num_rerouted = 0
@@ -62,7 +64,7 @@ class Figures:
 
     def evaluated(self, validation: HeldOutLoss) -> None:
         """Take the losses on held-out text that were just computed."""
-        self.validation = validation
+        self.validation, self.validation_step = validation, self.step_number
 
     @property
     def validation_loss(self) -> float | None:

@@ -175,6 +175,9 @@ class Report(contextlib.AbstractContextManager["Report"]):
         how = "stopped" if interrupted else "finished"
         loss = "" if figures.loss is None else f", loss {figures.loss:.3f}"
         held_out = "" if figures.validation_loss is None else f", validation loss {figures.validation_loss:.3f}"
+        if held_out and figures.validation_step != figures.step_number:
+            # A trainer that is told to stop does not wait for another evaluation.
+            held_out += f" at step {figures.validation_step}"
         print(
             f"{how} at step {figures.step_number}{loss}{held_out}; {written}. The swarm keeps its state: start "
             "swarm-trainer again to go on."

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from rich.console import Console
 
 from peers.trainer.report import EMPTY_SECONDS, GAP_SECONDS, Report
 from swarm.config import RunConfig
+from swarm.data.held_out import HeldOutLoss
 from swarm.hop.obstacle import Obstacle
 from swarm.machine.clock import Clock
 from swarm.metrics.log import MetricsLog, StepMetrics
@@ -25,6 +26,8 @@ from tests.support.manual_clock import ManualClock
 class Metrics:
     """Remembers the steps."""
 
+    written = "figures"
+
     def __init__(self) -> None:
         self.steps: list[StepMetrics] = []
 
@@ -33,6 +36,9 @@ class Metrics:
 
     def event(self, step: int, text: str) -> None:
         """Ignore the event."""
+
+    def evaluation(self, step: int, loss: float, losses: Mapping[str, float]) -> None:
+        """Ignore the losses."""
 
 
 def _report(folder: Path, clock: Clock | None = None, *, metrics: Metrics | None = None) -> Report:
@@ -133,3 +139,19 @@ def test_what_makes_a_stage_learn_badly_is_said_once_and_the_figures_are_kept(
             report.step(_step(number, number, inner_steps=(good, bad)), None)
     assert caplog.messages == ["stage 1: inner steps took 48 samples, and rounds.inner_batch_samples is 16"]
     assert metrics.steps[-1].named()["inner/stage_1/samples_per_step"] == 48.0
+
+
+@pytest.mark.parametrize(("interrupted", "told"), [(True, "stopped at step 3"), (False, "finished at step 3")])
+def test_a_validation_loss_of_an_earlier_step_is_told_with_that_step(
+    interrupted: bool, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer that is told to stop does not wait for another evaluation."""
+    report, found = _report(tmp_path), HeldOutLoss(mean=2.5, by_source={"books": 2.5})
+    report.begin(0)
+    report.step(_step(2, 2), found)
+    report.step(_step(3, 3), None)
+    report.goodbye(interrupted=interrupted)
+    assert capsys.readouterr().out.startswith(f"{told}, loss 1.000, validation loss 2.500 at step 2; ")
+    report.evaluated(found)
+    report.goodbye(interrupted=interrupted)
+    assert capsys.readouterr().out.startswith(f"{told}, loss 1.000, validation loss 2.500; ")
