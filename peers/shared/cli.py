@@ -15,9 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from peers.shared.exit_codes import EXIT_USAGE
+from peers.shared.help_text import Told, fitted_above_the_boxes
 from swarm.dht.addresses import free_port
 from swarm.machine.words import counted
 from swarm.types import LONGEST_NAME, NAME_PATTERN
@@ -29,10 +37,14 @@ _RULE = re.compile(r"[-\u2500]{4,}")
 _NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
 """Finds each argument in the box that tyro prints: the name of the option, or the name of the value if it is
 positional."""
+_PARSED = re.compile(r"Error parsing (\S+):")
 _NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
 _NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
 _NO_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.?", re.IGNORECASE)
 _SIMILAR = ("Perhaps you meant", "Arguments similar to")
+_EMPTY_PATH = "an empty path"
+_FOLDERS_OR_NAMES = ("model", "base", "tokenizer", "dataset", "source")
+"""Options that take a folder as well, and so are texts and no paths."""
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 MOST_THREADS = 1024
 """The largest value of --threads: more than any machine has cores."""
@@ -45,20 +57,41 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
     Raises:
         SystemExit: code 0 after --help; code 2 after one line on stderr, also for a ValueError of `__post_init__`.
     """
-    complaint = io.StringIO()
+    told, complaint = Told(sys.stdout), io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(options, prog=prog, args=argv, config=_CONFIG, registry=_registry())
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(complaint):
+            read = tyro.cli(options, prog=prog, args=argv, config=_CONFIG, registry=_registry())
     except SystemExit as stop:
-        if stop.code != EXIT_USAGE:
-            raise
-        print(f"{prog}: error: {_one_line(complaint.getvalue(), options)} (see {prog} --help)", file=sys.stderr)
+        if stop.code == EXIT_USAGE:
+            _complain(prog, _one_line(complaint.getvalue(), options))
+        else:
+            print(fitted_above_the_boxes(told.getvalue()), end="")
         raise
+    for name in _FOLDERS_OR_NAMES:
+        value = getattr(read, name, None)
+        if "" in (value if isinstance(value, tuple) else (value,)):
+            _complain(prog, f"--{name} takes a path or a name, not ''")
+            raise SystemExit(EXIT_USAGE)
+    return read
+
+
+def _complain(prog: str, line: str) -> None:
+    print(f"{prog}: error: {line} (see {prog} --help)", file=sys.stderr)
 
 
 def _registry() -> ConstructorRegistry:
-    """tyro's rules, changed so that --help shows fields as `_explained_briefly` makes them."""
+    """tyro's rules, changed so that --help shows fields as `_explained_briefly` makes them, and that an empty path is
+    refused: it would be the current folder."""
     registry, is_asking = ConstructorRegistry(), False
+
+    @registry.primitive_rule
+    def path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+        if info.type is not Path:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1, metavar="PATH", instance_from_str=lambda words: _path(words[0]),
+            is_instance=lambda value: isinstance(value, Path), str_from_instance=lambda value: [str(value)],
+        )  # fmt: skip
 
     @registry.struct_rule
     def explained_briefly(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -76,6 +109,12 @@ def _registry() -> ConstructorRegistry:
         return dataclasses.replace(spec, fields=tuple(map(_explained_briefly, spec.fields)))
 
     return registry
+
+
+def _path(word: str) -> Path:
+    if not word:
+        raise ValueError(_EMPTY_PATH)
+    return Path(word)
 
 
 def _explained_briefly(field: StructFieldSpec) -> StructFieldSpec:
@@ -279,6 +318,8 @@ def _one_line(box: str, options: type[object]) -> str:
     # tyro reports a mistyped option twice, as missing and as unrecognized. The second report says more.
     section = next((section for section in sections if "Unrecognized options" in section), sections[0])
     message = " ".join(section.split()).removeprefix(f"Error parsing {options.__name__}: ")
+    if _EMPTY_PATH in message and (found := _PARSED.match(message)):
+        return f"{found[1]} takes a path, not ''"
     if found := _NO_TYPE.match(message):
         option, types, value = found.groups()
         kinds = [_KINDS.get(name, name.strip("{}")) for name in types.split("|")]

@@ -9,6 +9,7 @@ from typing import Any
 
 from peers.shared import cli, stopping
 from peers.shared.exit_codes import EXIT_USAGE
+from peers.shared.help_text import fitted
 
 Command = tuple[type[Any], Callable[[Any], object]]
 """The options of one command of a program, and the function that runs it. Errors of the function are printed as one
@@ -23,7 +24,8 @@ def run(prog: str, about: str | None, commands: Mapping[str, Command], argv: Seq
     """
     name, *arguments = argv or [""]
     if name in ("-h", "--help"):
-        print(f"{about}\n{prog} {'|'.join(commands)} --help explains the options.")
+        how = f"{prog} {'|'.join(commands)} --help explains the options."
+        print(fitted(f"{about or ''}\n{how}"))
         return 0
     if name not in commands:
         said = f", not {name!r}" if argv else ""

@@ -107,6 +107,7 @@ def test_an_option_may_be_given_several_times_and_takes_no_more_than_one_each_ti
         ("--stag 1", "unrecognized options: --stag 1"),
         ("--stage", "missing value for argument '--stage'. Expected 1 values."),
         ("--stage -1", "--stage must not be negative, not -1"),
+        ("--stage 1 --output=", "--output takes a path, not ''"),
         (
             "--stage 1 --log-level loud",
             "--log-level takes debug or info, not 'loud'",
@@ -116,6 +117,28 @@ def test_an_option_may_be_given_several_times_and_takes_no_more_than_one_each_ti
 def test_a_wrong_line_is_one_line(argv: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parse(_Options, prog="swarm-x", argv=argv.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"swarm-x: error: {complaint} (see swarm-x --help)\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "argv", "complaint"),
+    [
+        (_Arguments, ["", "--stage", "1"], "PATH takes a path, not ''"),
+        (_Options, ["--stage", "1", "--dataset", "a", "--dataset", ""], "--dataset takes a path or a name, not ''"),
+        (PeerOptions, ["--checkpoint", ""], "--checkpoint takes a path, not ''"),
+        (StaticOptions, ["--model", ""], "--model takes a path or a name, not ''"),
+        (DashboardOptions, ["swarm://1x", "--history", ""], "--history takes a path, not ''"),
+        (GenerateOptions, ["--checkpoint", "", "--prompt", "a"], "--checkpoint takes a path, not ''"),
+        (TrainerOptions, ["--output", ""], "--output takes a path, not ''"),
+        (ExportModelOptions, ["--output", ""], "--output takes a path, not ''"),
+    ],
+)  # fmt: skip
+def test_an_empty_path_is_not_taken_for_the_current_folder(
+    options: type[object], argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(options, prog="swarm-x", argv=argv)
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"swarm-x: error: {complaint} (see swarm-x --help)\n"
 
