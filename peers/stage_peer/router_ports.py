@@ -24,7 +24,7 @@ LEASE_SECONDS = 1200
 RENEW_SECONDS = 400.0
 ASK_SECONDS = 5.0
 """The longest wait for the router's answer to one call."""
-_TRIES_SECONDS = (0.25, 0.5)
+TRIES_SECONDS = (0.25, 0.5)
 """How long to wait for an answer after each of two datagrams of NAT-PMP: the first two waits of RFC 6886."""
 _NAT_PMP_PORT, _MAP_TCP, _ANSWER = 5351, 2, 128
 _ROUTES = Path("/proc/net/route")
@@ -57,7 +57,7 @@ class NatPmp:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             # A connected socket receives only the router's datagrams.
             sock.connect(self._address)
-            for seconds in _TRIES_SECONDS:
+            for seconds in TRIES_SECONDS:
                 sock.settimeout(seconds)
                 sock.send(request)
                 with contextlib.suppress(TimeoutError):
