@@ -1,6 +1,7 @@
-"""Multiaddresses of DHT nodes: what users type, what a node listens on, and why an address may lead nowhere.
+"""Multiaddresses of DHT nodes: reads those that users type, makes those on which a node listens, and explains why a
+node cannot be joined.
 
-Used by node and kademlia. Pure, but for checking whether a port is free. Never resolves a name.
+Used by node and kademlia. Pure, except that it checks whether a port is free. Never resolves a name.
 """
 
 import re
@@ -18,7 +19,8 @@ _EXPLANATIONS = {
     "dial to self": "that is this peer's own address: two peers cannot share one identity file",
     "local time": "this machine's clock and theirs differ by more than 3 s: set the time",
 }
-"""Words of what libp2p and hivemind say when a node cannot be joined, and what to tell the user instead."""
+"""Words in the errors of libp2p and hivemind when a node cannot be joined, and the explanation that the user gets
+instead."""
 _NODE = re.compile(
     r"/(?:(?P<family>ip4|ip6)/(?P<ip>[^/]+)|dns[46]?/[A-Za-z0-9._-]+)/tcp/(?P<port>\d{1,5})"
     r"/p2p/(?P<peer_id>[1-9A-HJ-NP-Za-km-z]{40,64})"
@@ -26,18 +28,18 @@ _NODE = re.compile(
 
 
 class Unjoinable(PeerUnavailable):
-    """No node can be joined at the addresses that were given, and trying again would not help."""
+    """No node can be joined at the given addresses, and trying again would not help."""
 
 
 class OwnAddress(Unjoinable):
-    """All addresses that were given for joining the DHT are this very node's own."""
+    """All addresses that were given for joining the DHT are this node's own."""
 
 
 def cannot_join(tried: Sequence[Node], faults: Sequence[str]) -> PeerUnavailable:
-    """The error to raise if none of these nodes can be joined.
+    """Make the error to raise if none of these nodes can be joined.
 
     Args:
-        faults: what libp2p or hivemind says of each.
+        faults: the error of libp2p or hivemind for each.
     """
     explained = [text for fault in faults for needle, text in _EXPLANATIONS.items() if needle in fault]
     where = f"cannot join the DHT at {', '.join(address for node in tried for address in node)}"
@@ -78,7 +80,8 @@ def require_all(given: Iterable[str]) -> None:
 
 
 def of_nodes(given: Iterable[str]) -> list[Node]:
-    """Group addresses by node, in the order in which nodes are first named; leave out what is no node's address."""
+    """Group addresses by node, in the order in which nodes are first named. Strings that are no node's address are left
+    out."""
     nodes: dict[str, list[str]] = {}
     for address in filter(is_node, dict.fromkeys(given)):
         nodes.setdefault(split(address)[1], []).append(address)
@@ -99,8 +102,8 @@ def is_host(name: str) -> bool:
 
 
 def hosts(host: str) -> list[str]:
-    """The hosts on which a node listens that is to listen on this one. For an empty one these stand for all addresses
-    of this machine: of IPv4, and of IPv6 where the system has it."""
+    """The hosts on which a node listens for a given `host`: just this one, or, if it is empty, all addresses of this
+    machine, of IPv4 and, if the system has it, of IPv6."""
     if host:
         return [host]
     try:
@@ -122,7 +125,7 @@ def free_port(host: str, port: int) -> int:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                # libp2p sets this too: it may listen on the same port of IPv4 as well.
+                # As libp2p does, so that the same port can be free for IPv4 and for IPv6.
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind((host, port))
             chosen: int = probe.getsockname()[1]
@@ -132,8 +135,8 @@ def free_port(host: str, port: int) -> int:
 
 
 def require_free_port(host: str, port: int) -> int:
-    """Check as `free_port` does, on all hosts on which a node of the DHT would listen: libp2p would silently share its
-    port with another node."""
+    """Check like `free_port`, on all hosts on which a DHT node would listen. Without this check, libp2p would silently
+    share the port with another node."""
     for one in hosts(host):
         try:
             port = free_port(one, port)

@@ -1,4 +1,4 @@
-"""Importing one part of a package without the package's own __init__, which imports all other parts.
+"""Imports one part of a package without the package's own __init__, which imports all other parts.
 
 Used by launcher.py: hivemind's __init__ takes twice as long to import as its DHT, and nothing here needs hivemind's
 averaging, experts or optimizers.
@@ -14,7 +14,8 @@ from contextlib import contextmanager
 def bare_package(name: str) -> Iterator[None]:
     """Let the block import parts of a package without the package's own __init__.
 
-    A later import of the package itself gives all of it. If the package has been imported already, nothing changes.
+    A later import of the package itself imports all of it. If the package was imported before, the block changes
+    nothing.
 
     Raises:
         ModuleNotFoundError: the package is not installed.

@@ -1,6 +1,6 @@
-"""p2pd, the libp2p process beneath a DHT node: started, watched, and never left behind.
+"""Starts, watches and ends p2pd, the libp2p process beneath a DHT node.
 
-Used by node alone, on the node's own event loop. Knows nothing about the DHT.
+Used by kademlia, on the DHT node's own event loop. The DHT itself is not known here.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ _PLACE, _PREFIX = Path("/tmp"), "swarm-p2pd-"
 _SOCKET = "control.sock"
 _START_SECONDS = 60.0
 
-# The process that becomes p2pd sets PR_SET_PDEATHSIG, since that survives exec but not fork: p2pd dies with us even if
-# we are killed with -9. In a process group of its own p2pd does not get a terminal's Ctrl-C, after which the peer still
-# needs it to say goodbye. A preexec_fn could deadlock in a process with threads.
+# The process that becomes p2pd sets PR_SET_PDEATHSIG itself, because this setting survives exec but not fork. So p2pd
+# dies with us, even if we are killed with -9. In a process group of its own p2pd does not get the terminal's Ctrl-C,
+# because a leaving peer still needs it. A preexec_fn is not used: it could deadlock in a process with threads.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 os.setpgid(0, 0)
@@ -45,7 +45,7 @@ class Daemon:
 
     Attributes:
         control_address: multiaddress of its control socket.
-        ended: done once the process has died, for whatever reason.
+        ended: done once the process has ended, for whatever reason.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path, control_address: str) -> None:
@@ -56,13 +56,13 @@ class Daemon:
 
     async def _drain(self) -> None:
         assert self._process.stdout is not None
-        # If nothing read its output, p2pd would block once the pipe is full.
+        # Read all the time, because p2pd would block once the pipe is full.
         async for line in self._process.stdout:
             logger.debug("p2pd: %s", line.decode(errors="replace").rstrip())
         await self._process.wait()
 
     async def stop(self) -> None:
-        """End the process, by force if it does not end otherwise, and remove its socket."""
+        """End the process, by force if necessary, and remove its socket."""
         try:
             self._signal(signal.SIGTERM)
             await asyncio.wait({self.ended}, timeout=_STOP_SECONDS)
@@ -80,7 +80,7 @@ class Daemon:
 async def launch(program: Path, options: Sequence[str]) -> Daemon:
     """Start p2pd and wait until its control socket answers. Cancellation leaves nothing behind.
 
-    The kernel ends p2pd when the thread that calls this ends.
+    When the thread that calls this ends, the kernel ends p2pd.
 
     Raises:
         OSError: p2pd ended at once; the message is its last line.
@@ -108,7 +108,7 @@ async def launch(program: Path, options: Sequence[str]) -> Daemon:
 
 
 def remove_leftovers(place: Path) -> None:
-    """Remove the folders of daemons that were killed with their owners: old ones at whose socket nobody listens."""
+    """Remove the folders that killed daemons left: old ones with a socket on which no process listens."""
     for folder in place.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
             if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _START_SECONDS:
@@ -126,5 +126,5 @@ async def _await_ready(process: asyncio.subprocess.Process) -> None:
             return
         reason = line.decode(errors="replace").strip() or reason
         if reason.startswith("fatal error:"):
-            break  # Go's runtime says this, mostly when out of memory. The lines after it say where, but not why.
+            break  # Go's runtime writes this line, mostly when out of memory. The lines after it name the place, not the cause.
     raise OSError(f"the DHT's process, p2pd, did not start: {reason}")

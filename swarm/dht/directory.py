@@ -1,7 +1,8 @@
 """The directory of a run: which peers serve which stage, which claim to be on their way, and which trainers there are.
 
 Peers and trainers announce themselves here and look each other up; `watch` feeds routers. A directory works over any
-RecordStore. Every record is signed and checked. Never talks to the peers it lists, and decides nothing about them.
+RecordStore. Every record is signed and checked. The directory never calls the peers that it lists, and decides nothing
+about them.
 """
 
 import logging
@@ -29,11 +30,12 @@ MAX_STRETCH times."""
 
 
 class Directory:
-    """What one process knows of the run, and its own entries in it. In a locked run only members' records count."""
+    """One process's view of the run's records, and its own announcements. In a locked run only members' records
+    count."""
 
     def __init__(self, store: RecordStore, identity: Identity, run_id: str, clock: Clock) -> None:
         self.store = store
-        """Where the records are. DirectoryService reads it directly, and passes records on as they are."""
+        """The store of the records. DirectoryService reads it directly, and passes records on unchanged."""
         self._identity = identity
         self._run_id = run_id
         self._clock = clock
@@ -42,7 +44,7 @@ class Directory:
         self._claims = self._known(keys.of_claims(run_id), ClaimRecord)
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
-        """When the last record that was announced under each key expires."""
+        """By key, when the last record that this process announced expires."""
         self.num_returns = 0
         """How often `watch` has seen the DHT answer again after an outage."""
         self._has_incompatible: set[str] = set()
@@ -62,7 +64,7 @@ class Directory:
         await self._announce(self._trainers.key, record, lifetime_seconds)
 
     async def announce_claim(self, record: ClaimRecord, lifetime_seconds: float) -> None:
-        """Say where this peer is about to serve. Raises PeerUnavailable as `announce_peer` does."""
+        """Announce the stage that this peer is about to serve. Raises PeerUnavailable as `announce_peer` does."""
         await self._announce(self._claims.key, record, lifetime_seconds)
 
     async def publish_config(self, config_json: str, lifetime_seconds: float) -> None:
@@ -84,11 +86,11 @@ class Directory:
             self._announced = None
 
     async def peers(self, stage: int, *, partly: bool = False) -> list[PeerRecord]:
-        """The peers of a stage, in whatever state. Raises PeerUnavailable.
+        """The peers of a stage, in any state. Raises PeerUnavailable.
 
         Args:
-            partly: whether to ask only one of the DHT's nodes, for callers that ask again and again. Unexpired records
-                of earlier answers stay, and a later answer has what this one lacks.
+            partly: whether to ask only one of the DHT's nodes. For callers that ask again and again: unexpired records
+                of earlier answers stay, and a later answer has the records that this one lacks.
         """
         known = self._stage(stage)
         records = self._compatible(known, await known.read(partly=partly))
@@ -115,10 +117,10 @@ class Directory:
         on_update: Callable[[int, Sequence[PeerRecord]], None],
         interval_seconds: float,
     ) -> None:
-        """Read the stages again and again, and tell `on_update`, except while the DHT does not answer.
+        """Read the stages again and again, and call `on_update` with their peers, except while the DHT does not answer.
 
-        Runs until it is cancelled. With more peers the intervals are longer, by `stretch`, since each peer reads the
-        records of all. A record still expires only if two readings in a row miss its renewal.
+        Runs until cancelled. With more peers the intervals are longer, by `stretch`, because each peer reads the
+        records of all. They stay so short that a record expires only if two readings in a row miss its renewal.
         """
         lost = False
         while True:
@@ -156,11 +158,12 @@ class Directory:
 
     async def _announce(self, key: str, record: BaseModel, lifetime_seconds: float) -> None:
         now = self._clock.time()
-        # Of two records the DHT keeps the one that expires later, so a new record must expire after the one before it,
-        # which may still be on its way.
+        # Of two records the DHT keeps the one that expires later. So a new record must expire after the last one, which
+        # may still be on its way.
         later = self._expirations.get(key, 0.0) + 0.001
         if later > now + MAX_LIFETIME_SECONDS:
-            # The one before was announced while the clock was ahead: no node took it, and none would take a later one.
+            # The last record was announced while the clock was ahead. No node accepted it, and none would accept a
+            # later expiration.
             later = 0.0
         expiration = max(now + lifetime_seconds, later)
         value = seal(self._identity, key, record, expiration)

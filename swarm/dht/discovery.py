@@ -1,4 +1,4 @@
-"""Discovery of the run at an address, which is what a joiner does first.
+"""Finds the run at an address. A joiner does this first.
 
 Called by peers/shared/network and swarm-status, with a store whose node knows no run yet.
 """
@@ -20,7 +20,7 @@ async def discover_config(
 
     Args:
         authority: the owner of the wanted run, as the token names it; None for an open run.
-        run: the digest with which the id of the wanted run ends. If it is empty, only one run may be announced.
+        run: the digest at the end of the wanted run's id. If it is empty, only one run may be announced.
 
     Raises:
         PeerUnavailable: the DHT cannot be reached, or no run is announced in it.
@@ -64,12 +64,12 @@ async def discover_config(
 async def discover_runs(
     store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None, run: str = ""
 ) -> list[config.RunConfig]:
-    """The configurations of all runs announced at `address` that this process may look at, with its token or without.
+    """The configurations of all runs at `address` that this process may read, with its token or without one.
 
-    Any node of the DHT can announce made-up runs, so the run that the caller names always comes first.
+    The run that the caller names comes first, because any node of the DHT can announce made-up runs.
 
     Args:
-        run: the digest with which the id of the named run ends.
+        run: the digest at the end of the named run's id.
 
     Raises:
         As discover_config does, if there is no such run.
@@ -85,7 +85,7 @@ async def discover_runs(
 async def _announced_runs(
     store: RecordStore, clock: Clock, address: str, authority: Authority | None
 ) -> tuple[dict[str, config.RunConfig], list[Exception]]:
-    """The configurations by run id, and the errors of those that cannot be read."""
+    """Return the configurations by run id, and the errors of those that cannot be read."""
     runs: dict[str, config.RunConfig] = {}
     faults: list[Exception] = []
     for record in await KnownRecords(store, keys.RUNS, RunRecord, authority, clock).read():

@@ -1,8 +1,8 @@
-"""One of hivemind's DHT nodes over one p2pd: the only file that imports hivemind, which takes seconds.
+"""One hivemind DHT node over one p2pd. This is the only file that imports hivemind, which takes seconds.
 
-Launched by node, in the DHT's thread, and again whenever p2pd has died. This file bounds what other nodes can do to
-a node of hivemind: it stores and believes only what the validator accepts, caches nothing, and takes no made-up ids.
-Never looks into records.
+Launched by node, in the DHT's thread, and again whenever p2pd has died. This file bounds what other nodes can do to a
+hivemind node: the node stores and believes only records that the validator accepts, caches nothing, and refuses made-up
+ids. Never looks into records.
 """
 
 import asyncio
@@ -39,18 +39,18 @@ from swarm.machine.patience import patiently
 logger = logging.getLogger(__name__)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind calls it WARN, in the whole process.
 
-# Found by way of hivemind_cli, because importing the package hivemind itself would bring all the rest of it.
+# Located through hivemind_cli, because an import of the package hivemind itself would import all of it.
 _P2PD = Path(str(resources.files("hivemind.hivemind_cli"))) / "p2pd"
 CONNECT_SECONDS = 5.0
 LOOK_AROUND_SECONDS = 3.0
-"""Longest time in which a node that has joined gets to know the nodes around it."""
+"""The longest time for which a node that has joined looks for the nodes around it."""
 
 
 class Kademlia:
     """A node that has joined the others.
 
     Attributes:
-        ended: done once p2pd has died; every call would then wait for each neighbour in turn.
+        ended: done once p2pd has died. After that, every call would wait for each neighbour in turn.
         addresses: multiaddresses, /p2p/ID included, at which others can join; none in client mode.
         is_client: whether the node only asks others: it cannot be asked, and stores nothing.
         num_answers: how many answers other nodes have given, to calls of any kind.
@@ -88,29 +88,30 @@ class Kademlia:
         self._forget_far(key)
         is_stored, all_answered = await self._keepers_of(key).store(subkey, value, expiration)
         if not all_answered:
-            # Now hivemind gives the record to further nodes until enough have it. Those that have it already refuse it.
+            # hivemind sends the record to further nodes until enough have it. Nodes that have it already refuse it.
             search = self.node.store(key, value, expiration, subkey=subkey, exclude_self=self.is_client)
             is_stored = bool(await search) or is_stored
         return is_stored
 
     async def read_all(self, key: str) -> Found:
         """Read the key from all nodes that keep it; without neighbours, from this node alone."""
-        # Without `latest`, hivemind would ask no other node if this one stores anything under the key.
+        # Without `latest`, hivemind asks no other node if this one stores anything under the key.
         found = await self.node.get(key, latest=True)
         return {} if found is None else {subkey: tuple(stored) for subkey, stored in found.value.items()}
 
     async def read_one(self, key: str) -> Found | None:
-        """Read the key from one of the nodes that keep it, another one each time; None if that node does not answer."""
+        """Read the key from one of the nodes that keep it, a different one each time. None if that node does not
+        answer."""
         return await self._keepers_of(key).read() if self.has_neighbours else None
 
     async def reach(self, known: addresses.Node) -> None:
-        """Take a node that had stopped answering back among the neighbours, if it answers again."""
+        """If a node that had stopped answering answers again, make it a neighbour again."""
         endpoints, peer_id = _parse(known)
         protocol, blacklist = self.node.protocol, self.node.blacklist
         if peer_id in protocol.routing_table and peer_id not in blacklist:
             return
         if await _connect(self.p2p, endpoints, peer_id) is None and await protocol.call_ping(peer_id) is not None:
-            # Otherwise hivemind would leave the node alone for a pause that doubles with each call that failed.
+            # Otherwise hivemind would not call the node for a pause that doubles with each failed call.
             blacklist.register_success(peer_id)
 
     async def stop(self) -> None:
@@ -121,7 +122,8 @@ class Kademlia:
             await self._process.stop()
 
     def _counting(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Wrap a call to other nodes so that its answers are counted: hivemind's results do not tell if any came."""
+        """Wrap a call to other nodes so that its answers are counted, because hivemind's results do not show whether
+        any came."""
 
         async def counted(*arguments: Any, **options: Any) -> Any:
             answer = await call(*arguments, **options)
@@ -136,10 +138,10 @@ class Kademlia:
         return self._keepers[key]
 
     def _forget_far(self, key: str) -> None:
-        """Drop what this node has stored under the key, if a record there was taken while the clock was ahead.
+        """Drop what this node has stored under the key, if a record there was accepted while the clock was ahead.
 
-        Because of that record this node would refuse all that expire earlier, and a new one that expires even later
-        would be refused by other nodes. What others announced, they announce again.
+        Because of that record this node would refuse all records that expire earlier, and other nodes would refuse one
+        that expires even later. The records of other peers are not lost, because these peers announce them again.
         """
         storage, key_id = self.node.protocol.storage, DHTID.generate(key)
         found = storage.get(key_id)
@@ -151,13 +153,13 @@ class Kademlia:
 
 
 def use_own_log(level: int) -> None:
-    """Have hivemind log as the rest of the program does, at this level and above."""
+    """Make hivemind log like the rest of the program, at this level and above."""
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(level)
 
 
 def new_validator(clock: Clock) -> RecordValidator:
-    """A validator for records as hivemind packs them, which has not been told a run yet."""
+    """Make a validator for records as hivemind packs them. It belongs to no run yet."""
     return RecordValidator(clock, hash_key=lambda key: DHTID.generate(key).to_bytes(), pack=MSGPackSerializer.dumps)
 
 
@@ -170,14 +172,14 @@ async def launch(
     clock: Clock,
     must_join: bool = False,
 ) -> Kademlia:
-    """Start p2pd and a node over it, and join those known nodes that answer. Cancellation leaves nothing behind.
+    """Start p2pd and a node over it, and join the known nodes that answer. Cancellation leaves nothing behind.
 
     Args:
         known: nodes, each by all of its addresses.
         options: options of p2pd.
         client_mode: ask others, but be asked by none and store nothing.
-        must_join: whether one of the known nodes, if there are any, has to answer. That is waited for, since they may
-            be starting at the same moment.
+        must_join: whether one of the known nodes, if there are any, has to answer. The call waits for an answer for a
+            while, because these nodes may be starting at the same moment.
 
     Raises:
         PeerUnavailable: with must_join, none of the known nodes answers, or none that does can be joined.
@@ -204,8 +206,8 @@ async def _node_over(p2p: Any, client_mode: bool, validator: RecordValidator) ->
     """Make hivemind's node. It knows no other node yet, but answers those that find it."""
     node = await DHTNode.create(
         p2p=p2p,
-        # The id is the same after a restart. With a new id, others would know one peer as two nodes, store every record
-        # there twice, and count its refusal of the second copy as an answer.
+        # The id stays the same after a restart. With a new id, others would see one peer as two nodes, store every
+        # record there twice, and count the refusal of the second copy as an answer.
         node_id=DHTID.generate(str(p2p.peer_id)),
         client_mode=client_mode,
         record_validator=validator,
@@ -221,23 +223,23 @@ async def _node_over(p2p: Any, client_mode: bool, validator: RecordValidator) ->
 
 
 async def _enter(p2p: Any, node: Any, known: Sequence[addresses.Node]) -> None:
-    """Have a node join those known nodes that answer. Raises PeerUnavailable if none does."""
+    """Make a node join the known nodes that answer. Raises PeerUnavailable if none does."""
     faults = await asyncio.gather(*(_meet(p2p, node, other) for other in known))
     if None not in faults:
         raise addresses.cannot_join(known, [fault for fault in faults if fault is not None])
-    # This search makes the node known to those around it, and them to it.
+    # By this search the node and the nodes around it learn of each other.
     looking = asyncio.create_task(node.find_nearest_nodes([node.node_id]))
     await asyncio.wait({looking}, timeout=LOOK_AROUND_SECONDS)
     looking.cancel()
 
 
 async def _meet(p2p: Any, node: Any, other: addresses.Node) -> str | None:
-    """Have this node and another one know each other. Returns what went wrong, or None."""
+    """Introduce this node and another one to each other. Returns what went wrong, or None."""
     endpoints, peer_id = _parse(other)
     if (fault := await _connect(p2p, endpoints, peer_id)) is not None:
         return fault
     try:
-        # With `validate` both nodes check that each reaches the other, and that their clocks agree.
+        # With `validate` both nodes check that they reach each other, and that their clocks agree.
         met = await node.protocol.call_ping(peer_id, validate=True)
     except ValidationError as error:
         return str(error)
@@ -248,7 +250,7 @@ async def _connect(p2p: Any, endpoints: Sequence[Any], peer_id: Any) -> str | No
     """Connect to a node, at the endpoint that answers first. Returns what went wrong, or None."""
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
-            # hivemind's P2P has no public way to tell p2pd where a peer is.
+            # hivemind's P2P has no public method that gives p2pd a peer's address.
             await p2p._client.connect(peer_id, list(endpoints))
     except (ControlFailure, EOFError, OSError, TimeoutError) as error:
         logger.debug("cannot connect to %s at %s: %s", peer_id, ", ".join(map(str, endpoints)), error)
@@ -262,12 +264,12 @@ def _parse(node: addresses.Node) -> tuple[Sequence[Any], Any]:
 
 
 def require_key_file(path: Path) -> None:
-    """Unless the file exists, make one with a new libp2p key, which only this user can read."""
+    """Unless the file exists, make it with a new libp2p key. Only this user can read it."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    # hivemind makes the file private only after it has written the key.
+    # hivemind makes the file private only after it has written the key, so the umask does it from the start.
     mask = os.umask(0o077)
     try:
         P2P.generate_identity(str(temporary))
@@ -295,9 +297,10 @@ class NoCache(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """A storage that keeps what the validator has room for, for hivemind's node.
+    """A storage for hivemind's node that keeps only as much as the validator allows.
 
-    hivemind's own storage keeps any number of records, and notes every renewal of a record until that would expire.
+    hivemind's own storage keeps any number of records, and remembers every renewal of a record until the renewal
+    expires.
     """
 
     def __init__(self, validator: RecordValidator) -> None:
@@ -309,10 +312,11 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: Any, subkey: str, value: bytes, expiration_time: float) -> bool:
-        """Keep a record, unless the validator has no room for it, or one that expires later is here."""
+        """Keep a record, unless the validator has no room for it, or the stored one expires later."""
         kept = self.get(key)
         former = kept.value.get(subkey) if kept is not None else None
-        # hivemind would refuse a record that expires sooner, and yet drop the kept one when the refused one expires.
+        # hivemind would refuse a record that expires sooner, but would drop the kept record when the refused one
+        # expires.
         if former is not None and former.expiration_time >= expiration_time:
             return False
         record = DHTRecord(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, expiration_time)
@@ -329,9 +333,9 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
 
 
 def _bound(table: Any) -> None:
-    """Have hivemind's routing table refuse made-up ids, and keep no more replacements in a bucket than nodes.
+    """Make hivemind's routing table refuse made-up ids, and keep no more replacements in a bucket than nodes.
 
-    A node's id has to follow from its key, or one node could have any number of ids.
+    A node's id has to follow from its key. Otherwise one node could have any number of ids.
     """
     add = table.add_or_update_node
 

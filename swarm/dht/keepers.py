@@ -1,11 +1,11 @@
-"""The nodes of the DHT that keep a key, remembered from one call to the next.
+"""Remembers, from one call to the next, which nodes of the DHT keep a key.
 
 Used by kademlia, in the DHT's thread. hivemind searches for these nodes at every call, and each node that it asks
-answers with all that it has under the key. So every read, and every store of a record, would bring the whole list from
-each of the five nodes that keep it. Here a read asks one of them, another one each time, and a store goes straight to
-all. Which nodes these are is learnt from answers and the node's own routing table, which both name nodes near the key,
-and from a new search now and then. If one of the nodes does not answer, hivemind searches after all: a lying node may
-name nodes that do not exist, and must not become the only one that is asked.
+answers with everything that it has under the key. So every read and every store would fetch the whole list from each of
+the five nodes that keep it. Here a read asks only one of them, a different one each time, and a store goes straight to
+all. The nodes are learnt from answers and from this node's routing table, which both name nodes near the key, and now
+and then from a new search. If one of the nodes does not answer, hivemind searches after all. Otherwise a lying node
+could name nodes that do not exist, and become the only one that is asked.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ SEARCH_SECONDS = 30.0
 
 
 class Keepers:
-    """The nodes that keep one key, as far as one node knows."""
+    """The nodes that keep one key, as far as this node knows."""
 
     def __init__(self, node: Any, key: str, clock: Clock, *, client_mode: bool) -> None:
         """
@@ -38,13 +38,14 @@ class Keepers:
         self._nearest: dict[Any, Any] = {}
         """The libp2p ids of the keepers by node id, the nearest to the key first."""
         self._searched_at = float("-inf")
-        # Differs from node to node, so that different readers begin with different keepers.
+        # This number differs from node to node, so that different readers begin with different keepers.
         self._turn = int(node.node_id)
 
     async def read(self) -> Found | None:
-        """Read the key from one of the other keepers, another one each time, and add what this node has itself.
+        """Read the key from one of the other keepers, a different one each time, and add what this node has itself.
 
-        None if there are no other keepers, or if the one that is asked does not answer; it is no keeper any more then.
+        None if there are no other keepers, or if the one that is asked does not answer. In that case it is removed from
+        the keepers.
         """
         await self._update()
         others = self._others()
@@ -65,18 +66,18 @@ class Keepers:
         return found
 
     async def store(self, subkey: str, value: bytes, expiration: float) -> tuple[bool, bool]:
-        """Give a sealed record to all keepers.
+        """Send a sealed record to all keepers.
 
         Returns:
-            Whether another keeper took the record, or, if no other answers, this node did; and whether all nodes that
-            should have it were asked and answered.
+            Two values. The first: whether another keeper accepted the record, or, if no other answers, this node did.
+            The second: whether all nodes that should have the record were asked and answered.
         """
         await self._update()
         others = self._others()
         is_keeper = len(others) < len(self._nearest)
         took_it = is_keeper and self._store_here(subkey, value, expiration)
         if not others:
-            # Nodes that did not answer a moment ago may be back. So the second value is true only if no neighbour is
+            # Nodes that did not answer a moment ago may be back, so the second value is True only if no neighbour is
             # known.
             return took_it, is_keeper and not self._protocol.routing_table.uid_to_peer_id
         packed = self._protocol.serializer.dumps(value)
@@ -92,13 +93,14 @@ class Keepers:
                 self._lost(node_id)
         heard = {peer: answer for peer, answer in zip(others.values(), answers, strict=True) if answer is not None}
         if heard:
-            # Only what the others say counts, since this node's own clock or token may be wrong.
+            # Only the others' answers count, because this node's own clock or token may be wrong.
             took_it = any(answer and all(answer) for answer in heard.values())
             took_it = took_it or await self._has(next(iter(heard)), subkey, expiration)
         return took_it, len(heard) == len(answers)
 
     async def _has(self, peer_id: Any, subkey: str, expiration: float) -> bool:
-        """Whether a node that refused a record has it already: nodes hand what they keep to newcomers near the key."""
+        """Whether a node that refused a record has it already. (Nodes copy what they keep to new nodes near the
+        key.)"""
         reply = await self._node._call_find_with_blacklist(peer_id, [self._key_id])
         if reply is None:
             return False
@@ -116,7 +118,7 @@ class Keepers:
 
     async def _update(self) -> None:
         if self._clock.monotonic() - self._searched_at > SEARCH_SECONDS:
-            # The search is for the id next to the key's: nothing is stored there, so answers contain only nodes.
+            # The search is for the id next to the key's. Nothing is stored there, so the answers contain only nodes.
             beside = self._id_type(self._key_id ^ 1)
             found = await self._node.find_nearest_nodes([beside], self._protocol.num_replicas, exclude_self=True)
             self._nearest, self._searched_at = found[beside], self._clock.monotonic()
@@ -126,7 +128,7 @@ class Keepers:
         self._choose({**self._nearest, **dict(neighbours)})
 
     def _choose(self, candidates: Mapping[Any, Any]) -> None:
-        # Only ids that follow from a libp2p key count, or a liar could name itself under five ids near the key.
+        # Only ids that follow from a libp2p key count. Otherwise a liar could name itself under five ids near the key.
         genuine = {node_id: p for node_id, p in candidates.items() if self._id_type.generate(str(p)) == node_id}
         candidates = {**self._node._filter_blacklisted(genuine), **self._own}
         by_distance = sorted(candidates.items(), key=lambda item: self._key_id.xor_distance(item[0]))

@@ -1,11 +1,11 @@
 """The DHT's keys: the names under which peers and trainers announce themselves.
 
-Used by directory and discovery, by records, which lets a trainer's token announce under one of them only, and by the
-programs, which tell their node and their servicer which keys their run has (`of_run`). Pure.
+Used by directory and discovery, by records, which lets a trainer's token announce under only one of them, and by the
+programs, which give their run's keys (`of_run`) to their node and their servicer. Pure.
 """
 
 RUNS = "swarm.runs"
-"""Where a joiner that knows nothing but an address finds the run."""
+"""The key under which a joiner that has only an address finds the run."""
 _TRAINERS = ".trainers"
 
 
@@ -15,7 +15,7 @@ def of_stage(run_id: str, stage: int) -> str:
 
 
 def of_trainers(run_id: str) -> str:
-    """The key for trainers: in a locked run, the only one that a trainer's token is good for."""
+    """The key for trainers. In a locked run, a trainer's token is valid only for this key."""
     return f"{run_id}{_TRAINERS}"
 
 

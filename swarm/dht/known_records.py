@@ -1,6 +1,6 @@
 """The records under one key of the DHT, as far as one process has read them.
 
-Used by directory and discovery. Every record is verified before it counts, and stays until it expires, even if a later
+Used by directory and discovery. Every record is verified before it counts. It stays until it expires, even if a later
 reading misses it.
 """
 
@@ -24,8 +24,8 @@ Record = TypeVar("Record", PeerRecord, TrainerRecord, ClaimRecord, RunRecord)
 class KnownRecords(Generic[Record]):
     """The records known under one key.
 
-    When a machine's clock is set forward, all records seem to have expired at once, and no peer would be left. So
-    nothing expires here while the clock is in doubt (SteadyTime).
+    When a machine's clock is set forward, all records seem to expire at once, and no peer would be left. So nothing
+    expires here while the clock is in doubt (SteadyTime in machine/clock).
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class KnownRecords(Generic[Record]):
     ) -> None:
         """
         Args:
-            model: what the key's records hold.
-            authority: the owner of a locked run, whose members alone are believed; None in an open one.
+            model: the type of the payload in the key's records.
+            authority: the owner of a locked run, in which only members' records count; None in an open run.
         """
         self.key = key
         self._store = store
@@ -45,10 +45,10 @@ class KnownRecords(Generic[Record]):
         self._known: dict[str, tuple[Record, float]] = {}
         """The records by subkey, each with the time at which it expires."""
         self._quota = KeyQuota()
-        """Bounds how many records are known: a node of the DHT may answer with any number of made-up ones."""
+        """Bounds the number of records, because a node of the DHT may answer with any number of made-up ones."""
 
     def __len__(self) -> int:
-        """The number of records that were valid at the last reading that was answered."""
+        """The number of records that were valid at the last successful reading."""
         return len(self._known)
 
     async def read(self, *, partly: bool = False) -> list[Record]:

@@ -1,8 +1,8 @@
 """Reading the DHT through a peer: both ends of DirectoryService.
 
-The servicer runs at every stage peer and answers for the keys of its own run; for a moment all callers share one
-answer. The reader is what swarm-status has in the place of a DHT node: it opens two connections instead of starting
-libp2p and importing hivemind. Records pass through as they are, signed; their reader checks them.
+The servicer runs at every stage peer and answers for the keys of its own run. For a moment all callers share one
+answer. swarm-status uses the reader in place of a DHT node: the reader opens two connections instead of starting libp2p
+and importing hivemind. Records pass through unchanged and signed, and their reader checks them.
 """
 
 import asyncio
@@ -31,16 +31,17 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 1.0
-"""How long one answer serves all callers: they cost the DHT one lookup of each key a second, however many they are."""
+"""One answer serves all callers for this long. So any number of callers cost the DHT one lookup of each key a
+second."""
 MAX_REPLY_BYTES = 4 << 20
-"""The largest size of all records in a reply; the rest is left out and counted."""
+"""The largest size of all records in a reply. Further records are left out and counted."""
 ANSWER_SECONDS = 12.0
-"""Deadline of a question, connecting included; the peer's own lookup may take ten seconds of it."""
+"""Deadline of a request, including the time to connect. The peer's own lookup may take ten seconds of it."""
 NEXT_SECONDS = 1.5
-"""After so many seconds without an answer the next peer is asked as well: a joiner would otherwise wait for
-ANSWER_SECONDS wherever the first peer of its invite has died, or has an address to which no packet gets through."""
+"""After so many seconds without an answer the next peer is asked too. Otherwise a joiner would wait for ANSWER_SECONDS
+if the first peer of its invite has died, or has an address that no packet reaches."""
 MAX_OTHERS = 8
-"""How many peers are remembered besides those that the user named."""
+"""The most peers that are remembered in addition to those that the user named."""
 
 Source = Entry | PeerRecord
 """A peer that can be asked: one that the user named, or one whose announcement was read."""
@@ -48,7 +49,7 @@ Source = Entry | PeerRecord
 
 @dataclass
 class _Answer:
-    """A lookup of a key, which ends with what is there or with an error; and when it ended, if it has."""
+    """A lookup of a key, which ends with a reply or an error; and the time when it ended, if it has."""
 
     lookup: asyncio.Task[pb.ReadReply | SwarmError]
     found_at: float | None = None
@@ -117,9 +118,9 @@ def _found(reply: pb.ReadReply, key: str) -> dict[str, tuple[bytes, float]]:
 class PeerStore:
     """Reads the DHT through a peer: a RecordStore for a directory that announces nothing.
 
-    It asks the peer that answered last, then those that the user named, then others of the run; after NEXT_SECONDS
-    without an answer it asks the next one as well. A peer that does not answer is passed over, and so is one that is
-    alone in the DHT, if another one is not.
+    It asks the peer that answered last, then those that the user named, then others of the run. After NEXT_SECONDS
+    without an answer it asks the next one too. It passes over a peer that does not answer. It also passes over a peer
+    that is alone in the DHT, if there is another one that is not.
     """
 
     def __init__(self, entries: Sequence[Entry], channels: ChannelPool, own: Identity, *, insecure: bool) -> None:
@@ -137,7 +138,7 @@ class PeerStore:
         self._others = list(records)[:MAX_OTHERS]
 
     async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
-        """All unexpired records under a key: subkey -> (value, expiration). Cancellation ends the question.
+        """All unexpired records under a key: subkey -> (value, expiration). Cancellation ends the request.
 
         `partly` makes no difference here.
 
@@ -190,7 +191,8 @@ class PeerStore:
         self._opened.clear()
 
     async def _reply(self, source: Source, key: str) -> pb.ReadReply | SwarmError:
-        """The peer's answer, or the reason why none came. Raises Fatal, NotServed and ValueError as `get` does."""
+        """Return the peer's answer, or the reason why none came. Raises Fatal, NotServed and ValueError as `get`
+        does."""
         is_connected = False
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -210,9 +212,9 @@ class PeerStore:
         return fault
 
     async def _passes_long(self, source: Source) -> bool:
-        """Whether messages of several packets reach a peer and come back; True as well if that cannot be found out."""
+        """Whether messages of several packets reach a peer and come back. True also if that cannot be found out."""
         try:
-            # The question takes a connection of its own: on the one that failed it would wait behind what was lost.
+            # Asked over a new connection: on the failed one it would wait behind the lost packets.
             if isinstance(source, PeerRecord):
                 return await passes_long(self._channels.channel(source, bulk=True))
             async with asyncio.timeout(LONG_SECONDS):

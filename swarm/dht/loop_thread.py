@@ -20,7 +20,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = _Loop()
-        # When neighbours or p2pd die, hivemind leaves failed tasks behind, whose tracebacks are of no use.
+        # When neighbours or p2pd die, hivemind leaves failed tasks behind. Their tracebacks are of no use, so only a
+        # debug line is logged.
         self.loop.set_exception_handler(lambda _, context: logger.debug("%s: %s", name, context.get("message")))
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
@@ -31,7 +32,7 @@ class LoopThread:
         return self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run work to its end while the calling thread waits; if the wait is interrupted, the work is cancelled."""
+        """Run work to its end while the calling thread waits. If the wait is interrupted, the work is cancelled."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
@@ -56,12 +57,13 @@ class LoopThread:
         await asyncio.gather(*others, return_exceptions=True)
         for connection in list(self.loop.connections):
             connection.abort()
-        # What was closed or aborted is gone after the loop's next turn.
+        # Closed connections and cancelled tasks end in the loop's next turn.
         await asyncio.sleep(0)
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """A loop that knows its connections to p2pd: hivemind leaves one open when a call that uses it is cancelled."""
+    """A loop that keeps a list of its connections to p2pd, because hivemind leaves one open when a call that uses it is
+    cancelled."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""This process's node of the DHT: a RecordStore that lives in a thread of its own, and outlives p2pd.
+"""This process's node of the DHT: a RecordStore that runs in a thread of its own, and goes on when p2pd dies.
 
-The programs start one and hand it to directory. libp2p runs in a process, p2pd, that dies with this one and is started
-again if it dies alone; all code that speaks to it is in kademlia. Stores and passes on nothing but records that
-`records.verify` accepts. Never looks into them.
+The programs start one and hand it to directory. libp2p runs in a child process, p2pd, which dies with this process, and
+is started again if it dies alone. All code that talks to p2pd is in kademlia. The node stores and passes on only
+records that `records.verify` accepts, and never looks into them.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 10.0
-"""Deadline of a store or a get. A neighbour that does not answer costs three seconds of it."""
+"""Deadline of a store or a get. Each neighbour that does not answer takes three seconds of it."""
 RECONNECT_SECONDS = 5.0
-"""Time between two attempts to reach known nodes that have stopped answering."""
+"""Time between two attempts to reach a known node that has stopped answering."""
 LONELY_SECONDS = 1.0
 """The time between two such attempts while no other node answers."""
 ALONE_SECONDS = 120.0
-"""For this long a node takes it for an outage if no other node answers; in this time it tries each known node again.
-After that it takes the others to have left for good, and what it stores itself to be all that there is."""
+"""If no other node answers for less than this time, the node treats that as an outage, and tries each known node again.
+After that it assumes that the others have left for ever, and that its own records are all that there are."""
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
-"""The shortest and the longest wait before p2pd is started again. The wait doubles each time, and begins anew once p2pd
-has lived for the longest."""
+"""The shortest and the longest wait before p2pd is started again. The wait doubles each time. It is the shortest again
+after p2pd has run for MAX_RESTART_SECONDS."""
 START_SECONDS = 30.0
 STOP_SECONDS = 2.0
 RECONNECTS_AT_ONCE = 4
 MAX_REMEMBERED = 64
-"""How many other nodes are remembered."""
+"""The most other nodes that are remembered."""
 
 Result = TypeVar("Result")
 
@@ -73,12 +73,12 @@ class DhtNode:
         return list(self._kademlia.addresses)
 
     def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
-        """From now on store, pass on and believe nothing but records under the keys of one run.
+        """From now on store, pass on and believe only records under the keys of one run.
 
-        Until this is called, the node takes only records that tell which runs there are.
+        Until this is called, the node accepts only announcements of runs.
 
         Args:
-            authority: the owner of a locked run, of which only members' records count; None for an open one.
+            authority: the owner of a locked run, in which only members' records count; None for an open run.
         """
         self._launcher.validator.belong_to(run_keys, authority)
 
@@ -86,8 +86,8 @@ class DhtNode:
         """Store a sealed record until `expiration` (seconds since the epoch).
 
         Returns:
-            False if all nodes that answered refused the record: it is badly signed, or does not expire later than one
-            that they have.
+            False if all nodes that answered refused the record: its signature is wrong, or a record that they have
+            expires no earlier.
 
         Raises:
             PeerUnavailable: the DHT cannot be reached, or did not answer in time.
@@ -98,11 +98,12 @@ class DhtNode:
         """All unexpired records under a key.
 
         Args:
-            partly: ask only one of the nodes that keep the key, another one each time; it may lack a record.
+            partly: ask only one of the nodes that keep the key, a different one each time. Its answer may lack a
+                record.
 
         Raises:
             PeerUnavailable: the DHT cannot be reached, or did not answer in time.
-            NoOtherNode: no other node answers, though some did not long ago.
+            NoOtherNode: no other node answers now, though some did a short time ago.
         """
         found, is_doubtful = await self._call(partial(self._read, key, partly), timeout_seconds)
         if is_doubtful:
@@ -110,13 +111,13 @@ class DhtNode:
         return found
 
     async def _read(self, key: str, partly: bool, dht: "Kademlia") -> tuple[Found, bool]:
-        """The records that are found, and whether other nodes are likely to exist that did not answer."""
+        """Return the records found, and whether there are probably other nodes that did not answer."""
         if partly and (found := await dht.read_one(key)) is not None:
             self._alone_since = None
             return found, False
         num_answers, now = dht.num_answers, asyncio.get_running_loop().time()
         found = await dht.read_all(key)
-        # If no node answered, `found` is only what this node stores itself, as if all other records had expired.
+        # If no node answered, `found` has only what this node stores itself, as if all other records had expired.
         if dht.num_answers > num_answers or not self._known:
             self._alone_since = None
         elif dht.is_client:
@@ -126,7 +127,7 @@ class DhtNode:
         return found, self._alone_since is not None and now - self._alone_since < ALONE_SECONDS
 
     def remember(self, addresses: Sequence[str]) -> None:
-        """Note another node's addresses, to reach it again if it drops out of the routing table."""
+        """Remember another node's addresses, to reach it again if it is dropped from the routing table."""
         if self._thread.is_open:
             self._thread.loop.call_soon_threadsafe(self._remember, tuple(addresses))
 
@@ -139,8 +140,8 @@ class DhtNode:
                 self._thread.close()
 
     async def become(self, *, client_mode: bool) -> None:
-        """Go on as a client, because others do not reach this node and would wait in vain; or, if they reach its port
-        later, as the node that it was, at its old address.
+        """Change between node and client. As a client it cannot be asked, which is right when others do not reach its
+        port. When they reach it later, it becomes the former node again, at its old address.
 
         Raises:
             PeerUnavailable: this peer has left the DHT.
@@ -154,14 +155,14 @@ class DhtNode:
         former = self._kademlia
         if former.is_client == client_mode:
             return
-        # A client has a libp2p id of its own and no port, so the next node starts while the former one still works.
+        # A client has a libp2p id of its own and no port, so the new node can start while the former one still works.
         self._kademlia = await self._launcher.launch(list(self._known), client_mode=client_mode)
         await former.stop()
 
     async def _close(self) -> None:
         for task in self._background:
             task.cancel()
-        # hivemind may swallow a cancellation; such a task ends with the thread.
+        # hivemind may swallow a cancellation. Such a task ends with the thread.
         await asyncio.wait(self._background, timeout=STOP_SECONDS)
         await self._kademlia.stop()
 
@@ -177,7 +178,7 @@ class DhtNode:
             raise PeerUnavailable(f"the DHT did not answer within {timeout_seconds:.0f} s") from None
 
     async def _while_alive(self, call: Callable[["Kademlia"], Coroutine[Any, Any, Result]]) -> Result:
-        # Without p2pd hivemind would wait for each neighbour in turn, and then report that there is nothing.
+        # Without p2pd, hivemind would wait for each neighbour in turn, and then return no records.
         dht = self._kademlia
         task = asyncio.create_task(call(dht))
         try:
@@ -200,13 +201,13 @@ class DhtNode:
             began_at, present = clock(), self._kademlia
             await asyncio.wait({present.ended})
             if present is not self._kademlia:
-                continue  # Another node has taken its place.
+                continue  # Another node has replaced it.
             logger.warning(
                 "the DHT's process, p2pd, has died: going on with the peers known so far, and starting it again"
             )
             try:
                 await self._kademlia.stop()
-            except Exception as error:  # noqa: BLE001 - p2pd is dead already, and what matters is the next one
+            except Exception as error:  # noqa: BLE001 - p2pd has died already, and the next one must start
                 logger.debug("what p2pd left did not end: %s", error)
             if clock() - began_at > MAX_RESTART_SECONDS:
                 wait_seconds = RESTART_SECONDS
@@ -223,25 +224,25 @@ class DhtNode:
 
     def _remember(self, told: Sequence[str]) -> None:
         for known in addresses.of_nodes(told):
-            # This node's own address is left out, and any that it had before p2pd was last started.
+            # This node's own addresses are left out, those from before the last start of p2pd too.
             if known[0] in self._kademlia.addresses or known[0].endswith(f"/p2p/{self._kademlia.libp2p_id}"):
                 continue
-            # Nodes are kept by their addresses, not by id: what one peer says of a node must not replace others' word.
+            # Nodes are kept by their addresses, not by id: an address from one peer must not replace those from others.
             self._known.pop(known, None)
             self._known[known] = None
             if len(self._known) > MAX_REMEMBERED:
                 del self._known[next(iter(self._known))]
 
     async def _reconnect(self) -> None:
-        # hivemind drops a neighbour that fails to answer once, and never comes back to it: a short outage would part
-        # the network for good.
+        # hivemind drops a neighbour that once fails to answer, and never tries it again. So a short outage would split
+        # the network for ever.
         while True:
             is_alone = self._alone_since is not None or not self._kademlia.has_neighbours
             await asyncio.sleep(min(RECONNECT_SECONDS, LONELY_SECONDS) if is_alone else RECONNECT_SECONDS)
             await asyncio.gather(*map(self._reach_again, list(self._known)[:RECONNECTS_AT_ONCE]))
 
     async def _reach_again(self, known: Node) -> None:
-        # The node goes to the end of the queue, whether it answers or not.
+        # The node goes to the end of the queue, even if it does not answer.
         self._known.pop(known, None)
         self._known[known] = None
         await self._kademlia.reach(known)
@@ -258,7 +259,7 @@ def start(
     client_mode: bool = False,
     timeout_seconds: float = 60.0,
 ) -> DhtNode:
-    """Start a node and join the others, without a fork of this process: gRPC and threads may be running already.
+    """Start a node and join the others. This process is not forked, so gRPC and threads may be running already.
 
     Blocks; imports hivemind's DHT, and with it torch, which takes seconds.
 

@@ -1,9 +1,9 @@
 """How many records of one key are kept, and how many of these may be one owner's.
 
-Used by validator for what a node stores, and by known_records for what is read. Where there is no room, new records are
-refused, and those that are kept stay until they expire, since they may be renewed. All peer ids that use one token are
-one owner, as its bearer can make up any number of ids. In an open run owners cannot be told apart, and only the limits
-of the key hold.
+Used by validator for what a node stores, and by known_records for what is read. If there is no room, new records are
+refused. The kept ones stay until they expire, because they may be renewed. All peer ids that use one token count as one
+owner, because the token's bearer can make any number of ids. In an open run owners cannot be distinguished, and only
+the limits of the key apply.
 """
 
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ class KeyQuota:
         return len(self._kept)
 
     def take(self, subkey: str, owner: str | None, num_bytes: int, expiration: float, now: float) -> bool:
-        """Count a record instead of the one that the same subkey has, if any.
+        """Count a record, in place of the same subkey's former record, if there is one.
 
         Args:
-            owner: the owner whose limits apply besides the key's; None if there is none.
+            owner: the owner whose limits apply in addition to the key's; None if there is none.
             expiration, now: seconds since the epoch.
 
         Returns:
-            False if there is no room for the record; nothing has changed then.
+            False if there is no room for the record. Then nothing has changed.
         """
         if not self._fits(subkey, owner, num_bytes):
             self.drop_expired(now)

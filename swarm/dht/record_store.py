@@ -1,4 +1,4 @@
-"""Where announcements are stored and found again: what directory, discovery and lookup need of the DHT.
+"""The interface of the DHT that directory, discovery and lookup use: a store of announcements.
 
 A DhtNode is such a store, a PeerStore reads the DHT through a peer, and the tests have a store in memory.
 """
@@ -25,13 +25,14 @@ class NoOtherNode(PeerUnavailable):
 
 
 class RecordStore(Protocol):
-    """Keeps sealed records; of two under one subkey it keeps the one that expires later."""
+    """Keeps sealed records. Of two records under one subkey it keeps the one that expires later."""
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         """Store a sealed record until `expiration`, in seconds since the epoch.
 
         Returns:
-            False if the record was refused: it is badly signed, or another one of this subkey expires no earlier.
+            False if the record was refused: its signature is wrong, or another record of this subkey expires no
+            earlier.
 
         Raises:
             PeerUnavailable: no node or peer answers.
@@ -42,14 +43,14 @@ class RecordStore(Protocol):
         """All unexpired records under a key.
 
         Args:
-            partly: whether a cheap answer will do, even if a record is missing from it.
+            partly: whether a cheap answer is enough, even if it lacks a record.
 
         Raises:
             PeerUnavailable: no node or peer answers.
-            NoOtherNode: only this process's own node answers, though others did not long ago.
+            NoOtherNode: only this process's own node answers now, though others did a short time ago.
         """
         ...
 
     def remember(self, addresses: Sequence[str]) -> None:
-        """Note the addresses of another node, to be tried when the known ones are gone."""
+        """Remember the addresses of another node, to be tried when the known ones are gone."""
         ...

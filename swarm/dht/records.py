@@ -1,9 +1,9 @@
-"""Signed records: what the values in the DHT are, and why a stranger's can be trusted.
+"""Signed records: the values in the DHT. Their signatures make records from unknown nodes trustworthy.
 
-Called by directory, which seals them, by known_records, which opens them, and by validator: the DHT neither stores nor
-passes on what `verify` refuses. A record's bytes carry its key, its payload, the signer's certificate, and a signature
-over these, the subkey and the expiration. The subkey is the signer's peer id. So no peer can announce under another's
-name, move a record to another key, or prolong its life. Never asks the network anything.
+Called by directory, which seals records, by known_records, which opens them, and by validator: the DHT neither stores
+nor passes on records that `verify` refuses. A record's bytes carry its key, its payload, the signer's certificate, and
+a signature over these, the subkey and the expiration. The subkey is the signer's peer id. So no peer can announce under
+another's name, move a record to another key, or prolong its life. Never asks the network anything.
 """
 
 import binascii
@@ -20,8 +20,8 @@ from swarm.dht import keys
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 
 MAX_LIFETIME_SECONDS = 120.0
-"""A record that expires more than this from now is refused. Of one subkey's records the DHT keeps the one that expires
-last, so such a record could stay for good."""
+"""A record that expires later than this from now is refused. Of one subkey's records the DHT keeps the one that expires
+last, so such a record could stay for ever."""
 MAX_RECORD_BYTES = 16 * 1024
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -65,10 +65,10 @@ def seal(signer: identity.Identity, key: str, payload: BaseModel, expiration: fl
 
 
 def verify(subkey: str, record: bytes, expiration: float, now: float, authority: Authority | None) -> Envelope:
-    """Check everything about a record except its schema and the key that it was found under.
+    """Check everything about a record, except its schema and the key under which it was found.
 
     Args:
-        authority: the owner of a locked run, of which only members may announce; None in an open one.
+        authority: the owner of a locked run, in which only members may announce; None in an open run.
 
     Raises:
         MalformedMessage: the bytes are no envelope, or too many.
@@ -117,7 +117,7 @@ def open_record(
 
 
 # Cached because the DHT checks every record again whenever its key is read. An entry takes about 5 KB, and every
-# announcement makes a new one.
+# announcement adds one.
 @lru_cache(maxsize=1024)
 def _verify_signature(subkey: str, record: bytes, expiration: float) -> Envelope:
     if len(record) > MAX_RECORD_BYTES:

@@ -1,4 +1,4 @@
-"""Decides which records a DHT node stores, and which it believes when other nodes answer: those of its own run.
+"""Decides which records a DHT node stores and believes: those of its own run.
 
 Made by kademlia, which hands it to hivemind as a RecordValidatorBase. Never asks the network anything.
 """
@@ -22,16 +22,16 @@ MAX_STORED_BYTES = 64 << 20
 
 
 class RecordValidator:
-    """Accepts sealed records of one run, stored by their owner under the key they were signed for, and nothing else.
+    """Accepts only sealed records of one run that are under the key and the owner's subkey for which they were signed.
 
-    Until `belong_to` says which run that is, it accepts only announcements of runs, so that a joiner can find its run.
+    Until `belong_to` is called, it accepts only announcements of runs, so that a joiner can find its run.
     """
 
     def __init__(self, clock: Clock, *, hash_key: Callable[[str], bytes], pack: Callable[[object], bytes]) -> None:
         """
         Args:
-            hash_key: gives hivemind's hash of a key; hivemind shows a validator only the hash.
-            pack: hivemind's msgpack; hivemind shows a validator subkeys and values as packed by it.
+            hash_key: gives hivemind's hash of a key, because hivemind passes only the hash to a validator.
+            pack: hivemind's msgpack, in which hivemind passes subkeys and values to a validator.
         """
         self._clock = clock
         self._hash_key = hash_key
@@ -39,13 +39,13 @@ class RecordValidator:
         self._authority: Authority | None = None
         self._keys = {hash_key(keys.RUNS)}
         self._quotas: dict[bytes, KeyQuota] = {}
-        """Counts what is stored under each key, by hivemind's hash of the key."""
+        """The quota of each key with stored records, by hivemind's hash of the key."""
 
     def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
         """From now on accept only records under these keys.
 
         Args:
-            authority: the owner of a locked run, of which only members' records are accepted; None for an open one.
+            authority: the owner of a locked run, in which only members' records are accepted; None for an open run.
         """
         self._keys = set(map(self._hash_key, run_keys))
         self._quotas = {key: quota for key, quota in self._quotas.items() if key in self._keys}

@@ -1,7 +1,7 @@
 """Chooses the next token from a model's logits.
 
-A choice depends only on the logits, the sampling parameters and the token's position. So a text that broke off goes on
-with the same tokens, also if another process computes them.
+A choice depends only on the logits, the sampling parameters and the token's position. So an interrupted text goes on
+with the same tokens, even if another process computes them.
 """
 
 import torch
@@ -19,13 +19,13 @@ def choose(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())
     logits_V = logits_V.detach().double().cpu()
-    # The largest becomes 0, so that however low the temperature is, the others become at worst -inf, and never NaN.
+    # The largest logit becomes 0. So even at a very low temperature the others become at worst -inf, and never NaN.
     scaled_V = (logits_V - logits_V.max()) / sampling.temperature
     sorted_V, tokens_V = scaled_V.sort(descending=True, stable=True)
     if sampling.top_k:
         sorted_V = sorted_V[: sampling.top_k]
     cumulated_V = sorted_V.softmax(-1).cumsum(-1)
-    # Keep as many of the likeliest as it takes to reach top_p, and at least one.
+    # Keep the likeliest tokens until their probabilities reach top_p, but at least one.
     num_kept = int((cumulated_V < sampling.top_p).sum()) + 1
     cumulated_V = cumulated_V[:num_kept]
     generator = seeded_generator(torch.device("cpu"), "sample", sampling.seed, position)

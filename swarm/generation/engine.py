@@ -1,4 +1,5 @@
-"""The interface of engines, which compute the next tokens of sequences, and the one with the model in this process.
+"""The interface of engines, which compute the next tokens of sequences, and LocalEngine, which has the model in this
+process.
 
 The other engine is pipeline/swarm_engine.py, for a running swarm.
 """
@@ -20,7 +21,8 @@ from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.transformer import Transformer
 
 _MOST_AHEAD = 4
-"""How many tokens a sequence may be ahead of its caller, so that a slow caller does not delay the other sequences."""
+"""The most tokens that are computed before the caller takes them. A sequence with that many is left out, so a slow
+caller does not delay the others."""
 
 
 class Engine(Protocol):
@@ -37,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
-        """Continue a prompt of at least one token, token by token, until the caller stops or `max_tokens` are there.
+        """Continue a prompt of at least one token, token by token, until the caller stops or `max_tokens` are computed.
 
         Closing the iterator frees what is kept for the sequence.
 
@@ -60,7 +62,7 @@ class LocalEngine:
     ) -> None:
         """
         Args:
-            room: the room for positions of sequences; it is enough for one of `longest`.
+            room: the room for positions of sequences, which is enough for a sequence of `longest` tokens.
             piece_tokens: how many tokens of a prompt are computed at once; between pieces other sequences get a token.
         """
         assert room.capacity >= longest, "a sequence could wait for ever"
@@ -75,7 +77,7 @@ class LocalEngine:
     async def run(self) -> None:
         """Compute until cancelled."""
         loop = asyncio.get_running_loop()
-        # It is always the same thread, so that torch starts its helper threads once; nothing else runs in it.
+        # Always the same thread, so that torch starts its helper threads only once. Nothing else runs in this thread.
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
             while True:
                 self._changed.clear()
@@ -85,7 +87,7 @@ class LocalEngine:
                     continue
                 try:
                     await loop.run_in_executor(thread, self._compute, begun)
-                except Exception as error:  # noqa: BLE001 - it goes to those who wait for tokens: lack of memory, say
+                except Exception as error:  # noqa: BLE001 - such as out of memory; the callers raise it
                     for sequence in begun:
                         sequence.fail(error)
                 for sequence in begun:
@@ -120,7 +122,7 @@ class LocalEngine:
 
 
 class _Sequence:
-    """One sequence under way: the compute thread writes its tokens, and hands them over in `deliver`."""
+    """One sequence under way. The compute thread appends its tokens, and `deliver` passes them to the caller."""
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
         self.tokens = list(prompt)
@@ -148,14 +150,14 @@ class _Sequence:
         self._num_left -= 1
 
     def deliver(self) -> None:
-        """Hand the tokens that were computed to the caller."""
+        """Pass the computed tokens to the caller."""
         self._ready.extend(self.tokens[self._num_delivered :])
         self._num_delivered = len(self.tokens)
         if self._ready or self._error is not None:
             self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """Raise this error to the caller once it has taken the tokens that are there."""
+        """Make the caller's `next_token` raise this error, after it has taken the tokens computed so far."""
         self._error = error
 
     async def next_token(self) -> int:

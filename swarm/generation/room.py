@@ -1,4 +1,4 @@
-"""Limits how many sequences may be under way at once, and how many positions of them may be kept."""
+"""Limits how many sequences may be under way at once, and how many of their positions may be kept."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 
 class Room:
-    """Room for a few sequences. If there is too little for a sequence, it and all later ones wait, in order."""
+    """Room for a few sequences. If there is too little room for one, that one and all later ones wait, in order."""
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
         """
@@ -21,7 +21,7 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, num_positions: int) -> AsyncIterator[None]:
-        """Wait for room for a sequence of `num_positions` positions, and hold it inside the block."""
+        """Wait for room for a sequence of `num_positions` positions, and reserve it while the block runs."""
         assert num_positions <= self.capacity, "there will never be room"
         async with self._turn:
             while self._sequences_left == 0 or self._positions_left < num_positions:

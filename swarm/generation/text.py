@@ -13,18 +13,18 @@ _CONTEXT_TOKENS = 8
 
 
 class TextStream:
-    """Turns tokens into text one by one. A character of several tokens comes with the last of them."""
+    """Turns tokens into text one by one. A character that consists of several tokens comes with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         """
         Args:
-            prompt: the tokens before the first that is pushed. Their text is not given.
+            prompt: the tokens before the first that is pushed. Their text is not returned.
         """
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._context, self._said = 0, len(self._tokens)
-        """The text of tokens up to `_said` was given. Those from `_context` to `_said` are decoded again together with
-        later ones, because it may depend on them whether a word has a space before it."""
+        """The text of all tokens before `_said` was returned. The tokens from `_context` to `_said` are decoded again
+        together with later ones, because they may decide whether a word has a space before it."""
 
     def push(self, token: int) -> str:
         """The text that one more token adds; empty if the token ends within a character."""
@@ -76,7 +76,8 @@ class Writing:
         self._stops = stops
 
     async def pieces(self) -> AsyncGenerator[str, None]:
-        """Yield the text piece by piece. An end that may begin a stop string is held back until more tokens come."""
+        """Yield the text piece by piece. If the end of a piece may be the beginning of a stop string, that end is held
+        back until more tokens come."""
         held = ""
         async for token in self._tokens:
             self.num_tokens += 1

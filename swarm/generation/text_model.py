@@ -1,4 +1,4 @@
-"""A model that people talk to: an engine that computes it, its tokenizer and its chat template."""
+"""A model for text: the engine that computes it, its tokenizer and its chat template."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,7 +18,7 @@ from swarm.generation.sampling import Sampling
 from swarm.generation.text import Writing
 
 TURN_SECONDS = 30.0
-"""How long a conversation waits for others before it to be rendered."""
+"""How long a conversation waits until those before it are rendered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class TextModel:
 
     @property
     def name(self) -> str:
-        """RUN@ROUND of the weights with which a text that begins now is written; RUN if the round is not known."""
+        """RUN@ROUND, with the round of the weights for a text that begins now; RUN if the round is not known."""
         return self.run if self.engine.round is None else f"{self.run}@{self.engine.round}"
 
     @asynccontextmanager
@@ -68,7 +68,7 @@ class TextModel:
             raise ValueError("the model has no chat template, so that it takes prompts and no conversations")
         try:
             async with asyncio.timeout(TURN_SECONDS):
-                # It waits here and not in a thread, because soon all threads that encode texts would be waiting.
+                # Wait here, not in a worker thread: otherwise all threads that encode texts could soon be waiting.
                 await self._turn.acquire()
         except TimeoutError:
             raise Overloaded("other conversations take long", retry_after_seconds=TURN_SECONDS) from None

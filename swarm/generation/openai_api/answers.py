@@ -34,7 +34,7 @@ class Answer:
     Attributes:
         is_chat: whether it is a conversation's message.
         id: the answer's own id.
-        created: when it was made, in seconds since the epoch.
+        created: when the answer was made, in seconds since the epoch.
         model: the name of the model that gives it.
         includes_usage: whether a stream ends with the numbers of tokens.
     """

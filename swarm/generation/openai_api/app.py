@@ -2,8 +2,8 @@
 
     request -> Gate -> Api: the prompt's tokens -> a Writing -> one answer, or a stream of events
 
-The model's name is RUN or RUN@ROUND. While the server runs, training goes on. So a request may name any round since the
-server began, but it is answered with the present one, which the answer names. Texts and names that users send are
+The model's name is RUN or RUN@ROUND. Training goes on while the server runs. So a request may name any round since the
+server began, but the present round answers it, and the answer names that round. Texts and names that users send are
 neither logged nor kept.
 """
 
@@ -35,8 +35,8 @@ class Api:
     def __init__(self, model: TextModel, *, default_tokens: int, clock: Clock, numbers: random.Random) -> None:
         """
         Args:
-            default_tokens: the most tokens of an answer if the client does not say.
-            numbers: gives random numbers, for ids of answers, and for seeds if clients bring none.
+            default_tokens: the most tokens of an answer, unless the client gives a number.
+            numbers: gives random numbers, for ids of answers, and for seeds if clients give none.
         """
         self._model = model
         self._default_tokens = default_tokens
@@ -94,7 +94,8 @@ class Api:
         return tokens
 
     async def _written(self, wanted: CompletionRequest | ChatRequest, prompt: list[int]) -> Response:
-        """Write a text, and answer once its first piece is there, so that an earlier fault has an HTTP status."""
+        """Write a text, and answer once its first piece is there, so that an error before it can be sent as an HTTP
+        status."""
         sampling = wanted.sampling(seed=self._numbers.getrandbits(63))
         num_tokens = self._num_tokens(wanted, prompt)
         async with AsyncExitStack() as stack:
@@ -133,7 +134,7 @@ class Api:
         raise Refusal(400, fault, code="context_length_exceeded", param=field)
 
     def _require_model(self, name: str) -> None:
-        # The round can go back: of two texts under way, the one that began later may have older weights.
+        # The engine's round can go back: of two texts under way, the one that began later may have older weights.
         self._newest_round = max(self._newest_round, self._model.engine.round or 0)
         run, _, number = name.rpartition("@")
         is_ours = name == self._model.run or (
@@ -154,7 +155,7 @@ class Api:
 
 
 class _Stream(StreamingResponse):
-    """A stream of events. At its end, or if it breaks off, it closes what the text holds."""
+    """A stream of events. At its end, even an early one, it frees what the engine keeps for the text."""
 
     def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -190,7 +191,7 @@ def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told, and the server goes on
+        except Exception as error:  # noqa: BLE001 - the client gets every error, and the server goes on
             return refusal_of(error).response()
 
     return answer

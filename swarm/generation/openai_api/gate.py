@@ -24,19 +24,20 @@ _READ_SECONDS = 30.0
 _SEND_SECONDS = 30.0
 """How long a message may take to be sent: a client may read nothing."""
 _DRAINED_BODIES = 4
-"""How many times MOST_BODY_BYTES are read of a larger body, because many clients read no answer while they send."""
+"""Of a body that is too large, this many times MOST_BODY_BYTES are still read, because many clients read no answer
+while they send."""
 _RETRY_SECONDS = 2
 
 
 @dataclass(eq=False)
 class Gate:
-    """Lets in requests that have the token, up to a number at once, with bodies up to a size."""
+    """Passes on requests that have the token, up to a number at once, with bodies up to a size."""
 
     app: ASGIApp
     token: str | None
-    """The token that requests must bring; None lets everybody in."""
+    """The token that requests must have; None accepts all requests."""
     most_requests: int
-    """The most POST requests that are read, wait or are answered at once."""
+    """The most POST requests at once, counting those that are being read, wait, or are being answered."""
     _num_requests: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +88,8 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
     """All of a request's body. Raises Refusal."""
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     if content_type.partition(b";")[0].strip().lower() != b"application/json":
-        # This also keeps web pages out: browsers let no page send JSON to another site unasked.
+        # This also keeps web pages out, because browsers do not let a page send JSON to another site without asking
+        # that site.
         raise Refusal(415, "the body must be JSON, and be sent with Content-Type: application/json")
     body, num_bytes = bytearray(), 0
     try:
@@ -109,7 +111,7 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
 
 
 async def _answer(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-    """Have the app answer, and stop it if the client hangs up."""
+    """Let the app answer, and stop it if the client hangs up."""
     pending = [body]
     never = asyncio.Event()
 
@@ -135,7 +137,7 @@ async def _answer(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, sen
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """The refusal that tells a client of an error in making its answer."""
+    """The refusal that a client gets for an error that arose while its answer was made."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, Overloaded):

@@ -64,7 +64,7 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class _Strict(BaseModel):
-    """A record that takes no number for a text or a boolean, nor the other way round."""
+    """A record that converts no types: a number is not accepted for a text or a boolean, for example."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
@@ -95,14 +95,14 @@ class _Request(_Strict):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream tells the numbers of tokens at its end."""
+        """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, seed: int) -> Sampling:
         """How tokens are chosen.
 
         Args:
-            seed: the seed for a request that brings none.
+            seed: the seed for a request that has none.
         """
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -113,7 +113,8 @@ class _Request(_Strict):
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """The field that says how many tokens the client wants at most, and its value; None if it does not say."""
+        """The name of the field for the most tokens that the client wants, and its value; None if the client gives
+        none."""
         return "max_tokens", self.max_tokens
 
 
@@ -188,7 +189,7 @@ def _neutral_values(name: str) -> str:
 
 
 def _refusal(error: ValidationError) -> Refusal:
-    """Make a refusal of the first fault. It does not repeat what the client sent."""
+    """Make a refusal from the first fault. It does not repeat what the client sent."""
     fault: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if fault["type"] == "json_invalid":
         return Refusal(400, f"the body is not valid JSON: {fault['msg'].removeprefix('Invalid JSON: ')}")
