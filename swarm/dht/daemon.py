@@ -126,5 +126,5 @@ async def _await_ready(process: asyncio.subprocess.Process) -> None:
             return
         reason = line.decode(errors="replace").strip() or reason
         if reason.startswith("fatal error:"):
-            break  # Go's runtime writes this line, mostly when out of memory. The lines after it name the place, not the cause.
+            break  # From Go's runtime, mostly when out of memory. Later lines name the place, not the cause.
     raise OSError(f"the DHT's process, p2pd, did not start: {reason}")

@@ -1,4 +1,5 @@
-"""What a hop tells its caller, while a microbatch is under way and in the end; and which replies it rejects."""
+"""A hop's messages to its caller: the listener for a microbatch under way, and the final reply. Also rejects malformed
+replies."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,13 +23,13 @@ ACK_SECONDS = 5.0
 
 
 class HopListener:
-    """Hears how a microbatch fares downstream. The default ignores everything."""
+    """Is called about a microbatch's progress downstream. The methods here do nothing."""
 
     def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
-        """Hear which stage is waited for, always the deepest, and why none of its peers takes work, if none does."""
+        """Called with the deepest stage that is waited for, and the reason if none of its peers takes work."""
 
     def routed(self, route: Mapping[int, PeerId]) -> None:
-        """Hear that the route downstream has changed."""
+        """Called when the route downstream has changed."""
 
 
 @dataclass(eq=False)
@@ -44,7 +45,8 @@ class HopReply:
     _call: Stream = field(repr=False)
 
     async def ack(self) -> None:
-        """Tell the peer that its answer counts. If the ack is lost, that peer may not count it, but never twice."""
+        """Tell the peer that its answer counts. If this ack is lost, the peer may not count the microbatch, but it
+        never counts it twice."""
         try:
             await self._call.finish(pb.TrainRequest(ack=pb.Ack()), ACK_SECONDS)
         except PeerUnavailable as error:
@@ -53,7 +55,7 @@ class HopReply:
             self._call.cancel()
 
     def close(self) -> None:
-        """Give the answer up: the peer then rolls back what it accumulated."""
+        """Give the answer up. The peer then rolls back what it accumulated."""
         self._call.cancel()
 
 

@@ -49,8 +49,8 @@ class Line:
 class _Way:
     """How long tensors take to a peer: from the first byte to the peer's next message.
 
-    The peer sends one as soon as it has all tensors, before it computes. The time at which they were written would
-    tell less, since the system's buffers take megabytes at once.
+    The peer sends that message as soon as it has all tensors, before it computes. The time of writing would say less,
+    because the system's buffers take megabytes at once.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -103,7 +103,7 @@ class TrainCalls:
     async def train(
         self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, retries: Retries
     ) -> HopReply:
-        """Have a peer, and all stages after it, compute one microbatch. Raises any SwarmError that `translate` gives.
+        """Let a peer, and all stages after it, compute one microbatch. Raises any SwarmError that `translate` gives.
 
         Cancellation closes the stream, which makes the peer roll back.
         """

@@ -1,7 +1,7 @@
 """The peers of a stage to which one microbatch can be given, and those that it leaves alone for a while.
 
-Made by Retries, which says for how long a peer is left alone. The router, which is asked for the next peer, knows what
-all microbatches of this process know of the stage. It never waits.
+Made by Retries, which decides for how long a peer is left alone. The next peer comes from the router, which collects
+what all microbatches of this process learn about the stage. Never waits.
 """
 
 from swarm.errors import SwarmError
@@ -34,9 +34,10 @@ class Candidates:
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._left_alone: dict[PeerId, LeftAlone] = {}
-        """Peers that are not asked before a time."""
+        """Peers that are not asked before a certain time."""
         self._stuck_since: float | None = None
-        """When there first was no peer to ask, if none has taken the microbatch since."""
+        """The first time at which there was no peer to ask; None if there was always one, or a peer has taken the
+        microbatch since."""
 
     def choose(self, num_samples: int, *, prefer: PeerId | None) -> PeerRecord | None:
         """Choose the peer to ask now; None if there is none."""
@@ -49,7 +50,7 @@ class Candidates:
         return record
 
     def wait_seconds(self) -> float:
-        """The seconds to wait when there is no peer to ask. They are few, since a new peer may come at any time."""
+        """The seconds to wait when there is no peer to ask. They are few, because a new peer may come at any time."""
         seconds = self._retry_seconds
         if self._left_alone:
             first = min(each.until for each in self._left_alone.values()) - self._clock.monotonic()
@@ -72,7 +73,7 @@ class Candidates:
         return any(other not in later for other in self._router.others(peer_id))
 
     def obstacle(self) -> Obstacle | None:
-        """Why there is no peer to ask; None if there soon is one, or one has taken the microbatch."""
+        """Why there is no peer to ask; None if there will soon be one, or a peer has taken the microbatch."""
         if self._stuck_since is None:
             return None
         now = self._clock.monotonic()

@@ -55,7 +55,8 @@ async def watch_connections(*, stage: int, router: Router, channels: ChannelPool
             broken = previously - connected
             for record in records:
                 if record.place in broken:
-                    # It does not matter which call noticed the break: a hop would now wait for the next connection.
+                    # Counted as a failure now, whichever call noticed the break, because a hop would wait for the next
+                    # connection.
                     router.failed(PeerId(record.peer_id), is_unreachable=True, reason="its connection broke")
             for record in router.unreachable(stage):
                 if record.place in under_way:

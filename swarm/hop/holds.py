@@ -52,6 +52,6 @@ class HoldCalls:
                     listener.progress(reply.progress.stage, obstacle=obstacle_of(reply.progress))
             with well_formed():
                 require_bounds(reply.held, finite=True)
-        # The answer may name peers that are not of these stages: they are no more than hints.
+        # The answer may name peers of other stages. That does no harm, because they are only hints.
         own = pb.HeldRound(peer_id=record.peer_id, round=reply.held.round)
         return Hold(stream, [own, *reply.held.later])

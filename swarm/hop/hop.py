@@ -4,7 +4,7 @@ Trainers and stage peers use the same code: a trainer is simply "stage -1". This
 
     choose a peer (retries) -> one stream to it (calls) -> its answer, or note why there is none (retries) and repeat
 
-A microbatch keeps its id through every retry, so that a peer that knows it never counts it twice; the peers that worked
+A microbatch keeps its id through every retry, so that a peer that knows it never counts it twice. The peers that worked
 on it before are asked first. Never looks into the tensors.
 """
 
@@ -87,7 +87,7 @@ class Hop:
     async def train(
         self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
     ) -> HopReply:
-        """Have the stage, and all after it, compute one microbatch.
+        """Let the stage, and all stages after it, compute one microbatch.
 
         Args:
             hints: peers that worked on the microbatch before, by stage.
@@ -110,10 +110,10 @@ class Hop:
         return await self._until_answered(once, microbatch.num_samples, listener, retries)
 
     async def hold(self, newest_round: int, listener: HopListener | None = None) -> Hold:
-        """Have a peer of the stage, and one of each later stage, keep a round's weights until the hold is closed.
+        """Ask a peer of the stage, and one of each later stage, to keep a round's weights until the hold is closed.
 
         Args:
-            newest_round: the round; with DiLoCo a stage holds this one or the newest before it.
+            newest_round: the round to hold. With DiLoCo a stage holds this round or the newest one before it.
 
         Raises:
             RoundGone: the swarm has moved on, and no peer of a stage has that round's weights any more.

@@ -1,7 +1,7 @@
 """Why no peer of a stage takes work now, in words for people.
 
 Made where peers are asked (retries, and in swarm/pipeline), and passed on from hop to hop to the trainer, which shows
-it. What a later stage says of its neighbours is only its claim: it is shown, and nothing is decided by it.
+it. A later stage's report about its neighbours is only its claim. It is shown, and nothing is decided by it.
 """
 
 import math
@@ -89,7 +89,7 @@ class Obstacle:
 
 
 OnWaiting = Callable[[int, Obstacle], None]
-"""Is told which stage is waited for, and why."""
+"""Called with the stage that is waited for, and the reason."""
 
 
 def pack_obstacle(obstacle: Obstacle | None) -> pb.Obstacle | None:

@@ -1,7 +1,7 @@
 """What follows when a peer fails one microbatch of a hop, or has no room for it, and when the hop gives up.
 
-Made by the hop for each microbatch, each evaluation and each text. It tells the router which peers failed or were busy,
-and how long this microbatch leaves them alone (candidates); it opens no connection and never waits.
+Made by the hop for each microbatch, each evaluation and each text. It reports failed and busy peers to the router, and
+decides how long this microbatch leaves them alone (candidates). It opens no connection and never waits.
 """
 
 import logging
@@ -111,10 +111,10 @@ class Retries:
         self._num_stalls = 0
         self._num_not_ready = 0
         self._num_refusals = 0
-        """How many peers have called what was sent malformed."""
+        """How many peers have answered that the message is malformed."""
 
     def choose(self, num_samples: int) -> PeerRecord | None:
-        """Choose the peer to ask now, the one that knows the microbatch first; None if there is none."""
+        """Choose the peer to ask now; None if there is none. A peer that knows the microbatch comes first."""
         return self.candidates.choose(num_samples, prefer=self.route.own)
 
     # -- an attempt that succeeds --------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Retries:
         self.candidates.accepted()
 
     def require_no_stall(self, peer_id: PeerId, num_samples: int, seconds: float) -> None:
-        """Check how long a peer has itself been what the microbatch waits for.
+        """Check that the microbatch has not waited too long for this peer's own work.
 
         A slow peer with a full queue is not stalled. After each stall of the microbatch twice as long is allowed, since
         the next peer may never have answered, and then nothing is known of its speed.
@@ -171,7 +171,8 @@ class Retries:
             self._busy(record, error)
             return
         if isinstance(error, MalformedMessage):
-            # One peer's word is not enough, since that peer's own weights may be broken. A second one has to agree.
+            # One peer's answer is not enough, because that peer's own weights may be broken. A second peer has to
+            # agree.
             self._num_refusals += 1
             if self._num_refusals > 1 or not self._router.others(peer_id):
                 raise error

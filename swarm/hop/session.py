@@ -1,7 +1,7 @@
-"""A session as it travels from stage to stage: what it has to write, and its next positions.
+"""The data of a session that travels from stage to stage: its order, and the next positions.
 
-Used by both ends of swarm.hop's session calls. Immutable, and the same at every stage: when a peer fails, another one
-begins the session again from this, and goes on with the same tokens.
+Used by both ends of swarm.hop's session calls. Immutable, and the same at every stage. When a peer fails, another peer
+begins the session again from this data, and goes on with the same tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ LONGEST_SEED = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a session has to write.
+    """The text that a session has to write: its length, and how its tokens are sampled.
 
     Attributes:
         sampling: how tokens are chosen.

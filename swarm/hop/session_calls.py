@@ -85,7 +85,7 @@ class SessionCalls:
     async def open(
         self, record: PeerRecord, order: Order, *, rounds: Sequence[int], newest_round: int | None, standby: bool
     ) -> SessionCall:
-        """Have a peer, and through it the later stages, take a session, or only hold the round's weights.
+        """Ask a peer, and through it the later stages, to take a session, or only to hold the round's weights.
 
         Args:
             rounds: the rounds of the stage and all later ones, if the session has begun with them; otherwise empty.

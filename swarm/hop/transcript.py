@@ -1,4 +1,4 @@
-"""The positions of one session so far, and which of them the peer that computes has. All are kept to the session's end.
+"""All positions of one session so far, and which of them the computing peer has. They are kept until the session ends.
 
 Used by swarm.hop.continuation: a peer that takes the place of another one is sent all of them again.
 """
@@ -13,8 +13,8 @@ class Transcript:
     def __init__(self, *, vocab_size: int, writes_itself: bool) -> None:
         """
         Args:
-            writes_itself: whether the peer goes on from its own tokens, as those of stage 0 do; later stages wait for
-                the hidden states of each.
+            writes_itself: whether the peer goes on from its own tokens. Peers of stage 0 do; later stages wait for the
+                hidden states of each token.
         """
         self._vocab_size = vocab_size
         self._writes_itself = writes_itself
@@ -44,8 +44,8 @@ class Transcript:
         return self._num_sent == len(self._pieces)
 
     def next_pieces(self) -> tuple[list[Piece], bool]:
-        """The next pieces for the present peer, as many as may be computed together and fit into one message, which
-        count as sent from now on; and whether the token after them is wanted."""
+        """Return the next pieces for the present peer, and whether the token after them is wanted. There are as many
+        pieces as may be computed together and fit into one message. They count as sent from now on."""
         taken: list[Piece] = []
         num_tokens = num_bytes = 0
         for piece in self._pieces[self._num_sent :]:
@@ -62,7 +62,7 @@ class Transcript:
         self._num_sent = 0
 
     def answered(self, token: Token) -> None:
-        """Take in a token from the present peer. Raises PeerUnavailable if it is not the one that is awaited."""
+        """Note a token from the present peer. Raises PeerUnavailable if its position is not the next one."""
         expected = self._num_positions if self._awaits_token else None
         if token.position != expected or token.token >= self._vocab_size:
             raise PeerUnavailable(f"token {token.token} for position {token.position}, where {expected} is awaited")

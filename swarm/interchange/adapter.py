@@ -4,8 +4,8 @@
     adapter_model.safetensors     the two thin matrices of every target
     README.md
 
-Called by swarm-model. Either all of the folder is there at the end, or nothing. It does not have the model that the
-adapters belong to.
+Called by swarm-model. Either the whole folder is there at the end, or nothing. It does not contain the model to which
+the adapters belong.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = None) -> list[Path]:
-    """Write the folder; gives its files. Blocks.
+    """Write the folder, and return its files. Blocks.
 
     Args:
         dtype: the type in which to store the adapters; None leaves them in float32.

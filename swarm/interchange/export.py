@@ -1,7 +1,7 @@
 """Writes a model's folder as transformers reads it, from weights under our names.
 
-Called by swarm-model. Either all of the folder is there at the end, or nothing. It needs no code of ours to be read: it
-has config.json, generation_config.json, safetensors with an index, the tokenizer's files, and a model card.
+Called by swarm-model. Either the whole folder is there at the end, or nothing. It can be read without our code: it has
+config.json, generation_config.json, safetensors with an index, the tokenizer's files, and a model card.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ Load = Callable[[set[str]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the model card tells of a model's training.
+    """The facts about a model's training that its card states.
 
     Attributes:
         round: the round at which its weights were taken.
@@ -83,7 +83,7 @@ class Target:
 
 
 def export_model(origin: Origin, output: Path, target: Target | None = None) -> list[Path]:
-    """Write the folder; gives its files. Blocks, and has one shard in memory.
+    """Write the folder, and return its files. Blocks, and has one shard in memory.
 
     Raises:
         ValueError: no architecture of transformers computes this model, the output exists, or there is no tokenizer.
@@ -104,7 +104,7 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
 
 
 def _write_weights(origin: Origin, family: Family, folder: Path, target: Target) -> torch.dtype:
-    """Write all shards and their index; gives the type of the weights."""
+    """Write all shards and their index, and return the type of the weights."""
     shards, total_bytes, dtype = list[dict[str, Path]](), 0, torch.float32
     for shard in _shards(origin, family, target):
         path = folder / f"shard-{len(shards)}.tmp"

@@ -4,7 +4,7 @@
     DIR/weights/           see weights.py
     DIR/tokenizer.json     and the other files of a tokenizer, for the export
 
-`import_model` makes a run folder from a model's folder: either all of it is there at the end, or nothing.
+`import_model` makes a run folder from a model's folder. Either the whole folder is there at the end, or nothing.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class ImportOptions:
 
 
 def import_model(source: Source, output: Path, options: ImportOptions) -> RunConfig:
-    """Make a run folder; gives its configuration. Blocks, and has one layer of the model in memory.
+    """Make a run folder, and return its configuration. Blocks, and has one layer of the model in memory.
 
     Raises:
         ValueError: the output exists, the configuration is not valid, or there is no such dataset on this machine.

@@ -105,7 +105,8 @@ class Source:
         raise ValueError(f"{self.folder}: no file has the tensor {rule.theirs!r}")
 
     def _check(self) -> torch.dtype:
-        """Check the headers against what the model needs; gives the type of its weights. Raises ValueError."""
+        """Check the headers against the tensors that the model needs, and return the type of its weights. Raises
+        ValueError."""
         wanted = {self._find(rule): rule for rule in dict.fromkeys(self._rules.values())}
         types: dict[str, str] = {}
         for path in self.files:

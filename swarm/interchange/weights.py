@@ -93,7 +93,7 @@ class Index:
 
     @cached_property
     def places(self) -> Mapping[str, list[tuple[str, int]]]:
-        """By digest, where a segment with this digest is: names of tensors, each with the segment's number."""
+        """For each digest, the places of segments with this digest: the tensor's name, and the segment's number."""
         places: dict[str, list[tuple[str, int]]] = {}
         for name, entry in self.entries.items():
             for number, digest in enumerate(entry.sha256):
@@ -177,7 +177,7 @@ def part_of(name: str) -> str:
 
 
 def write(folder: Path, parts: Iterable[tuple[str, Mapping[str, Tensor]]]) -> Index:
-    """Write the weights part by part, with one part in memory; gives their index. Blocks.
+    """Write the weights part by part, with one part in memory, and return their index. Blocks.
 
     Args:
         folder: the folder to make; it must not exist.

@@ -1,1 +1,1 @@
-"""What the machine gives: time, disk, memory."""
+"""What the machine provides: time, disk and memory."""

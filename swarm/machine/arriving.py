@@ -1,6 +1,6 @@
-"""How far a download is, in words for people: how many bytes of how many, how fast, and from which sources.
+"""The progress of a download, in words for people: its bytes so far and in all, its rate, and its sources.
 
-Downloads count here, and waits show it. Fetches nothing.
+Downloads report their bytes here, and machine/waits shows the words. Fetches nothing.
 """
 
 import math
@@ -22,7 +22,7 @@ class Arriving:
     _num_timed: int = field(default=0, init=False)
     """How many bytes came in these spans."""
     _sources: dict[str, str] = field(default_factory=dict, init=False)
-    """By source: why nothing comes from it now; empty if it sends."""
+    """For each source, why it sends nothing now; empty if it sends."""
 
     def add(self, num_bytes: int, source: str) -> None:
         """Note that a piece has come from a source."""

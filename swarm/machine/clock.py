@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 JUMP_SECONDS = 2.0
 """A wall clock that moves by more than this against the monotonic one has been set."""
 DOUBT_SECONDS = 30.0
-"""A clock that has been set is not believed for this long, because many are soon set back."""
+"""A clock that was set is not trusted for this long, because many are soon set back."""
 
 
 def clock_through_sleep(platform: str, clocks: Mapping[str, Any]) -> Callable[[], float]:

@@ -1,7 +1,7 @@
-"""Tries a call again for a while, for programs that join others which may be starting at the same moment.
+"""Tries a call again for a while. It is for programs that join others, which may be starting at the same moment.
 
-Used where the DHT is entered (dht/kademlia), and where a run and its peers are looked for (peers/shared). It soon says
-what it waits for, so that nobody waits in silence.
+Used where the DHT is entered (dht/kademlia), and where a run and its peers are looked for (peers/shared). A line in the
+log soon says what is waited for.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ async def patiently(
     """Make a call again and again until it does not raise PeerUnavailable, and return its result.
 
     Args:
-        wanted: what is waited for, in words for people.
+        wanted: names what is waited for, in words for people.
         final: kinds of PeerUnavailable after which no attempt can succeed.
 
     Raises:

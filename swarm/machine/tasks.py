@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-    """Start a task of the group; a call that is still being ended when the group has ended can start none.
+    """Start a task of the group. This fails for a call that is still ending when the group has ended.
 
     Raises:
         NotReady: the group has ended, and `work` will never run.
@@ -19,7 +19,7 @@ def spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, Result]) -> asynci
     try:
         return tasks.create_task(work)
     except RuntimeError:
-        # What nobody awaits would be found by the garbage collector some time later, and reported as a fault.
+        # Closed, because the garbage collector would later report a coroutine that was never awaited.
         work.close()
         raise NotReady("this peer is stopping") from None
 

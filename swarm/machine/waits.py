@@ -1,7 +1,7 @@
 """What a process waits for, collected for its log and for status requests.
 
-Code that waits says so for as long as it waits. A wait of more than a few seconds is logged, with how long it has
-lasted and how far it is, and then again at growing intervals. Knows nothing of what is waited for.
+Code that waits registers its wait here. A wait of more than a few seconds is logged, with its length and progress so
+far, and then again at growing intervals.
 """
 
 import logging
@@ -21,8 +21,8 @@ LONGEST_GAP_SECONDS = 60.0
 LOOK_SECONDS = 0.5
 
 What = Callable[[float], str]
-"""Gives what is waited for, in words that follow on "waiting for", when told for how many seconds the wait has lasted.
-An empty text says that nothing is waited for now."""
+"""Called with the seconds that the wait has lasted. Returns words that can follow "waiting for"; an empty text means
+that nothing is waited for now."""
 
 
 @dataclass(eq=False)
@@ -41,12 +41,12 @@ class Waits:
     level: int = logging.INFO
     """The level at which waits are logged."""
     _waits: list[_Wait] = field(default_factory=list, init=False)
-    """The newest wait comes last: if one is within another, the inner one says more."""
+    """The newest wait comes last. If a wait is inside another one, the inner wait is more informative."""
     _present: list[str] = field(default_factory=list, init=False)
 
     @contextmanager
     def on(self, what: str | What) -> Iterator[None]:
-        """Count the block as a wait for `what`. If that is a function, it is asked at each look."""
+        """Count the block as a wait for `what`. If `what` is a function, it is called at each look."""
         wait = _Wait((lambda _: what) if isinstance(what, str) else what)
         self._waits.append(wait)
         try:

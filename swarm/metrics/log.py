@@ -44,7 +44,7 @@ class StepMetrics:
     total_tokens: int = _figure("train/total_tokens")
     """The tokens of the whole swarm, since the run began."""
     step_time: float = _figure("train/step_time")
-    """Seconds since this trainer's last step, an evaluation in between included."""
+    """Seconds since this trainer's last step, including an evaluation in between."""
     dispatch_time: float = _figure("train/dispatch_time")
     """Seconds of the step in which microbatches were under way."""
     aggregate_time: float | None = _figure("train/aggregate_time")
@@ -117,7 +117,7 @@ class MetricsLog:
 
     @property
     def written(self) -> str:
-        """What has been written, as text for people."""
+        """Whether all figures were written, in words for people."""
         return "figures" if self._file.is_complete else "some figures, and others are lost,"
 
     def step(self, metrics: StepMetrics) -> None:

@@ -33,7 +33,7 @@ class Reporter(ABC):
         """Import the service's library, report all steps, and close. Called once, in the thread; may raise anything."""
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
-        """Hand over those figures of a step that are known. They are dropped if the service is far behind, or gone."""
+        """Queue the known figures of a step. They are dropped if the service is far behind, or has failed."""
         known = {name: value for name, value in values.items() if value is not None}
         try:
             self._queue.put_nowait((step, known))
@@ -41,7 +41,7 @@ class Reporter(ABC):
             logger.debug("%s is behind: step %d is not reported", self._name, step)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Send what is left and close; gives whether that was done in time."""
+        """Send what is left and close. Returns whether that was done in time."""
         try:
             self._queue.put(None, timeout=timeout_seconds)
         except queue.Full:

@@ -24,7 +24,7 @@ async def held_out_loss(
     Peers hold the round's weights meanwhile, so that the evaluation may take longer than a round.
 
     Args:
-        listener: hears which stage is waited for. The wait may last until a peer serves that stage.
+        listener: called with the stage that is waited for. The wait may last until a peer serves that stage.
 
     Raises:
         Fatal: no chain of peers can hold that round, or not any more.

@@ -43,8 +43,8 @@ without a wait."""
 ANSWER_SECONDS = 3.0
 """Longest wait for an answer, beyond the wait that was asked for."""
 FAILED_SECONDS = 0.5
-"""A peer that failed within this time is not asked again, even if others still name it as the leader. They are about to
-notice its death, and then one of them leads; to wait for an answer that does not come would take longer."""
+"""A peer that failed within this time is not asked again, even if others still name it as the leader. They will soon
+notice that it is gone, and then one of them leads. That is faster than waiting for an answer that may not come."""
 LOOK_SECONDS = 0.1
 """A request that waits is tried again after this time even if nothing happened: some grants only take time."""
 GAP_SECONDS = 0.03
@@ -53,7 +53,7 @@ GAP_SECONDS = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLead:
-    """Which member leads a stage peer's group, and, if it is this peer, its view of the round."""
+    """The leader of a stage peer's group and, if this peer leads, its view of the round."""
 
     leader_id: PeerId
     view: RoundView | None
@@ -69,7 +69,7 @@ class LeaseServicer(LeaseServiceServicer):
     rng: random.Random
     lead: Callable[[], GroupLead]
     changed: Callable[[float], Awaitable[None]]
-    """Waits until the result of `lead` may have changed, at most for the seconds that it is given."""
+    """Waits until the result of `lead` may have changed, but no longer than the given seconds."""
     events: Events = field(default_factory=Events)
     _table: LeaseTable | None = field(default=None, init=False)
     _num_waiting: Counter[Caller] = field(default_factory=Counter, init=False)
@@ -111,7 +111,7 @@ class LeaseServicer(LeaseServiceServicer):
     def _grant(self, view: RoundView, request: pb.AcquireRequest, trainer: Trainer) -> Grant:
         if self._table is None:
             self._table = LeaseTable(self.config, self.stage, self.clock, self.rng)
-        # In a round that stage 0 has not begun yet, this stage lacks every microbatch, and no trainer can run any.
+        # If stage 0 has not begun this round yet, this stage lacks all microbatches, and no trainer can run them.
         too_new = request.HasField("newest_round") and view.round > request.newest_round
         is_first, is_older = self.stage == 0, view.round < request.newest_round
         grant = self._table.acquire(
@@ -216,7 +216,8 @@ class LeaseClient:
         leader = self._leaders.get(stage)
 
         def order(record: PeerRecord) -> tuple[bool, bool, float, str]:
-            # To ask a frozen peer costs a timeout, so peers come first that answered, or failed longest ago.
+            # Each request to a frozen peer costs a timeout. So peers that answered, or whose failure is longest ago,
+            # come first.
             failed_at = self._failed_at.get(PeerId(record.peer_id), float("-inf"))
             return self._has_failed(record), record.peer_id != leader, failed_at, record.peer_id
 

@@ -58,7 +58,7 @@ class LeasedWork:
     ) -> None:
         """
         Args:
-            on_waiting: hears that no leader of stage 0 answers while this trainer has nothing to do.
+            on_waiting: called if no leader of stage 0 answers while this trainer has nothing to do.
         """
         self._config = config
         self._leases = leases
@@ -70,7 +70,8 @@ class LeasedWork:
         self._released: dict[int, list[int]] = {stage: [] for stage in range(config.stages.num_stages)}
         """Microbatches to give back, by the stage whose leader granted them."""
         self._acknowledged: deque[tuple[float, int]] = deque(maxlen=MAX_NAMED)
-        """The latest acknowledged microbatches, each with the time of its ack; the later stages are told."""
+        """The latest acknowledged microbatches, each with the time of its ack. They are sent to the leaders of later
+        stages."""
         self._stage_0: pb.AcquireReply | None = None
         """The last answer of stage 0."""
         self._wanted = asyncio.Event()
@@ -82,13 +83,14 @@ class LeasedWork:
     def num_in_flight(self) -> int:
         """The number of microbatches that wait for an answer.
 
-        A microbatch whose ack alone is under way does not count: over a long line an ack takes a whole round trip.
+        A microbatch that was answered, and only waits for its ack to arrive, does not count: over a long line an ack
+        takes a whole round trip.
         """
         return sum(not work.answered for work, _ in self._in_flight.values())
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks that run the microbatches under way, those of which only the ack is under way included."""
+        """The tasks that run microbatches, including those that only send an ack now."""
         return [task for _, task in self._in_flight.values()]
 
     @property
@@ -100,8 +102,8 @@ class LeasedWork:
     def paused(self) -> Iterator[None]:
         """Let no microbatch begin inside the block; those in flight go on.
 
-        In the synchronous setting, leased microbatches that have not begun are given back, or others would wait for
-        them.
+        In the synchronous setting, leased microbatches that have not begun are given back. Otherwise other trainers
+        would wait for them.
         """
         self._is_paused = True
         if self._config.rounds.synchronous:
@@ -115,9 +117,10 @@ class LeasedWork:
     # -- running the work ----------------------------------------------------------------------------------------------
 
     def next(self) -> Work | None:
-        """Take out the work that begins now, if any does.
+        """Take out and return the work that begins now; None if none may.
 
-        A microbatch that two stages have lost is run for one, then for the other: in the second run peers know most.
+        A microbatch that two stages have lost is run for one stage, then for the other. In the second run most peers
+        know it already.
         """
         if self._is_paused:
             return None
@@ -132,7 +135,7 @@ class LeasedWork:
     def _has_room(self, round_number: int) -> bool:
         """Whether one more microbatch of that round may be under way.
 
-        Microbatches of later rounds do not count: they may be waiting for just this one.
+        Microbatches of later rounds do not count, because they may be waiting for this one.
         """
         under_way = (work for work, _ in self._in_flight.values() if not work.answered)
         return sum(work.microbatch.round <= round_number for work in under_way) < self._window.size
@@ -149,13 +152,14 @@ class LeasedWork:
         self.note_acknowledged(work.microbatch)
 
     def note_acknowledged(self, microbatch: Microbatch) -> None:
-        """Note that stage 0 counts a microbatch, or soon will; the leaders of later stages are told."""
-        # With DiLoCo no leader asks: each microbatch is granted once.
+        """Note that stage 0 counts a microbatch, or soon will. The next requests report it to the leaders of later
+        stages."""
+        # With DiLoCo leaders do not need this, because each microbatch is granted once.
         if self._config.rounds.synchronous and not microbatch.is_replay:
             self._acknowledged.append((self._clock.monotonic(), microbatch.index))
 
     def release(self, work: Work) -> None:
-        """Give back a microbatch that was not run; the leader that granted it is told."""
+        """Give back a microbatch that was not run. The next request reports it to the leader that granted it."""
         self._released[work.granted_by].append(work.microbatch.index)
 
     def ended(self, work: Work) -> None:
@@ -164,7 +168,7 @@ class LeasedWork:
         self._changed.set()
 
     async def changed(self) -> None:
-        """Wait until other work may begin; if there is room, have more asked for meanwhile."""
+        """Wait until other work may begin. If there is room, more work is asked for meanwhile."""
         if self._room() > 0:
             self._wanted.set()
         self._changed.clear()
@@ -264,7 +268,8 @@ class LeasedWork:
     def _take(self, stage: int, leased: pb.AcquireReply, last_round: int) -> None:
         """Take in what the leader of a stage has granted, and drop what need not be run any more."""
         self._drop_needless(stage, leased)
-        # Answers to requests from before a pause are given back, or others would wait for these microbatches.
+        # Microbatches that were granted for a request from before a pause are given back. Otherwise others would wait
+        # for them.
         if self._config.rounds.synchronous and (self._is_paused or leased.round > last_round):
             self._released[stage] += leased.microbatches
             return

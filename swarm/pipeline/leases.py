@@ -1,10 +1,10 @@
 """Leases: which trainer runs which microbatches.
 
 The leader of a stage's group grants them: stage 0's leader hands out new microbatches, and in the synchronous setting
-each stage's leader those that its stage has lost. A lease expires unless its trainer renews it, and so a dead trainer's
-microbatches go to another. So do those of a trainer that renews and gets nothing done, if another has nothing else to
-do. A trainer's claim to hold a microbatch counts only if the trainer was granted it. `LeaseTable` decides and is pure;
-lease_service carries its answers.
+each stage's leader those that its stage has lost. A lease expires unless its trainer renews it, so a dead trainer's
+microbatches go to another trainer. If a trainer renews but gets nothing done, its microbatches go to another trainer
+that has nothing else to do. A trainer's claim to hold a microbatch counts only if the trainer was granted it.
+`LeaseTable` decides and is pure; lease_service sends its answers.
 """
 
 import math
@@ -23,8 +23,8 @@ LEASE_SECONDS = 8.0
 has run the microbatch by then, one of the two copies is taken out before the average. DiLoCo: no other trainer ever
 runs it."""
 GATHER_SECONDS = 1.0
-"""How long a peer that takes the lead grants nothing of a synchronous round. Trainers renew their leases twice as
-often, so after this time it knows what they hold. They have enough to do meanwhile."""
+"""A peer that takes the lead grants nothing of a synchronous round for this long. Trainers renew their leases twice as
+often, so after this time the peer knows what they hold. They have enough to do meanwhile."""
 LONGEST_GATHER_SECONDS = 5.0
 """The same as GATHER_SECONDS, while a peer of the stage has not reported yet which microbatches it has."""
 SETTLE_SECONDS = 0.75
@@ -32,19 +32,20 @@ SETTLE_SECONDS = 0.75
 LONGEST_QUIET_SECONDS = 20.0
 """The same as SETTLE_SECONDS, while a peer of the stage has not reported which microbatches it has."""
 SHOWN_SECONDS = 1.5
-"""How long it may take, while a round goes on, until a microbatch that its trainer is done with shows as committed."""
+"""The longest time, while a round goes on, from the trainer's ack of a microbatch until the microbatch shows as
+committed."""
 LOST_SECONDS = LEASE_SECONDS
 """A microbatch that does not show as committed for this long after its ack is lost, even while the round goes on. Lines
 stall for some seconds, and a member waits as long for a retry."""
 LEAST_SKIP, MOST_SKIP = 1 << 12, 1 << 30
-"""DiLoCo: how many ids a new leader skips, since its predecessor may have granted them to a trainer that has not
-reported yet. The number is drawn at random, because where the network is parted the predecessor may go on granting, or
-a second peer take over as well: an id may be left out, but not be used twice."""
+"""DiLoCo: bounds of the number of ids that a new leader skips, because its predecessor may have granted them to a
+trainer that has not reported yet. The number is drawn at random. If the network is split, the predecessor may go on
+granting, or a second peer may take over too. An id may be left out, but must not be used twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundView:
-    """What a leader knows of its stage's round."""
+    """A leader's view of its stage's round."""
 
     round: int
     committed: Set[int]
@@ -105,8 +106,8 @@ class LeaseTable:
         """Renew a trainer's leases, take back what it released, and grant it up to `count` microbatches.
 
         Args:
-            holding: microbatches of the current round on which the trainer says that it still works.
-            released: microbatches that it gives back without having run them.
+            holding: microbatches of the current round on which the trainer still works, by its own account.
+            released: microbatches that it gives back without running them.
             acknowledged: microbatches that it has acknowledged to stage 0, or is about to.
             all_granted: at a later stage, whether stage 0 has granted the whole round. If not, trainers have better to
                 do than to replay microbatches with which a member may come back.
@@ -137,7 +138,7 @@ class LeaseTable:
         return self._round
 
     def _note_lead(self) -> None:
-        """Let the lead begin anew if no trainer asked for a while: this peer was away, and others may have led."""
+        """If no trainer asked for a while, count this peer as a new leader: it was away, and others may have led."""
         now = self._clock.monotonic()
         if now - self._asked_at >= GATHER_SECONDS:
             self._leads_since = now
@@ -152,9 +153,9 @@ class LeaseTable:
         self, view: RoundView, trainer: Trainer, holding: Collection[int], acknowledged: Collection[int], *,
         gathers: bool,
     ) -> None:  # fmt: skip
-        """Note what a trainer says of leases that this leader has not granted, as far as the trainer is believed."""
+        """Note a trainer's claims about leases that this leader has not granted, as far as they are believed."""
         state, now = self._round, self._clock.monotonic()
-        # Acks that a new leader is told before it grants anything were sent before it led, or soon after.
+        # Acks that a new leader learns of before it grants anything were sent before it led, or soon after.
         at = self._leads_since if now - self._leads_since < GATHER_SECONDS else now
         for microbatch in acknowledged:
             # Stage 0 has granted the microbatch itself, and so can check this. A later stage cannot.
@@ -179,8 +180,8 @@ class LeaseTable:
             known = self._round.finished.keys() | view.counted
             fresh = [microbatch for microbatch in wanted if microbatch not in known]
             if fresh:
-                # A trainer gets only a share: if it had all, the others would have nothing to do, and all would be lost
-                # with it.
+                # A trainer gets only a share. If it got all, the others would have nothing to do, and all would be lost
+                # if it died.
                 share = math.ceil(len(fresh) / (2 * self._trainers.num_parts(trainer) - 1))
                 return self._lease(trainer, self._round.allowed(trainer, fresh)[: min(count, share)])
         if not all_granted:
@@ -188,10 +189,10 @@ class LeaseTable:
         # Microbatches of a member that does not answer are replayed, as a trainer that asks now has nothing better to
         # do. If the member comes back, two members count the same microbatch, and one of them gives it up.
         missing = [m for m in wanted if m in away and self._seconds_since(m) >= SHOWN_SECONDS]
-        # Reports are not awaited for ever: a peer may serve that the leader reaches and that never reaches the leader.
+        # Reports are not awaited for ever, because a peer may be unable to reach the leader.
         all_told = not view.awaits_reports or view.quiet_seconds >= LONGEST_QUIET_SECONDS
         if not missing and all_committed and all_told and view.quiet_seconds >= SETTLE_SECONDS:
-            # Trainers are done with these, yet no member counts them: the member that did must have died.
+            # Trainers have acknowledged these, but no member counts them. The member that had them must have died.
             missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
         return self._lease_replays(trainer, missing, count, all_granted=True)
 
@@ -230,7 +231,7 @@ class LeaseTable:
     ) -> Grant:
         if not microbatches:
             return Grant(microbatches=(), all_granted=all_granted)
-        # A replay may be done before its trainer renews the lease, so its grant counts as arrived at once.
+        # A replay may end before its trainer renews the lease, so its grant counts as arrived from the start.
         is_replay = accumulate_only_at is not None
         for microbatch in microbatches:
             self._round.give(trainer, microbatch, is_replay=is_replay, has_arrived=is_replay)
@@ -250,7 +251,7 @@ class LeaseTable:
         if self._next is None or (known >= self._next and known != self._skipped):
             self._skipped = known
             self._next = known + 1 + self._rng.randrange(LEAST_SKIP, MOST_SKIP) if known >= 0 else 0
-            # No run gets this far, so a trainer has made an id up. Ids beyond LARGEST_COUNT are refused everywhere.
+            # No run gets this far, so a trainer has invented an id. Ids beyond LARGEST_COUNT are refused everywhere.
             is_made_up = self._next > LARGEST_COUNT // 2
             # No id is known though the run has gone on: this peer has downloaded its state, which contains no ids. It
             # must not begin with 0 again.

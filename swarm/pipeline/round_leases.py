@@ -1,11 +1,12 @@
-"""Which trainer holds which microbatch of a synchronous round, is done with it, or has had it for too long.
+"""The leases of a synchronous round: which trainer holds which microbatch, has acknowledged it, or has held it for too
+long.
 
-Used by leases, which decides what is granted to which trainer. Whatever trainers say, this is bounded by the round's
-microbatches and the number of bearers: a trainer holds only microbatches that it was granted.
+Used by leases, which decides what is granted to which trainer. The memory is bounded by the round's microbatches and
+the number of bearers, whatever trainers claim: a trainer holds only microbatches that it was granted.
 
-No trainer can prove what a leader that died has granted it, but if trainers were not believed, work of honest ones
-would be done twice. So while a new leader gathers, each bearer's claims are believed up to its share of the round. No
-share is the whole round, and bearers that claim less come first.
+No trainer can prove what a dead leader has granted it. But if trainers were not believed, work of honest ones would be
+done twice. So while a new leader gathers, each bearer's claims are believed up to its share of the round. No share is
+the whole round, and bearers that claim less come first.
 """
 
 import math
@@ -25,7 +26,7 @@ class Lease:
     granted_at: float
     is_replay: bool
     has_arrived: bool
-    """Whether the trainer is known to have heard of the grant: the answer that grants it may be lost."""
+    """Whether the trainer is known to have received the grant. (The answer with the grant may be lost.)"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class _Claim:
-    """The microbatches that a trainer says an earlier leader has granted it."""
+    """The microbatches that an earlier leader has granted to a trainer, by the trainer's own account."""
 
     holding: frozenset[int]
     acknowledged: frozenset[int]
@@ -92,7 +93,7 @@ class RoundLeases:
     def renew(
         self, trainer: Trainer, holding: Collection[int], released: Collection[int], acknowledged: Collection[int]
     ) -> None:
-        """Renew those of a trainer's leases that it still holds; end the others as given back or done."""
+        """Renew the leases that a trainer still holds. End its other leases, as given back or as acknowledged."""
         now = self._clock.monotonic()
         for microbatch, lease in [(m, lease) for m, lease in self.leases.items() if lease.trainer == trainer]:
             if microbatch in released:
@@ -113,7 +114,7 @@ class RoundLeases:
     # -- what an earlier leader has granted --------------------------------------------------------------------------
 
     def note_claim(self, trainer: Trainer, holding: Collection[int], acknowledged: Collection[int]) -> None:
-        """Replace a trainer's earlier claim by what it says now.
+        """Replace a trainer's earlier claim by its present one.
 
         All trainers of one bearer together can claim no more than the round: a claim that exceeds this is dropped.
         """
@@ -125,16 +126,17 @@ class RoundLeases:
             self._claims.pop(trainer, None)
 
     def believe_claims(self, committed: Set[int], *, is_replay: bool, at: float) -> None:
-        """Begin leases that trainers claim to hold and note what they claim to be done with, up to each bearer's share.
+        """Begin the leases that trainers claim to hold, and note the microbatches that they claim to have acknowledged,
+        up to each bearer's share.
 
         Args:
-            committed: committed microbatches, for which no trainer's word is needed.
+            committed: committed microbatches, for which no claim is needed.
             at: the time that counts for their acks.
         """
         by_bearer = Counter[str]()
         for trainer, claim in self._claims.items():
             by_bearer[trainer.bearer] += claim.size
-        # No bearer is believed to hold a whole round, or a trainer that is about to ask would get nothing.
+        # No bearer is believed to hold a whole round. Otherwise a trainer that is about to ask would get nothing.
         left = dict.fromkeys(by_bearer, math.ceil(len(self.ids) / max(2, len(by_bearer))))
         known = self.leases.keys() | self.finished.keys() | committed
         for trainer, claim in sorted(self._claims.items(), key=lambda item: (by_bearer[item[0].bearer], item[0])):
@@ -151,7 +153,7 @@ class RoundLeases:
     # -- how leases end ----------------------------------------------------------------------------------------------
 
     def note_committed(self, committed: Set[int]) -> None:
-        """End the leases of microbatches that some member has committed, and learn how long these took."""
+        """End the leases of microbatches that some member has committed, and note how long these took."""
         now = self._clock.monotonic()
         # This is done now, because members may have forgotten what they committed when a dead trainer's lease expires.
         for microbatch in self.leases.keys() & committed:
@@ -196,10 +198,11 @@ class RoundLeases:
                 del self.leases[microbatch]
 
     def allowed(self, trainer: Trainer, microbatches: Sequence[int]) -> list[int]:
-        """Those of the microbatches that this trainer may have, because no other trainer that wants work comes first.
+        """The microbatches that this trainer may have, because no other trainer that wants work comes first.
 
-        A replay is left to the trainer that ran the microbatch, as it knows the peers that need not compute it again.
-        If that fails the other trainers follow, and bearers that have had the microbatch less often come first.
+        A replay first goes to the trainer that ran the microbatch, because that one knows the peers that need not
+        compute it again. If that fails, the other trainers follow. Bearers that have had the microbatch less often come
+        first.
         """
         rivals = self._trainers.rivals(trainer)
 

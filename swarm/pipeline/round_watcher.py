@@ -1,7 +1,7 @@
-"""Follows the rounds from outside: what a trainer learns of the stages by asking their peers.
+"""Follows the rounds for a trainer, which asks the stages' peers about them.
 
-One peer of each stage is asked to describe itself, and answers once the stage has gone on, or after a while. When every
-stage has committed a round, that is one step; its figures are gathered over the stages.
+One peer of each stage is asked to describe itself. It answers once its stage is at a new round, or after a while. A
+round that every stage has committed is one step, whose figures are collected from the stages.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ class StepReport:
     averaged_fraction: float
     """The share of its parameters that a stage averaged in the round, as a mean over the stages."""
     cost: RoundCost
-    """What averaging cost the peers that were asked, one for each stage, together; times are those of the slowest."""
+    """The cost of averaging, summed over the peers that were asked, one for each stage. Times are those of the
+    slowest."""
     wait_seconds: float
     """The longest time that a stage waited before and after its exchange, with its contribution closed."""
     num_attempts: int
@@ -72,7 +73,8 @@ class RoundWatcher:
         self._rounds: dict[int, int] = {}
         """The highest round that each stage has reached, once it has answered."""
         self._present: dict[int, int] = {}
-        """The round of each stage now: a stage that was lost may have come back at an earlier one."""
+        """The present round of each stage. It may be lower than in `_rounds`: a lost stage may have come back at an
+        earlier round."""
         self._obstacles: dict[int, Obstacle] = {}
         """By stage: why none of its peers answered."""
         self._device_bytes = 0
@@ -98,7 +100,7 @@ class RoundWatcher:
         return self._obstacles.get(stage)
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
-        """Ask every stage once. Of a stage that does not answer, the earlier answer stays.
+        """Ask every stage once. If a stage does not answer, its earlier answer is kept.
 
         A peer whose stage is still at the same round may wait with its answer for `wait_seconds`.
         """

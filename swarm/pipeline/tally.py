@@ -1,4 +1,4 @@
-"""What one trainer has seen of each step: losses, targets, and how long microbatches were under way. Pure."""
+"""One trainer's figures of each step: losses, targets, and the time in which microbatches were under way. Pure."""
 
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -8,7 +8,7 @@ from swarm.machine.clock import Clock
 
 @dataclass
 class StepTotals:
-    """What one trainer has seen since the last step.
+    """One trainer's figures since the last step.
 
     Attributes:
         losses: the mean loss and the number of targets of each microbatch that counts for the step's round.

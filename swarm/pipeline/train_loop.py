@@ -61,7 +61,7 @@ class TrainLoop(HopListener):
     ) -> None:  # fmt: skip
         """
         Args:
-            on_waiting: hears which stage is waited for because none of its peers takes work.
+            on_waiting: called with a stage that is waited for because none of its peers takes work.
         """
         self._config = config
         self._data = data
@@ -91,7 +91,7 @@ class TrainLoop(HopListener):
             self._on_waiting(stage, obstacle)
 
     async def run(self, first: int, count: int, on_step: Callable[[Step], Awaitable[None]]) -> None:
-        """Train until the swarm has committed rounds `first` to `first + count - 1`; `on_step` hears of each.
+        """Train until the swarm has committed rounds `first` to `first + count - 1`. `on_step` is called for each.
 
         Raises:
             ExceptionGroup of SwarmErrors: microbatch after microbatch failed, or no leader serves this trainer.
@@ -121,7 +121,7 @@ class TrainLoop(HopListener):
                 await self._clock.sleep(LOOK_SECONDS)
                 await self._watcher.poll(ROUND_WAIT_SECONDS)
             now = self._clock.monotonic()
-            # A peer is in the next round a moment before it has the figures of the last one.
+            # A peer enters the next round a moment before it has the figures of the last one.
             for _ in range(REPORT_POLLS):
                 if self._watcher.report(number) is not None:
                     break

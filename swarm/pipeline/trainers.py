@@ -1,7 +1,7 @@
-"""The trainers that a leader hears of: which of them are alive and want work, and how much each may hold.
+"""The trainers that ask a leader for work: which of them are alive and want work, and how much each may hold.
 
-Used by leases alone. Trainers are told apart by name, but shares and bans go by bearer, that is by token, or by address
-in an open run: a bearer may use any number of names, but all together get no more than one would. Knows no microbatch.
+Used by leases. Trainers are distinguished by name. But shares and bans go by bearer, that is by token, or by address in
+an open run: a bearer may use any number of names, but together these get no more than one would.
 """
 
 import math
@@ -19,12 +19,14 @@ has nothing else to do, since at the end of a round everybody would wait for the
 KNOWN_SECONDS = 0.5
 """A trainer that asked for work within this time counts as wanting some: trainers with room ask all the time."""
 LEAST_PATIENCE_SECONDS, FIRST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 20.0, 60.0, 600.0
-"""If a lease is renewed for longer than a patience, and its microbatch still not counted, the microbatch goes to a
-trainer that has nothing else to do. These are the least patience, the one before any measurement, and the most."""
+"""If a lease is renewed for longer than a certain time, the patience, and its microbatch is still not counted, the
+microbatch goes to a trainer that has nothing else to do. These are the least patience, the one before any measurement,
+and the most."""
 PATIENCE = 4.0
 """The patience, in multiples of the time that a microbatch takes from its grant until it is counted."""
 BAN_SECONDS, MOST_BAN_SECONDS = 20.0, 3600.0
-"""How long a bearer gets nothing after another one has run what it held for too long; doubled each time."""
+"""How long a bearer gets nothing after it held microbatches for too long and another bearer has run them. Doubled each
+time."""
 FORGIVEN_AFTER = 10.0
 """Once a ban has been over for this many times its length, the bearer's next ban is as short as a first one."""
 MAX_BANS = 4096
@@ -32,7 +34,7 @@ MAX_BANS = 4096
 
 
 class Trainer(NamedTuple):
-    """What tells one trainer from others.
+    """What identifies a trainer.
 
     Attributes:
         bearer: the token that the trainer uses; in an open run, its address.
@@ -50,7 +52,7 @@ class _Ban:
 
 
 class Trainers:
-    """What one leader knows of its trainers."""
+    """A leader's record of its trainers."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -87,7 +89,7 @@ class Trainers:
         return {other.bearer for other in self._wanted_at} - {trainer.bearer}
 
     def num_parts(self, trainer: Trainer) -> int:
-        """Into how many equal parts work is divided, of which the trainer gets one."""
+        """The number of equal parts into which work is divided; the trainer gets one of them."""
         return _num_parts(trainer, self._wanted_at.keys() | {trainer})
 
     def room(self, trainer: Trainer, size: int, held: Counter[Trainer]) -> int:
@@ -125,7 +127,7 @@ class Trainers:
         return min(MOST_PATIENCE_SECONDS, max(LEAST_PATIENCE_SECONDS, usual))
 
     def ban(self, bearer: str) -> None:
-        """Give a bearer nothing for a while, as long as others are there."""
+        """Ban a bearer: it gets nothing for a while, as long as others are there."""
         now, last = self._clock.monotonic(), self._bans.pop(bearer, None)
         if last is not None and now < last.until:
             self._bans[bearer] = last
@@ -137,7 +139,7 @@ class Trainers:
             del self._bans[next(iter(self._bans))]
 
     def is_banned(self, bearer: str) -> bool:
-        """Whether a bearer gets nothing. That is so while it is under a ban and another one without a ban is there."""
+        """Whether a bearer gets nothing, because it is under a ban, and a bearer without a ban is there."""
         if not self._is_under_ban(bearer):
             return False
         return any(
@@ -151,6 +153,7 @@ class Trainers:
 
 
 def _num_parts(trainer: Trainer, sharing: Collection[Trainer]) -> int:
-    """Into how many parts work is divided: bearers get equal parts, which they divide between their trainers."""
+    """The number of parts into which work is divided. Bearers get equal parts, which are divided between their
+    trainers."""
     num_own = sum(other.bearer == trainer.bearer for other in sharing)
     return len({other.bearer for other in sharing}) * num_own

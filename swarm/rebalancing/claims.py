@@ -1,9 +1,10 @@
 """The layout that follows from the DHT's records: which peers count at which stage, given the claims.
 
-Asked by the stage peer's program. A claim says where its peer is about to serve; other peers count it as if it were
-there already, so that two do not fill one gap. A peer that claims looks again a little later, when it sees all claims
-that were made at the same time: it counts those that come before its own, and leaves out those that come after. All
-peers order claims in the same way, so of two that want the same gap one finds it taken. Pure.
+Used by the stage peer's program. A claim names the stage that its peer is about to serve. Other peers count that peer
+as if it were there already, so that two peers do not fill one gap. A peer that claims looks again a little later, when
+it can see all claims that were made at the same time. It counts the claims that come before its own, and leaves out
+those that come after. All peers order claims in the same way, so of two that want the same gap one finds it taken.
+Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

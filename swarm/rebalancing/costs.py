@@ -1,4 +1,4 @@
-"""How much work a sample is at each stage, relative to the other stages, by the run's configuration alone.
+"""The work for one sample at each stage, relative to the other stages. It follows from the run's configuration alone.
 
 Used by swarm.rebalancing to guess what throughput a peer would have elsewhere. Reports of a stage's peers are not used:
 they say as much about the peers' machines as about the stage, and change all the time. Never asks a peer anything.

@@ -26,7 +26,7 @@ from swarm.types import PeerId
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a move has to bring. The defaults are for peers whose figures are mostly right to 5 %."""
+    """The gain that a move must bring. The defaults are for peers whose figures are mostly right to 5 %."""
 
     hysteresis: float = 0.2
     """The gain that the pipeline's throughput must have, as a multiple of the root of the summed squares of the

@@ -1,4 +1,4 @@
-"""What one peer concludes from its looks at the DHT: which stage to join, and whether to move.
+"""One peer's conclusions from its looks at the DHT: which stage to join, and whether to move.
 
 Asked by the stage peer's program and by simulations, which pass in what they read and act on the conclusions. Keeps
 what the peer has learnt from look to look: how long others stay, which throughput it measured itself, which stages it
@@ -24,7 +24,7 @@ Records = Mapping[int, Sequence[PeerRecord]]
 
 
 class Judgement:
-    """What one peer concludes. Every argument `closed` holds the stages that the peer cannot enter.
+    """One peer's conclusions. Every argument `closed` holds the stages that the peer cannot enter.
 
     Every `now` is seconds of a clock that never goes back. The peer also avoids stages that it failed to enter.
     """

@@ -1,10 +1,10 @@
 """One stage's priority queue of peers, for the router (swarm.routing.router).
 
-Every choice takes the peer with the least expected finish time, and moves that time on by what the work will take
-there, so that shares follow throughput (interleaved weighted round-robin, SWARM, arXiv 2301.11913, Algorithm 1). Finish
-times are in virtual time, which only choices advance (self-clocked fair queueing, Golestani 1994): an idle period gives
-no peer credit or debt, and a router that sends a small part of a stage's load keeps the same shares as one that sends
-it all. Never waits, never scans: a choice is O(log peers).
+Every choice takes the peer with the least expected finish time, and adds to that time what the work will take there. So
+shares follow throughput (interleaved weighted round-robin, SWARM, arXiv 2301.11913, Algorithm 1). Finish times are in
+virtual time, which only choices advance (self-clocked fair queueing, Golestani 1994): an idle period gives no peer
+credit or debt, and a router that sends a small part of a stage's load keeps the same shares as one that sends it all.
+Never waits, never scans: a choice is O(log peers).
 """
 
 import heapq
@@ -247,7 +247,7 @@ class PeerQueue:
             self._set_aside(self._members[peer_id], now)
 
     def links(self) -> dict[PeerId, Link]:
-        """What is known of the line to each member. O(peers)."""
+        """Measurements of the line to each member. O(peers)."""
         return {peer_id: member.link for peer_id, member in self._members.items()}
 
     def left_alone(self, now: float) -> list[LeftAlone]:

@@ -1,8 +1,8 @@
 """Chooses the peer that takes the next microbatch.
 
-Used by the hop (trainers and stage peers alike) and by the simulator, which runs this very code on virtual time. Knows
-only what it is told: the directory brings announcements, the hop brings outcomes. Pure: time and chance come in as
-arguments; it never waits, connects, or retries.
+Used by the hop (trainers and stage peers alike) and by the simulator, which runs the same code on virtual time.
+Announcements come from the directory, and outcomes from the hop. Pure: time and chance come in as arguments; it never
+waits, connects, or retries.
 """
 
 import random
@@ -34,7 +34,7 @@ class Gone:
     has_left: bool
 
     def in_words(self, now: float) -> str:
-        """What became of the peer, in words. `now` is monotonic seconds."""
+        """What happened to the peer, in words. `now` is monotonic seconds."""
         did = "left" if self.has_left else "fell silent"
         return f"its last one, {self.name}, {did} {max(0.0, now - self.last_at):.0f} s ago"
 
@@ -115,7 +115,7 @@ class Router:
         return self._queues[stage].banned(self._clock.monotonic())
 
     def links(self, stage: int) -> dict[PeerId, Link]:
-        """What is known of the line to each serving peer of a stage. O(peers)."""
+        """Measurements of the line to each serving peer of a stage. O(peers)."""
         return self._queues[stage].links()
 
     def left_alone(self, stage: int) -> list[LeftAlone]:
@@ -181,7 +181,7 @@ class Router:
         return self._queues[stage].next_available_seconds(self._clock.monotonic())
 
     def _last_of(self, former: Sequence[PeerRecord], records: Sequence[PeerRecord]) -> Gone:
-        """The former peer of a stage that announced itself last. The time that it gives is bounded."""
+        """The former peer of a stage that announced itself last. The time in its announcement is bounded."""
         last = max(former, key=lambda record: record.announced_at)
         ago = min(max(0.0, self._clock.time() - last.announced_at), MOST_SILENT_SECONDS)
         has_left = any(record.peer_id == last.peer_id for record in records)

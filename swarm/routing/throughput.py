@@ -1,7 +1,7 @@
 """How long a peer is expected to take over one sample.
 
-Kept for every peer by the stage's queue (swarm.routing.peer_queue). What peers say of themselves is bounded, not
-trusted, and NaN counts as slow. Never reads a clock.
+The stage's queue (swarm.routing.peer_queue) keeps one for every peer. Peers' own figures are bounded, not trusted, and
+NaN counts as slow. Never reads a clock.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _LONGEST_QUEUE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What a reply tells of its peer."""
+    """The figures about a peer in its reply."""
 
     num_samples: int
     busy_seconds: float | None
@@ -56,7 +56,7 @@ class MovingAverage:
 
 
 class Link:
-    """What is known of the line to one peer. It is only shown to people."""
+    """Measurements of the line to one peer. They are only shown to people."""
 
     def __init__(self) -> None:
         self._round_trip = MovingAverage(PEER_SMOOTHING)

@@ -1,8 +1,8 @@
 """Bounds on the numbers and lists in a message; those of an honest peer are always within them.
 
 Used by guard for every request, and by callers for answers of peers. Numbers within the bounds can be added up and sent
-on without overflowing, and lists within them cost the reader little. Knows nothing of what the fields are for. Every
-message of every stream is checked here, so texts and bytes, which many consist of, are not looked at.
+on without overflow, and lists within them cost the reader little. Every message of every stream is checked here. So
+texts and bytes, of which many messages consist, are not looked at.
 """
 
 import math

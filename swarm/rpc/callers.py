@@ -1,4 +1,4 @@
-"""Callers: which one a call is from, and how much of this peer a single one may take.
+"""Callers: identifies the caller of each call, and limits how much of this peer one caller may use.
 
 Used by guard, which counts the calls, and by servicers, which count what they keep for a call. In a locked run a caller
 is a member's id. In an open one it is an IP address, so that all processes on one machine are one caller; of an IPv6
@@ -50,7 +50,7 @@ _TUNNELLED = "127.77."
 
 
 class Callers:
-    """Counts what each caller takes of this peer now: calls, and kept bytes."""
+    """Counts what each caller uses of this peer now: calls, and kept bytes."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ def tunnel_source(caller: str) -> str:
     """The loopback address from which a caller that came through a tunnel is connected to this peer's own server.
 
     Args:
-        caller: what identifies the caller, as the meeting point tells it.
+        caller: the caller's identification, from the meeting point.
     """
     first, second = hashlib.sha256(caller.encode()).digest()[:2]
     return f"{_TUNNELLED}{first}.{second}"

@@ -37,7 +37,7 @@ READY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Opened:
-    """A channel; and the road that opens its connections, where gRPC does not dial by itself."""
+    """A channel, and the Road that opens its connections; None if gRPC dials by itself."""
 
     channel: grpc.aio.Channel
     road: Road | None = None

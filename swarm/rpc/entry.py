@@ -1,8 +1,8 @@
 """A peer and where its gRPC server is: PEER_ID@HOST:PORT, of which an invite holds one or several.
 
 Used by swarm-peer, which writes it to its log, and by dht/lookup and meeting/, which connect. The id makes it safe to
-copy: a peer that answers has to show that id's certificate before it is told or asked anything. Never looks up where a
-peer is.
+copy: a peer that answers has to show that id's certificate before anything is sent to it. Never looks up a peer's
+address.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""Which caller may call what: decided once, here, before any servicer sees a call.
+"""Decides which caller may make which call, before any servicer sees the call.
 
-Given to every peer's gRPC server. In a locked run a caller needs a certificate that holds now, a trainer may call what
-trainers need and nothing else, and no member may speak for another one. In both kinds of run the calls of one caller
-are counted. Never looks at what a call is about.
+Given to every peer's gRPC server. In a locked run a caller needs a certificate that is valid now, a trainer may make
+only the calls that trainers need, and no member may send in another one's name. In both kinds of run the calls of each
+caller are counted. The contents of a call are not looked at.
 """
 
 from collections import Counter
@@ -82,7 +82,7 @@ class Guard(grpc.aio.ServerInterceptor):
     """Stands between gRPC and all services of one server."""
 
     authority: Authority | None
-    """Tells who is a member of a locked run; None in an open one, where every caller has all rights."""
+    """Checks who is a member of a locked run; None in an open run, where every caller has all rights."""
     callers: Callers
     clock: Clock
     stage: Callable[[], int]
@@ -191,7 +191,8 @@ class Guard(grpc.aio.ServerInterceptor):
         return num_bytes
 
     async def _refuse_slowly(self, caller: Caller, context: Context, error: Overloaded) -> NoReturn:
-        """Refuse a call after a wait, or its caller would ask again at once. Waits take memory: only MAX_CALLS wait."""
+        """Refuse a call after a wait, because otherwise its caller would ask again at once. At most MAX_CALLS wait,
+        since waits take memory."""
         if self._num_refused[caller] < MAX_CALLS:
             self._num_refused[caller] += 1
             try:

@@ -1,4 +1,4 @@
-"""An invite: one word that says which run it is to, and through which peers a joiner enters that run.
+"""An invite: one word that names a run, and the peers through which a joiner enters it.
 
     swarm://1...    "1" is the version of the form; after it come base58 digits, which have no 0, O, I or l
 

@@ -1,4 +1,5 @@
-"""Whose turn it is to download from this peer: one at a time, and with less than all of the line while it trains.
+"""Gives turns to the peers that download from this one: one at a time, and with only a part of the line while this peer
+trains.
 
 Used by averaging/catching_up/donor and by content/servicer, for pieces of some megabytes. If downloads share a line,
 each takes as long as all together. One after the other, all but the last end sooner, and a peer that has its state is a
@@ -23,7 +24,7 @@ TURN_SECONDS = 600.0
 RETRY_SECONDS = 1.0
 """How long a peer that waits for its turn waits before it asks again."""
 KEPT_SECONDS = 5.0
-"""How long a peer that waits for its turn keeps its place without asking."""
+"""A peer that waits for its turn keeps its place for this long without asking."""
 MOST_WAITING = 64
 YIELD_SECONDS = 5.0
 """How long a piece waits at most for an exchange under way here, which needs the line first. The peer that downloads

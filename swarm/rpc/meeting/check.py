@@ -1,10 +1,10 @@
-"""Whether others reach a peer: both ends of the question.
+"""Finds out whether others reach a peer: the caller's side and the servicer's side.
 
-A peer that joins asks two or three others, which dial it back and tell what they reached. `DialBack` is their end, and
-must not serve as a port scanner. Of an address other than the caller's own it tells only whether the asking peer itself
-answers there, which TLS proves, or that this machine has no way to such an address; and a "no" always takes the same
-time. A node of the DHT is dialled only where its peer has proved itself, or at the caller's own address. A few callers
-are answered at a time.
+A peer that joins asks two or three others, which dial it back and answer which endpoints they reached. `DialBack` is
+their side, and must not serve as a port scanner. About an address other than the caller's own, it answers only whether
+the asking peer itself is there, which TLS proves, or that this machine has no way to such an address. A "no" always
+takes the same time. A node of the DHT is dialled only where its peer has proved itself, or at the caller's own address.
+A few callers are answered at a time.
 """
 
 import asyncio
