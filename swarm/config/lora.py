@@ -89,6 +89,6 @@ class LoraConfig:
 
 def targets_of(model: ModelConfig) -> dict[str, tuple[Group, ...]]:
     """The groups of a layer's matrices, by the name of each target in transformers."""
-    if model.positions == "learned":
+    if model.learns_positions:
         return _GPT2
-    return {name: groups for name, groups in _LLAMA.items() if name != "gate_proj" or model.feed_forward == "swiglu"}
+    return {name: groups for name, groups in _LLAMA.items() if name != "gate_proj" or model.is_gated}

@@ -1,7 +1,7 @@
 """`[model]`: the transformer."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never, cast, get_args
 
 from swarm.config.checks import (
     STRICT,
@@ -17,7 +17,7 @@ MOST_LAYERS = 100_000
 """The most layers of a model: it would take minutes to count more, and no machine could hold them."""
 MOST_END_TOKENS = 64
 """The most end tokens of one model."""
-BLOCK_TYPES = ("tp", "spd", "parallel")
+BlockType = Literal["tp", "spd", "parallel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,9 @@ class ModelConfig:
             require(self.num_shards == 1, "model.num_shards is for layers that have model.block_types")
             return
         named = [self.block_types] if isinstance(self.block_types, str) else self.block_types
+        known = get_args(BlockType)
         for name in named:
-            require(name in BLOCK_TYPES, f"model.block_types: there is no {name[:80]!r}, only {', '.join(BLOCK_TYPES)}")
+            require(name in known, f"model.block_types: there is no {name[:80]!r}, only {', '.join(known)}")
         require(
             isinstance(self.block_types, str) or len(self.block_types) == self.num_layers,
             f"model.block_types has {len(self.block_types)} entries for {self.num_layers} layers",
@@ -181,7 +182,7 @@ class ModelConfig:
             f"model.rope_low_frequency_factor ({self.rope_low_frequency_factor}) must be below "
             f"model.rope_high_frequency_factor ({self.rope_high_frequency_factor})",
         )
-        if self.positions == "learned":
+        if self.learns_positions:
             require(self.max_positions > 0, "model.positions = 'learned' needs model.max_positions")
             require(self.rope_scaling == "none", "model.rope_scaling is for model.positions = 'rope'")
 
@@ -199,11 +200,45 @@ class ModelConfig:
             )
 
     @property
-    def types_of_blocks(self) -> tuple[str, ...]:
+    def types_of_blocks(self) -> tuple[BlockType, ...]:
         """The block type of each layer; empty if the model has none."""
-        if isinstance(self.block_types, str):
-            return (self.block_types,) * self.num_layers if self.block_types else ()
-        return self.block_types
+        if not self.block_types:
+            return ()
+        is_one = isinstance(self.block_types, str)
+        return cast(tuple[BlockType, ...], (self.block_types,) * self.num_layers if is_one else self.block_types)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward block has a gate: a second matrix that reads, beside the one called up."""
+        match self.feed_forward:
+            case "swiglu":
+                return True
+            case "gelu":
+                return False
+            case other:
+                assert_never(other)
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether queries and keys are rotated by their positions."""
+        match self.positions:
+            case "rope":
+                return True
+            case "learned":
+                return False
+            case other:
+                assert_never(other)
+
+    @property
+    def learns_positions(self) -> bool:
+        """Whether a trained vector for each position is added to the embedding."""
+        match self.positions:
+            case "learned":
+                return True
+            case "rope":
+                return False
+            case other:
+                assert_never(other)
 
     @property
     def kv_heads(self) -> int:

@@ -8,6 +8,7 @@ heads, K head width, J half a head's width, R trained columns of the residual st
 
 import math
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -40,20 +41,28 @@ def rotary_tables(model: ModelConfig, positions_T: Tensor) -> tuple[Tensor, Tens
 
 
 def rotary_frequencies(model: ModelConfig, device: torch.device) -> Tensor:
-    """Radians per position for each pair of a head's elements: [J], float32.
-
-    With `rope_scaling = "llama3"` waves that are long beside the sequences of the first training are stretched, short
-    waves stay, and between the two both are mixed in proportion to how often a wave fits into such a sequence (Llama
-    3.1's apply_scaling).
-    """
+    """Radians per position for each pair of a head's elements: [J], float32."""
     head_width = model.width_of_heads
     exponents_J = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     frequencies_J = 1.0 / model.rope_theta**exponents_J
-    if model.rope_scaling == "none":
-        return frequencies_J
     slowed_J = frequencies_J / model.rope_factor
-    if model.rope_scaling == "linear":
-        return slowed_J
+    match model.rope_scaling:
+        case "none":
+            return frequencies_J
+        case "linear":
+            return slowed_J
+        case "llama3":
+            return _scaled_as_in_llama3(model, frequencies_J, slowed_J)
+        case other:
+            assert_never(other)
+
+
+def _scaled_as_in_llama3(model: ModelConfig, frequencies_J: Tensor, slowed_J: Tensor) -> Tensor:
+    """Scale as Llama 3.1's apply_scaling does.
+
+    Waves that are long beside the sequences of the first training are stretched, short waves stay, and between the two
+    both are mixed in proportion to how often a wave fits into such a sequence.
+    """
     low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
     wavelengths_J = 2 * math.pi / frequencies_J
     share_kept_J = (model.rope_original_positions / wavelengths_J - low) / (high - low)

@@ -10,7 +10,8 @@ trained columns of the residual stream (D, or model.bottleneck_dim), C its other
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,7 @@ def draw(parameter: Tensor, bound: float, seed: int, name: str) -> None:
 class SwiGLU(nn.Module):
     """Gated feed-forward: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None = None) -> None:
+    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None) -> None:
         super().__init__()
         self.gate = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
         self.up = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
@@ -63,7 +64,7 @@ class SwiGLU(nn.Module):
 class GELU(nn.Module):
     """Plain feed-forward: down(gelu(up(x))), with the tanh approximation of GELU (arXiv 1606.08415, section 2)."""
 
-    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None = None) -> None:
+    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None) -> None:
         super().__init__()
         self.up = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
         self.down = WritingProjection(
@@ -75,9 +76,19 @@ class GELU(nn.Module):
         return output_BTR
 
 
-FEED_FORWARDS: Mapping[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
-"""The feed-forward blocks, by `model.feed_forward`. What they cost is in rebalancing/costs.py. Their matrices are named
-gate, up and down: shards.py, stages.py and config/lora.py go by these names."""
+def make_feed_forward(model: ModelConfig, output_width: int, shards: Shards | None) -> SwiGLU | GELU:
+    """A feed-forward block of the model's kind.
+
+    A block's matrices are named gate (where `model.is_gated`), up and down: shards.py, stages.py and config/lora.py go
+    by these names.
+    """
+    match model.feed_forward:
+        case "swiglu":
+            return SwiGLU(model, output_width, shards)
+        case "gelu":
+            return GELU(model, output_width, shards)
+        case other:
+            assert_never(other)
 
 
 class TransformerLayer(nn.Module):
@@ -101,7 +112,7 @@ class TransformerLayer(nn.Module):
         self.attention = CausalSelfAttention(model, width, shards)
         self.attention_dropout = Dropout(model.dropout, f"{self.site}.attention")
         self.feed_forward_norm = make_norm(model, model.d_model)
-        self.feed_forward = FEED_FORWARDS[model.feed_forward](model, width, shards)
+        self.feed_forward = make_feed_forward(model, width, shards)
         self.feed_forward_dropout = Dropout(model.dropout, f"{self.site}.feed_forward")
 
     def forward(

@@ -3,6 +3,8 @@
 Used by attention.py and layers.py. Shape suffixes: B samples, T positions, D width.
 """
 
+from typing import assert_never
+
 import torch
 from torch import Tensor, nn
 
@@ -24,4 +26,10 @@ class RMSNorm(nn.Module):
 
 def make_norm(model: ModelConfig, width: int) -> RMSNorm | nn.LayerNorm:
     """A norm of the model's kind."""
-    return RMSNorm(width, model.norm_epsilon) if model.norm == "rms" else nn.LayerNorm(width, model.norm_epsilon)
+    match model.norm:
+        case "rms":
+            return RMSNorm(width, model.norm_epsilon)
+        case "layer":
+            return nn.LayerNorm(width, model.norm_epsilon)
+        case other:
+            assert_never(other)

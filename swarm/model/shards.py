@@ -19,7 +19,7 @@ Shape suffixes: N shards held by this process, B samples, T positions, D model w
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -124,12 +124,18 @@ def spans(model: ModelConfig, layers: range) -> list[Span]:
     found: list[Span] = []
     for layer in layers:
         kind = model.types_of_blocks[layer]
-        if kind == "tp":
-            found += [[(layer, (sublayer,))] for sublayer in SUBLAYERS]
-        elif kind == "parallel" and layer > layers.start and model.types_of_blocks[layer - 1] == "parallel":
-            found[-1].append((layer, SUBLAYERS))
-        else:
-            found.append([(layer, SUBLAYERS)])
+        match kind:
+            case "tp":
+                found += [[(layer, (sublayer,))] for sublayer in SUBLAYERS]
+            case "spd":
+                found.append([(layer, SUBLAYERS)])
+            case "parallel":
+                if layer > layers.start and model.types_of_blocks[layer - 1] == kind:
+                    found[-1].append((layer, SUBLAYERS))
+                else:
+                    found.append([(layer, SUBLAYERS)])
+            case other:
+                assert_never(other)
     return found
 
 

@@ -25,13 +25,14 @@ Shape suffixes: B samples, T positions, D model width, R its trained columns (D 
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from swarm.config import RunConfig
+from swarm.config import ModelConfig, RunConfig
 from swarm.model.adapters import trained_parameters
 from swarm.model.attention import CacheRows, Documents, KeyValueCache, rotary_tables
 from swarm.model.functions import as_cast
@@ -67,7 +68,7 @@ class StageModule(nn.Module):
         is_last = stage == config.stages.num_stages - 1
         has_embedding = self.is_first or (is_last and config.model.tied_embeddings)
         self.embedding = Embedding(config.model) if has_embedding else None
-        has_positions = self.is_first and config.model.positions == "learned"
+        has_positions = self.is_first and config.model.learns_positions
         self.positions = Positions(config.model) if has_positions else None
         self.embedding_dropout = Dropout(config.model.dropout, "embedding")
         held = config.model if shards is None else shards.held(config.model)
@@ -110,9 +111,9 @@ class StageModule(nn.Module):
         reach = cache if documents_BT is None else Documents(documents_BT)
         # Without a cache or documents, positions begin with 0.
         positions_T = (KeyValueCache(0) if reach is None else reach).next_positions(num_positions, device)
-        is_cast = self.model.autocast == "bf16"
+        cast_dtype = _autocast_dtype(self.model)
         # If the model has no autocast of its own, an autocast of the caller stays in effect.
-        with torch.autocast(inputs.device.type, torch.bfloat16) if is_cast else contextlib.nullcontext():
+        with torch.autocast(inputs.device.type, cast_dtype) if cast_dtype else contextlib.nullcontext():
             hidden_BTR = inputs
             if self.is_first:
                 assert self.embedding is not None
@@ -121,8 +122,7 @@ class StageModule(nn.Module):
                     hidden_BTR = self.positions(hidden_BTR, positions_T)
                 hidden_BTR = self.embedding_dropout(hidden_BTR, dropout_key)
             fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
-            is_rotary = self.model.positions == "rope"
-            tables = rotary_tables(self.model, positions_T) if is_rotary else (None, None)
+            tables = rotary_tables(self.model, positions_T) if self.model.is_rotary else (None, None)
             context = (fixed_BTC, *tables, dropout_key, reach)
             run = self._run_layer if cache is None else _run_uncompiled
             if self.shards is not None:
@@ -187,11 +187,22 @@ def with_shared_casts(
     Args:
         casts: the casts of these parameters. The first call with these parameters fills it, and later ones use it.
     """
-    if not isinstance(module, StageModule) or module.model.autocast == "off":
+    if not isinstance(module, StageModule) or (cast_dtype := _autocast_dtype(module.model)) is None:
         return dict(parameters)
     if not casts:
-        casts |= {name: parameters[name].detach().to(torch.bfloat16) for name in module.product_weights()}
+        casts |= {name: parameters[name].detach().to(cast_dtype) for name in module.product_weights()}
     return {**parameters, **{name: as_cast(parameters[name], cast) for name, cast in casts.items()}}
+
+
+def _autocast_dtype(model: ModelConfig) -> torch.dtype | None:
+    """The type in which the model computes matrix products; None where it leaves that to its caller."""
+    match model.autocast:
+        case "off":
+            return None
+        case "bf16":
+            return torch.bfloat16
+        case other:
+            assert_never(other)
 
 
 def with_weights(module: StageModule, parameters: Mapping[str, Tensor]) -> StageModule:

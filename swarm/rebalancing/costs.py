@@ -28,7 +28,7 @@ def _work(config: RunConfig, stage: int, num_layers: int) -> float:
     projections = model.d_model * (query_width + 2 * kv_width)
     # On average a token attends to half of the sequence, which is multiplied twice: with its query, and as values.
     attention = config.data.sequence_length * query_width
-    num_reading = {"swiglu": 2, "gelu": 1}[model.feed_forward]
+    num_reading = 2 if model.is_gated else 1
     reads = projections + attention + num_reading * model.d_model * model.feed_forward_width
     # These are the multiplications for each column of the residual stream that a layer writes.
     writes = query_width + model.feed_forward_width

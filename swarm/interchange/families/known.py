@@ -82,15 +82,14 @@ def _computes(model: ModelConfig) -> tuple[object, ...]:
     sizes = (model.num_layers, model.d_model, model.num_heads, model.kv_heads, model.width_of_heads)
     widths = (model.feed_forward_width, model.vocab_size, model.tied_embeddings, model.norm_epsilon)
     rope: tuple[object, ...] = ()
-    if model.positions == "rope":
-        rope = (model.rope_theta,)
-        if model.rope_scaling != "none":
-            rope = (*rope, model.rope_factor)
-        if model.rope_scaling == "llama3":
-            rope = (
-                *rope,
-                model.rope_low_frequency_factor,
-                model.rope_high_frequency_factor,
-                model.rope_original_positions,
-            )
+    if model.is_rotary:
+        low_and_high = (model.rope_low_frequency_factor, model.rope_high_frequency_factor)
+        match model.rope_scaling:
+            case "none":
+                rope = (model.rope_theta,)
+            case "linear":
+                rope = (model.rope_theta, model.rope_factor)
+            case _:
+                # A way of scaling that is not named above may read any of the fields.
+                rope = (model.rope_theta, model.rope_factor, *low_and_high, model.rope_original_positions)
     return (*switches, *biases, *sizes, *widths, *rope)
