@@ -162,10 +162,10 @@ class Rebalancer:
             claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
         }
         staying = [record for record in self._known.others(stage) if record.peer_id not in leaving]
-        one_will_do = self._membership.config.averaging.quorum == "available"
+        needs_all = self._membership.config.averaging.needs_majority
         return {
             reply.peer_id
-            for reply in await self._ask(staying, num_asked=ASKED if one_will_do else len(staying))
+            for reply in await self._ask(staying, num_asked=len(staying) if needs_all else ASKED)
             if reply.round > round_number or (reply.round == round_number and lineage in ("", reply.lineage))
         }
 

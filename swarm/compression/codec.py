@@ -8,7 +8,7 @@ layout byte by byte.
 Shapes: N elements of the part.
 """
 
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import torch
 
@@ -93,6 +93,14 @@ def result_codec(config: AveragingConfig) -> Codec:
 
 
 def _codec(config: AveragingConfig, top_k: int) -> Codec:
-    if config.codec in ("topk", "dct-topk"):
-        return TopK(top_k, config.values, config.indices, transform=config.codec == "dct-topk")
-    return DctLowpass() if config.codec == DctLowpass.name else simple_codec(config.codec)
+    match config.codec:
+        case "fp32" | "fp16" | "bf16" | "int8" | "int4":
+            return simple_codec(config.codec)
+        case "topk":
+            return TopK(top_k, config.values, config.indices, transform=False)
+        case "dct-topk":
+            return TopK(top_k, config.values, config.indices, transform=True)
+        case "dct-lowpass":
+            return DctLowpass()
+        case other:
+            assert_never(other)

@@ -7,6 +7,7 @@ C columns that a tile is written in, X elements of a tile that may be kept.
 """
 
 from collections.abc import Sequence
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from swarm.compression.indices import EliasFano, IndexCoder, TwelveBit
 from swarm.compression.layout import TILE
 from swarm.compression.packing import Numbers
 from swarm.compression.values import Signs, Table, ValueCoder
+from swarm.config.averaging import Indices, Values
 from swarm.errors import MalformedMessage
 
 Places = npt.NDArray[np.int16]
@@ -39,7 +41,7 @@ class TopK:
     needs_feedback = True
     is_sparse = True
 
-    def __init__(self, top_k: int, values: str, indices: str, *, transform: bool) -> None:
+    def __init__(self, top_k: int, values: Values, indices: Indices, *, transform: bool) -> None:
         """`top_k`, `values` and `indices` are fields of AveragingConfig.
 
         Args:
@@ -49,9 +51,7 @@ class TopK:
         self._transform = transform
         self._top_k = top_k
         self._values = _value_coder(top_k, values)
-        self._indices: list[IndexCoder] = [
-            EliasFano(count) if indices == "elias-fano" else TwelveBit(count) for count in self._values.groups
-        ]
+        self._indices = [_index_coder(count, indices) for count in self._values.groups]
         self._fields = [*(field for coder in self._indices for field in coder.fields), *self._values.fields]
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
@@ -170,7 +170,23 @@ def _true_places(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return places
 
 
-def _value_coder(top_k: int, values: str) -> ValueCoder:
-    if values == "lut8":
-        return Table(top_k)
-    return Signs([top_k // 4, top_k - top_k // 4] if values == "2bit" else [top_k])
+def _value_coder(top_k: int, values: Values) -> ValueCoder:
+    match values:
+        case "lut8":
+            return Table(top_k)
+        case "2bit":
+            return Signs([top_k // 4, top_k - top_k // 4])
+        case "sign":
+            return Signs([top_k])
+        case other:
+            assert_never(other)
+
+
+def _index_coder(count: int, indices: Indices) -> IndexCoder:
+    match indices:
+        case "12bit":
+            return TwelveBit(count)
+        case "elias-fano":
+            return EliasFano(count)
+        case other:
+            assert_never(other)

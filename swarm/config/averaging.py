@@ -1,11 +1,14 @@
 """`[averaging]`: how the peers of a stage average."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from swarm.config.checks import STRICT, require, require_at_least_one, require_not_negative, require_usable_numbers
 
 CompressedCodec = Literal["fp16", "bf16", "int8", "int4", "topk", "dct-topk", "dct-lowpass"]
+CodecName = Literal["fp32", CompressedCodec]
+Values = Literal["lut8", "2bit", "sign"]
+Indices = Literal["12bit", "elias-fano"]
 Quorum = Literal["majority", "available"]
 
 
@@ -15,14 +18,14 @@ class AveragingConfig:
 
     __pydantic_config__ = STRICT
 
-    codec: Literal["fp32", CompressedCodec] = "fp32"
+    codec: CodecName = "fp32"
     """How contributions and results are encoded on the wire; docs/protocol.md has the layouts and sizes."""
     top_k: int = 64
     """`topk` and `dct-topk`: coefficients kept of each tile of 4096; a multiple of 4."""
-    values: Literal["lut8", "2bit", "sign"] = "2bit"
+    values: Values = "2bit"
     """`topk` and `dct-topk`: kept values as 8 bits by lookup table, as a sign and one of two magnitudes a tile, or as
     a sign and one magnitude a tile."""
-    indices: Literal["12bit", "elias-fano"] = "elias-fano"
+    indices: Indices = "elias-fano"
     """`topk` and `dct-topk`: places of the kept values as 12 bits each, or entropy-coded in a fixed size."""
     feedback_decay: float = 0.95
     """Share of the residual (what encoding dropped) that a member adds to its next contribution, with the codecs that
@@ -55,3 +58,14 @@ class AveragingConfig:
             self.clip_to_median == 0 or self.clip_to_median >= 1,
             f"averaging.clip_to_median must be 0 or at least 1, not {self.clip_to_median}",
         )
+
+    @property
+    def needs_majority(self) -> bool:
+        """Whether a round needs more than half of the members of the last one; if not, the live peers are enough."""
+        match self.quorum:
+            case "majority":
+                return True
+            case "available":
+                return False
+            case other:
+                assert_never(other)

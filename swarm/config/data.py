@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from swarm.config.checks import (
     STRICT,
@@ -141,7 +141,24 @@ class DataConfig:
     @property
     def has_targets(self) -> bool:
         """Whether samples say which of their tokens are targets."""
-        return self.format != "text"
+        match self.format:
+            case "text":
+                return False
+            case "chat" | "completion":
+                return True
+            case other:
+                assert_never(other)
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a chat template makes the texts."""
+        match self.format:
+            case "chat":
+                return True
+            case "text" | "completion":
+                return False
+            case other:
+                assert_never(other)
 
     @property
     def is_packed(self) -> bool:

@@ -1,7 +1,7 @@
 """`[optimizer]`: the optimizer that steps along gradients, and its learning rate."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from swarm.config.checks import STRICT, require, require_not_negative, require_positive, require_usable_numbers
 
@@ -57,12 +57,22 @@ class OptimizerConfig:
         )
         for name in ("beta1", "beta2", "momentum"):
             require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), not {getattr(self, name)}")
-        require(
-            self.schedule not in ("linear", "cosine") or self.total_samples > self.warmup_samples,
-            f"optimizer.schedule = {self.schedule!r} needs optimizer.total_samples above optimizer.warmup_samples",
-        )
-        require(
-            self.schedule != "cosine-restarts" or self.restart_samples > 0,
-            "optimizer.schedule = 'cosine-restarts' needs optimizer.restart_samples",
-        )
+        self._check_schedule()
         require(0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], not {self.final_fraction}")
+
+    def _check_schedule(self) -> None:
+        match self.schedule:
+            case "constant":
+                pass
+            case "linear" | "cosine":
+                require(
+                    self.total_samples > self.warmup_samples,
+                    f"optimizer.schedule = {self.schedule!r} needs optimizer.total_samples above "
+                    "optimizer.warmup_samples",
+                )
+            case "cosine-restarts":
+                require(
+                    self.restart_samples > 0, "optimizer.schedule = 'cosine-restarts' needs optimizer.restart_samples"
+                )
+            case other:
+                assert_never(other)

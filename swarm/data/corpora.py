@@ -71,7 +71,7 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
             lacks a field, or a dataset is too short to be divided.
     """
     tokenizer = tokenizers.load(config.tokenizer)
-    template = chat.beside(config.tokenizer, now=lambda: chat.TRAINING_DATE) if config.format == "chat" else None
+    template = chat.beside(config.tokenizer, now=lambda: chat.TRAINING_DATE) if config.has_conversations else None
     recipe = Recipe(config, tokenizer, template)
     found = [prepared.prepare(dataset, recipe, cache_dir) for dataset in config.datasets]
     sources = [_divided(dataset, each, config) for dataset, each in zip(config.datasets, found, strict=True)]

@@ -7,12 +7,13 @@ without a target left are dropped. All of them are counted.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
 from swarm.config import DataConfig
+from swarm.config.data import Format
 from swarm.data.chat import ChatTemplate
 from swarm.data.rows import Row
 from swarm.data.tokenizers import TokenIds, Tokenizer
@@ -31,6 +32,19 @@ class Document:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def noun_of(format: Format) -> str:
+    """What a document of this format is called, in the singular."""
+    match format:
+        case "text":
+            return "text"
+        case "chat":
+            return "conversation"
+        case "completion":
+            return "completion"
+        case other:
+            assert_never(other)
 
 
 @dataclass
@@ -73,7 +87,15 @@ class Documents:
 
     def _of_row(self, row: Row) -> Document:
         try:
-            document = self._conversation(row) if self.config.format == "chat" else self._completion(row)
+            match self.config.format:
+                case "chat":
+                    document = self._conversation(row)
+                case "completion":
+                    document = self._completion(row)
+                case "text":
+                    raise AssertionError("texts are not cut into documents")
+                case other:
+                    assert_never(other)
         except ValueError as error:
             reason = str(error)
             raise row.fault(reason.removeprefix(f"{row.place}: ")) from None

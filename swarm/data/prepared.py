@@ -28,7 +28,7 @@ import numpy.typing as npt
 from swarm.config import DataConfig
 from swarm.data import packing, tokenizers
 from swarm.data.chat import ChatTemplate
-from swarm.data.documents import Documents
+from swarm.data.documents import Documents, noun_of
 from swarm.data.dummy import DUMMY, random_tokens
 from swarm.data.sources import Source, Text
 from swarm.data.tokenizers import TokenIds, Tokenizer
@@ -133,7 +133,7 @@ def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> No
 
 def _say_counts(dataset: str, config: DataConfig, counts: Mapping[str, int], num_samples: int) -> None:
     """Log how many rows were taken, and warn of those that were cut or left out."""
-    what, length = "conversation" if config.format == "chat" else "completion", config.sequence_length
+    what, length = noun_of(config.format), config.sequence_length
     taken, samples = counted(counts["taken"], what), counted(num_samples, "sample")
     logger.info("%s has %s in %s of %d tokens", dataset, taken, samples, length)
     for number, fate in (

@@ -4,7 +4,7 @@ Used by data/sources. Each row knows its file and number, for error messages. On
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 HUGGING_FACE = "hf:"
 """The prefix of a Hugging Face dataset's name."""
-JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
-"""Endings of files that have rows."""
 LONGEST_ROW_BYTES = 16 << 20
 """The longest line of JSONL that is accepted, because a line has to be in memory."""
 _BATCH_ROWS = 64
@@ -50,12 +48,12 @@ class Row:
 
 def has_rows(path: Path) -> bool:
     """Whether a file has rows, by its name."""
-    return path.suffix.lower() in (*JSONL, *PARQUET)
+    return path.suffix.lower() in READERS
 
 
 def of_file(path: Path) -> Iterator[Row]:
-    """The rows of a file. Raises OSError, or ValueError (one line) for a row that cannot be read."""
-    return _jsonl(path) if path.suffix.lower() in JSONL else _parquet(path)
+    """The rows of a file that has rows. Raises OSError, or ValueError (one line) for a row that cannot be read."""
+    return READERS[path.suffix.lower()](path)
 
 
 def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
@@ -110,3 +108,7 @@ def _parquet(path: Path) -> Iterator[Row]:
                     yield Row(f"{path}, row {number}", values)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is no Parquet file that can be read: {' '.join(str(error).split())}") from None
+
+
+READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {".jsonl": _jsonl, ".ndjson": _jsonl, ".parquet": _parquet}
+"""What reads the rows of files, by their ending."""

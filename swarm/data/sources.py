@@ -68,7 +68,7 @@ class Source:
             if rows.has_rows(path):
                 yield from rows.of_file(path)
             else:
-                self.no_text[_shown(path)] = f"it ends in none of {', '.join((*rows.JSONL, *rows.PARQUET))}"
+                self.no_text[_shown(path)] = f"it ends in none of {', '.join(rows.READERS)}"
 
     def _texts_of(self, found: Iterator[Row]) -> Iterator[Text]:
         for row in found:

@@ -108,7 +108,7 @@ def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> Run
     if (source.folder / TOKENIZER).is_file():
         tokenizers.load_for_run(dataclasses.replace(data, tokenizer=str(source.folder)), vocab_size=model.vocab_size)
         data = dataclasses.replace(data, tokenizer=str(tokenizer.resolve()))
-    _require_sound_texts(source.folder, is_chat=data.format == "chat")
+    _require_sound_texts(source.folder, is_chat=data.has_conversations)
     num_stages = options.num_stages or min(2, model.num_layers)
     return RunConfig(run=name, model=model, stages=StagesConfig(num_stages=num_stages), data=data)
 

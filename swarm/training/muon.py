@@ -6,7 +6,7 @@ tied embedding is an embedding at both of its stages. Used by optimizers.py.
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import torch
 
@@ -81,9 +81,13 @@ class Muon(AdamW):
     def _adjustment(self, shape: torch.Size) -> float:
         """The factor for the learning rate of a matrix of this shape."""
         rows, columns = shape
-        if self._config.adjust_lr_fn == "original":
-            return math.sqrt(max(1.0, rows / columns))
-        return 0.2 * math.sqrt(max(rows, columns))
+        match self._config.adjust_lr_fn:
+            case "match_rms_adamw":
+                return 0.2 * math.sqrt(max(rows, columns))
+            case "original":
+                return math.sqrt(max(1.0, rows / columns))
+            case other:
+                assert_never(other)
 
 
 def orthogonal(matrix: torch.Tensor, *, same_bits: bool) -> torch.Tensor:

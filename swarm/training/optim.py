@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 
@@ -32,19 +32,29 @@ def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
     if run_samples < config.warmup_samples:
         return config.learning_rate * (run_samples + 1) / (config.warmup_samples + 1)
     since_warmup = run_samples - config.warmup_samples
-    if config.schedule == "constant":
-        return config.learning_rate
-    if config.schedule == "cosine-restarts":
-        progress = since_warmup % config.restart_samples / config.restart_samples
-    else:
-        progress = min(1.0, since_warmup / (config.total_samples - config.warmup_samples))
-    if config.schedule == "linear":
-        height = 1.0 - progress
-    else:
-        # The square is (1 + cos(pi * progress)) / 2, and never below 0.
-        cosine = _cosine(0.5 * math.pi * progress)
-        height = cosine * cosine
+    match config.schedule:
+        case "constant":
+            return config.learning_rate
+        case "linear":
+            height = 1.0 - _share_over(config, since_warmup)
+        case "cosine":
+            height = _cosine_height(_share_over(config, since_warmup))
+        case "cosine-restarts":
+            height = _cosine_height(since_warmup % config.restart_samples / config.restart_samples)
+        case other:
+            assert_never(other)
     return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * height)
+
+
+def _share_over(config: OptimizerConfig, since_warmup: int) -> float:
+    """The share of the run after its warm-up that is over, for schedules that end with the run."""
+    return min(1.0, since_warmup / (config.total_samples - config.warmup_samples))
+
+
+def _cosine_height(progress: float) -> float:
+    """(1 + cos(pi * progress)) / 2, computed as a square, so that it is never below 0."""
+    cosine = _cosine(0.5 * math.pi * progress)
+    return cosine * cosine
 
 
 class Optimizer(ABC):

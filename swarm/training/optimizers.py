@@ -4,6 +4,8 @@ Used by stage/ and peers/static, which train with them, by peers/stage_peer, whi
 benches' training in one process.
 """
 
+from typing import assert_never
+
 from swarm.config import RunConfig
 from swarm.training.muon import Cut, Muon
 from swarm.training.optim import AdamW, Optimizer, OuterSgd
@@ -17,7 +19,15 @@ def gradient_optimizer(config: RunConfig, *, same_bits: bool, cut: Cut | None = 
         cut: how parameters are cut over several processes; None where each process has them whole.
     """
     step = config.gradient_step
-    return Muon(step, same_bits=same_bits, cut=cut) if step.name == "muon" else AdamW(step)
+    match step.name:
+        case "adamw":
+            return AdamW(step)
+        case "muon":
+            return Muon(step, same_bits=same_bits, cut=cut)
+        case "auto":
+            raise AssertionError("gradient_step has one of the other names")
+        case other:
+            assert_never(other)
 
 
 def round_optimizer(config: RunConfig) -> Optimizer:

@@ -139,9 +139,6 @@ def test_cores_are_idle_between_the_first_and_the_last_reading() -> None:
     assert figures.idle_share(cores, (5.0, 12.0)) is None
 
 
-NETWORK = ("partition", "one-way", "slow-link", "stalled-link", "lost-replies", "lost-acks")
-
-
 @pytest.fixture
 def cast(tmp_path: Path) -> Iterator[Cast]:
     """Two stages of two peers each, none of them started."""
@@ -159,7 +156,7 @@ def cast(tmp_path: Path) -> Iterator[Cast]:
         yield cast
 
 
-@pytest.mark.parametrize("name", NETWORK)
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.hits == "network"])
 def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: str) -> None:
     for seed in range(20):
         with fault(KINDS[name], cast, random.Random(seed)) as victims:
@@ -168,7 +165,7 @@ def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: st
         assert cast.throttle.num_obstacles == 0
 
 
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - NETWORK - {"clock-jump", "full-disk"}))
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.hits == "processes"])
 def test_what_nobody_alive_can_suffer_hits_nobody(cast: Cast, name: str) -> None:
     with fault(KINDS[name], cast, random.Random(0)) as victims:
         assert victims == []

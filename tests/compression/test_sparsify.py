@@ -9,11 +9,14 @@ from swarm.compression import packing
 from swarm.compression.packing import Field
 from swarm.compression.sparsify import TopK
 from swarm.compression.values import LEVELS
+from swarm.config.averaging import Indices, Values
 from swarm.errors import MalformedMessage
 from tests.compression.all_codecs import make_vector, relative_error
 
 
-def _codec(values: str = "2bit", indices: str = "elias-fano", *, top_k: int = 64, transform: bool = False) -> TopK:
+def _codec(
+    values: Values = "2bit", indices: Indices = "elias-fano", *, top_k: int = 64, transform: bool = False
+) -> TopK:
     return TopK(top_k, values, indices, transform=transform)
 
 
@@ -28,7 +31,9 @@ def _codec(values: str = "2bit", indices: str = "elias-fano", *, top_k: int = 64
         ("lut8", "12bit", 1024, 64 * 12 + 64 * 8),
     ],
 )
-def test_sizes_follow_the_documented_formula(values: str, indices: str, header_bytes: int, bits_of_a_tile: int) -> None:
+def test_sizes_follow_the_documented_formula(
+    values: Values, indices: Indices, header_bytes: int, bits_of_a_tile: int
+) -> None:
     for num_elements, tiles in ((0, 0), (1, 1), (4096, 1), (4097, 2), (1 << 20, 256)):
         expected = header_bytes + -(-tiles * bits_of_a_tile // 8)
         assert _codec(values, indices).num_bytes(num_elements) == expected
@@ -41,7 +46,7 @@ def test_two_bits_and_elias_fano_compress_205_times() -> None:
 @pytest.mark.parametrize("values", ["lut8", "2bit", "sign"])
 @pytest.mark.parametrize("indices", ["12bit", "elias-fano"])
 @pytest.mark.parametrize("num_elements", [4096, 1_060_000])
-def test_the_largest_of_each_tile_are_kept(values: str, indices: str, num_elements: int) -> None:
+def test_the_largest_of_each_tile_are_kept(values: Values, indices: Indices, num_elements: int) -> None:
     vector_N = make_vector(num_elements)
     codec = _codec(values, indices)
     decoded_N = codec.decode(codec.encode(vector_N), num_elements)
@@ -102,14 +107,14 @@ def test_two_groups_are_the_best_single_magnitudes() -> None:
 
 
 @pytest.mark.parametrize("indices", ["12bit", "elias-fano"])
-def test_the_layout_is_the_documented_one(indices: str) -> None:
+def test_the_layout_is_the_documented_one(indices: Indices) -> None:
     num_elements = 2 * 4096 + 100
     encoded = bytes(_codec("2bit", indices).encode(make_vector(num_elements)))
     decoded_N = _codec("2bit", indices).decode(encoded, num_elements)
     assert decoded_N.tolist() == _decode_in_python(encoded, indices)[:num_elements]
 
 
-def _decode_in_python(encoded: bytes, indices: str) -> list[float]:
+def _decode_in_python(encoded: bytes, indices: Indices) -> list[float]:
     """Three tiles in two groups of 16 and 48, decoded one number at a time."""
     largest = np.frombuffer(encoded, dtype="<f4", count=1)[0]
     stream = int.from_bytes(encoded[4:], "little")

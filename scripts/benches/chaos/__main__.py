@@ -112,7 +112,7 @@ def run(options: Options) -> dict[str, Any]:
         disk = stack.enter_context(_small_disk(folder / "disk"))
         throttle = stack.enter_context(Throttle(LINE_BYTES_PER_SECOND))
         children = stack.enter_context(Supervisor(folder / "logs", grace_seconds=20.0))
-        kinds = [name for name in options.kinds if disk is not None or name != "full-disk"]
+        kinds = [name for name in options.kinds if disk is not None or KINDS[name].hits != "disk"]
         config, _ = with_corpus(_config(options))
         write_config(config, folder / "run.toml")
         (folder / "checkpoints").mkdir()

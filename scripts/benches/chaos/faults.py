@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
 from scripts.benches.chaos.cast import Cast, Role
 from scripts.benches.chaos.program import set_clock
@@ -28,12 +29,14 @@ class Kind:
     """A kind of fault.
 
     Attributes:
+        hits: what of a swarm it disturbs.
         weight: how often it is drawn, relative to others.
         seconds: shortest and longest time that it lasts.
         begin: begins the fault; gives the roles that it hit (none if no process could be hit), and puts what ends the
             fault on the stack.
     """
 
+    hits: Literal["processes", "network", "clock", "disk"]
     weight: float
     seconds: tuple[float, float]
     begin: Callable[[Cast, Random, ExitStack], list[Role]]
@@ -182,18 +185,18 @@ def _pair(cast: Cast, random: Random) -> tuple[Role, Role]:
 
 
 KINDS: Mapping[str, Kind] = {
-    "kill-peer": Kind(weight=4, seconds=(0.0, 0.0), begin=_kill_peer),
-    "kill-trainer": Kind(weight=1, seconds=(0.0, 0.0), begin=_kill_trainer),
-    "kill-dht": Kind(weight=1, seconds=(0.0, 0.0), begin=_kill_dht),
-    "freeze": Kind(weight=2, seconds=(1.0, 15.0), begin=_freeze),
-    "restart": Kind(weight=2, seconds=(0.0, 0.0), begin=_restart),
-    "partition": Kind(weight=2, seconds=(1.0, 15.0), begin=_part),
-    "one-way": Kind(weight=2, seconds=(1.0, 15.0), begin=_part_one_way),
-    "slow-link": Kind(weight=1, seconds=(5.0, 15.0), begin=_slow),
-    "stalled-link": Kind(weight=2, seconds=(2.0, 10.0), begin=_stall),
-    "lost-replies": Kind(weight=2, seconds=(LOST_SECONDS, LOST_SECONDS), begin=_lose_replies),
-    "lost-acks": Kind(weight=2, seconds=(LOST_SECONDS, LOST_SECONDS), begin=_lose_acks),
-    "clock-jump": Kind(weight=1, seconds=(5.0, 20.0), begin=_jump),
-    "full-disk": Kind(weight=1, seconds=(5.0, 20.0), begin=_fill_disk),
+    "kill-peer": Kind(hits="processes", weight=4, seconds=(0.0, 0.0), begin=_kill_peer),
+    "kill-trainer": Kind(hits="processes", weight=1, seconds=(0.0, 0.0), begin=_kill_trainer),
+    "kill-dht": Kind(hits="processes", weight=1, seconds=(0.0, 0.0), begin=_kill_dht),
+    "freeze": Kind(hits="processes", weight=2, seconds=(1.0, 15.0), begin=_freeze),
+    "restart": Kind(hits="processes", weight=2, seconds=(0.0, 0.0), begin=_restart),
+    "partition": Kind(hits="network", weight=2, seconds=(1.0, 15.0), begin=_part),
+    "one-way": Kind(hits="network", weight=2, seconds=(1.0, 15.0), begin=_part_one_way),
+    "slow-link": Kind(hits="network", weight=1, seconds=(5.0, 15.0), begin=_slow),
+    "stalled-link": Kind(hits="network", weight=2, seconds=(2.0, 10.0), begin=_stall),
+    "lost-replies": Kind(hits="network", weight=2, seconds=(LOST_SECONDS, LOST_SECONDS), begin=_lose_replies),
+    "lost-acks": Kind(hits="network", weight=2, seconds=(LOST_SECONDS, LOST_SECONDS), begin=_lose_acks),
+    "clock-jump": Kind(hits="clock", weight=1, seconds=(5.0, 20.0), begin=_jump),
+    "full-disk": Kind(hits="disk", weight=1, seconds=(5.0, 20.0), begin=_fill_disk),
 }
 """No kind kills the DHT's process but for p2pd: the rest of the DHT runs in a thread."""

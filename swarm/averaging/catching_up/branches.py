@@ -46,7 +46,7 @@ class Branches:
     def __init__(self, own: Standing, context: Context) -> None:
         self._context = context
         self._clock = context.clock
-        self._more_samples_win = context.config.averaging.quorum == "available"
+        self._more_samples_win = not context.config.averaging.needs_majority
         """Whether, of two branches with equally many holders, the one with more samples wins. If False, a branch only
         wins if it is rounds ahead."""
         self._patience_seconds = context.timing.fresh_seconds

@@ -6,7 +6,7 @@ Pure.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 from swarm.averaging import messages
 from swarm.config import Quorum, RunConfig
@@ -75,10 +75,14 @@ def has_quorum(
         announced: gives all peers of the stage in the directory, including this one. Called only if no last round is
             known.
     """
-    if quorum == "available":
-        return True
-    electorate = set(last_members or announced())
-    return 2 * len(electorate & set(present)) > len(electorate)
+    match quorum:
+        case "available":
+            return True
+        case "majority":
+            electorate = set(last_members or announced())
+            return 2 * len(electorate & set(present)) > len(electorate)
+        case other:
+            assert_never(other)
 
 
 def unfinished(begun: Begun) -> pb.Prepared | None:

@@ -47,7 +47,7 @@ class Roster:
         self._stage = context.own.stage
         self._clock = context.clock
         self._timing = context.timing
-        self._branches_yield = config.averaging.quorum == "available"
+        self._branches_yield = not config.averaging.needs_majority
         self._is_elsewhere = is_elsewhere
         self._standings: dict[PeerId, Standing] = {}
         self._answered_at: dict[PeerId, float] = {}
