@@ -20,14 +20,13 @@ _ADAPTERS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(event) for name, e
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One event and where it stands.
+    """One event and its time.
 
     Attributes:
         monotonic: time in seconds; comparable among processes of one boot of one machine.
     """
 
     event: Event
-    number: int
     monotonic: float
 
 
@@ -43,7 +42,7 @@ def read(path: Path) -> Iterator[Line]:
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
             try:
-                line = _parse(text, number)
+                line = _parse(text)
             except ValueError as error:
                 if broken is not None:
                     break
@@ -67,7 +66,7 @@ def read(path: Path) -> Iterator[Line]:
         raise ValueError(broken)
 
 
-def _parse(text: bytes, number: int) -> Line:
+def _parse(text: bytes) -> Line:
     try:
         values: dict[str, Any] = json_file.parse(text)
         name, monotonic = values.pop("event"), values.pop("monotonic")
@@ -77,4 +76,4 @@ def _parse(text: bytes, number: int) -> Line:
         raise ValueError(f"{error.errors()[0]['msg']}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(type(error).__name__ if not isinstance(error, ValueError) else "not JSON") from None
-    return Line(event=event, number=number, monotonic=float(monotonic))
+    return Line(event=event, monotonic=float(monotonic))

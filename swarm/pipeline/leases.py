@@ -94,11 +94,6 @@ class LeaseTable:
         self._skipped = -1
         """The highest id that was known when `_next` was last chosen."""
 
-    @property
-    def num_leases(self) -> int:
-        """The number of microbatches that trainers hold."""
-        return len(self._round.leases)
-
     def acquire(
         self, view: RoundView, trainer: Trainer, count: int, *, holding: Collection[int], released: Collection[int],
         acknowledged: Collection[int] = (), all_granted: bool = True, all_committed: bool = True,
