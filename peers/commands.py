@@ -46,6 +46,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
 
     process.prepare_environment()
     process.keep_freed_memory()
+    process.allow_open_files()
 
     def main() -> int:
         if options is not None:

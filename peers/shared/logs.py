@@ -21,22 +21,27 @@ def setup_logging(name: str, level: LogLevel) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLineFormatter(name, tracebacks=level == "debug"))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    threading.excepthook = _log_shortage(threading.excepthook)
-    sys.unraisablehook = _log_shortage(sys.unraisablehook)
+    threading.excepthook = _log_faults(threading.excepthook)
+    sys.unraisablehook = _log_faults(sys.unraisablehook)
     # The user of this program has no use for what other packages log.
     for package in ("asyncio", "datasets", "hivemind", "huggingface_hub", "matplotlib", "urllib3", "wandb"):
         logging.getLogger(package).setLevel("DEBUG" if level == "debug" else "ERROR")
 
 
-def _log_shortage(hook: Callable[[Any], object]) -> Callable[[Any], None]:
-    """Wrap Python's hook for what a thread or a destructor raises: instead of a traceback, log a lack of memory."""
+def _log_faults(hook: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Wrap Python's hook for what a thread or a destructor raises: what is no bug is logged, without a traceback.
+
+    Lack of memory is no bug, nor is an OSError, such as a full disk below a library that writes in a thread of its own.
+    """
 
     def log(raised: Any) -> None:
-        if raised.exc_value is None or not is_out_of_memory(raised.exc_value):
+        error, logger = raised.exc_value, logging.getLogger(__name__)
+        if error is not None and is_out_of_memory(error):
+            logger.error("out of memory: no room for %s", what_was_asked(error), exc_info=error)
+        elif isinstance(error, OSError):
+            logger.error("something in the background has ended", exc_info=error)
+        else:
             hook(raised)
-            return
-        error = raised.exc_value
-        logging.getLogger(__name__).error("out of memory: no room for %s", what_was_asked(error), exc_info=error)
 
     return log
 

@@ -5,6 +5,7 @@ peers/local/supervisor for `die_with_parent`. Knows nothing about swarms, and im
 read the environment that is prepared here.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -18,6 +19,8 @@ from swarm.machine.out_of_memory import in_words
 
 THREAD_BYTES = 128 << 20
 """Bytes of address space for the stacks of the threads that gRPC and asyncio start: about sixteen of 8 MiB."""
+MOST_OPEN_FILES = 65_536
+"""The open files and connections that a process is allowed at most, unless the user has allowed it more."""
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 
@@ -60,6 +63,19 @@ def require_addresses(num_bytes: int) -> None:
         mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
     except OSError:
         raise MemoryError(f"unable to allocate {in_words(num_bytes)}") from None
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files and connections (ulimit -n) as far as the system lets it.
+
+    By default it is 1024, so one stranger with as many idle connections would keep all others from a peer.
+    """
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if most == resource.RLIM_INFINITY else min(MOST_OPEN_FILES, most)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        # macOS may refuse a number that its own limit for all processes does not allow.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def address_limit() -> int | None:

@@ -12,7 +12,7 @@ from typing import Protocol
 from swarm.config import RunConfig
 from swarm.metrics.reporter import Reporter
 from swarm.metrics.tensorboard import TensorBoard, require_installed
-from swarm.metrics.wandb_run import WandbRun
+from swarm.metrics.wandb_run import WandbRun, require_project
 
 _CLOSE_SECONDS = 30.0
 
@@ -49,7 +49,9 @@ class Reporting:
 
 
 def require_reporters(options: ReportingOptions) -> None:
-    """Raise ValueError if an extra is missing that `start` would need, once a program has joined and read its text."""
+    """Raise ValueError if an extra is missing or a name is none: `start` comes only once a program has its text."""
+    if options.wandb is not None:
+        require_project(options.wandb)
     if options.tensorboard is not None:
         require_installed()
 

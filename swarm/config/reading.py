@@ -29,7 +29,8 @@ def from_dict(values: dict[str, Any], *, source: str) -> RunConfig:
 def load(path: Path) -> RunConfig:
     """Read a TOML file. Raises ValueError with one line if it is missing, unreadable or wrong."""
     try:
-        text = path.read_text(encoding="utf-8")
+        # Editors on Windows may begin a file with a byte order mark, which TOML does not know.
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"cannot read the configuration {path}: {reason}") from None
@@ -42,6 +43,8 @@ def from_toml(text: str, *, source: str) -> RunConfig:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{source} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{source} is not valid TOML: it is nested too deeply") from None
     return from_dict(values, source=source)
 
 

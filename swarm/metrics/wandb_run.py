@@ -12,6 +12,8 @@ from typing import Any
 from swarm.metrics.reporter import Figures, Reporter
 
 _INIT_SECONDS = 15.0
+_NOT_IN_NAMES = "/\\#?%:"
+_LONGEST_NAME = 128
 
 
 class WandbRun(Reporter):
@@ -51,3 +53,13 @@ class WandbRun(Reporter):
         run_folder = Path(run.dir).parent
         run.finish()
         self._run_folder = run_folder
+
+
+def require_project(name: str) -> None:
+    """Raise ValueError if no project can have this name: wandb would say so only once training has begun."""
+    if not name.strip():
+        raise ValueError("--wandb must not be empty: it takes the name of a project")
+    if wrong := [character for character in name if character in _NOT_IN_NAMES]:
+        raise ValueError(f"--wandb {name}: the name of a project has no {wrong[0]!r}")
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(f"--wandb takes a name of at most {_LONGEST_NAME} characters, not {len(name)}")

@@ -27,6 +27,16 @@ def test_a_binary_file_is_one_line(tmp_path: Path) -> None:
         config.load(tmp_path / "x.toml")
 
 
+def test_a_file_of_an_editor_on_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b'\xef\xbb\xbfrun = "r"\r\n[model]\r\nnum_layers = 5\r\n')
+    assert config.load(tmp_path / "x.toml") == config.from_toml('run = "r"\n[model]\nnum_layers = 5', source="y.toml")
+
+
+def test_too_deep_a_file_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^x\.toml is not valid TOML: it is nested too deeply$"):
+        config.from_toml("a = " + "[" * 100_000, source="x.toml")
+
+
 @pytest.mark.parametrize("name", ["tiny", "small", "llama-124m", "gpt2-124m", "gpt2-355m"])
 def test_presets_load(name: str) -> None:
     assert config.load_preset(name).run == name

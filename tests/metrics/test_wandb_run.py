@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarm.metrics.wandb_run import WandbRun
+from swarm.metrics.wandb_run import WandbRun, require_project
 
 
 class _FakeRun:
@@ -59,6 +59,16 @@ def test_offline_run_is_fed_and_names_the_command(tmp_path: Path, monkeypatch: p
     assert fake.run.finished
     assert fake.arguments["mode"] == "offline"
     assert fake.arguments["settings"]["init_timeout"] <= 30
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("", "must not be empty"), ("a/b c", "a/b c: the name of a project has no '/'"), ("p" * 129, "at most 128")],
+)
+def test_what_is_no_name_of_a_project_is_said_before_training(name: str, fault: str) -> None:
+    require_project("p" * 128)
+    with pytest.raises(ValueError, match=fault):
+        require_project(name)
 
 
 def test_online_run_has_nothing_to_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_strangers_text_in_a_log_is_no_command_to_a_terminal(capsys: pytest.Capt
     assert capsys.readouterr().err.endswith("ERROR: refused: a [2J m  \u00fc\U0001f600\n")
 
 
-def test_a_thread_that_ends_for_want_of_memory_is_one_line(
+def test_a_thread_that_no_bug_ends_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
@@ -46,4 +46,6 @@ def test_a_thread_that_ends_for_want_of_memory_is_one_line(
 
     (line,) = end(MemoryError()).splitlines()
     assert "peer-1 ERROR: out of memory: no room for what was needed" in line
+    (line,) = end(OSError(28, "No space left on device")).splitlines()
+    assert line.endswith("peer-1 ERROR: something in the background has ended (No space left on device)")
     assert "Traceback" in end(KeyError("a bug")), "which is to be found"

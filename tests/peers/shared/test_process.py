@@ -18,6 +18,18 @@ def test_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"
 
 
+def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+    program = (
+        "import resource\nfrom peers.shared import process\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 900))\nprocess.allow_open_files()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\nprocess.allow_open_files()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[:2] == ["(900, 900)", "(100, 100)"]
+
+
 _FAULTS_OF_THIRD_TURN = """
 import resource, threading
 from peers.shared import process
