@@ -8,11 +8,17 @@ import threading
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from peers.shared.process import prepare_environment
 
 prepare_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# How long an example takes is the machine's affair.
+settings.register_profile(
+    "any machine", parent=settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.averaging.faults import OF_MESSAGE, Event, Fault, Kind, Scenario, Trial
@@ -109,7 +109,7 @@ def pairs_of_faults(draw: st.DrawFn) -> Case:
     return scenario, tuple(faults)
 
 
-@settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, derandomize=True)
 @given(case=pairs_of_faults())
 @pytest.mark.slow
 def test_five_members_and_two_faults(case: Case) -> None:
@@ -118,7 +118,7 @@ def test_five_members_and_two_faults(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500)
 @given(case=pairs_of_faults())
 def test_five_members_and_two_faults_at_length(case: Case) -> None:
     survive([case])

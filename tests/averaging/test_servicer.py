@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import pytest
@@ -17,10 +18,14 @@ from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer, add_Averag
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
 from swarm.types import PROTOCOL_VERSION, PeerRecord
-from tests.averaging.doubles import FakeStage, make_config, make_context, record, until
+from tests.averaging import doubles
+from tests.averaging.doubles import FakeStage, make_config, make_context, record
 from tests.averaging.nodes import Node
 
 pytestmark = pytest.mark.usefixtures("guarded")
+
+until = partial(doubles.until, seconds=60.0)
+"""Its usual patience is for virtual time."""
 
 
 @pytest.fixture

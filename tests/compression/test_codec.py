@@ -93,7 +93,7 @@ def test_a_vector_that_is_not_finite_is_refused_at_the_latest_by_who_decodes_it(
 
 
 @every_codec
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_whatever_the_bytes_a_decoder_refuses_or_gives_finite_numbers(codec: Codec, data: st.DataObject) -> None:
     num_elements = data.draw(st.sampled_from([1, 130, 4100]))

@@ -29,7 +29,7 @@ def _elias_fano(indices: list[int]) -> tuple[list[int], list[int]]:
     return [index % 2**low_bits for index in indices], unary
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(count=st.sampled_from(COUNTS), num_rows=st.integers(0, 5), seed=st.integers(0, 1 << 30))
 def test_both_coders_read_back_what_they_write(count: int, num_rows: int, seed: int) -> None:
     indices_RG = _indices(num_rows, count, seed)

@@ -27,7 +27,7 @@ def _vector(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.full((sum(tensor.numel() for tensor in tensors.values()),), torch.nan)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shapes=st.lists(shapes, max_size=5))
 def test_unflatten_is_the_inverse(shapes: list[tuple[int, ...]]) -> None:
     tensors = _tensors(shapes)

@@ -14,7 +14,7 @@ def _columns(fields: list[Field], num_rows: int, seed: int) -> list[packing.Numb
     return [random.integers(0, 1 << f.width, (num_rows, f.count), dtype=np.uint16) for f in fields]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(fields=fields_of_a_row, num_rows=st.integers(0, 20), seed=st.integers(0, 1 << 30))
 def test_the_stream_has_no_gap_and_reads_back(fields: list[Field], num_rows: int, seed: int) -> None:
     columns = _columns(fields, num_rows, seed)

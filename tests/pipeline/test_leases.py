@@ -313,7 +313,7 @@ class _DilocoTable(_Table):
         super().__init__(DILOCO, LEASE_SECONDS)
 
 
-_SynchronousTable.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+_SynchronousTable.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 _DilocoTable.TestCase.settings = _SynchronousTable.TestCase.settings
 TestSynchronousTable = _SynchronousTable.TestCase
 TestDilocoTable = _DilocoTable.TestCase

@@ -90,7 +90,7 @@ def test_at_the_second_look_only_what_comes_before_counts() -> None:
     assert not comes_before(own, same_time)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 2), min_size=2, max_size=12),
     st.lists(st.integers(90, 95), min_size=12, max_size=12),

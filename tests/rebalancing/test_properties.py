@@ -34,7 +34,7 @@ def layouts(draw: st.DrawFn, *, min_peers: int = 1, equal: bool = False) -> Layo
     return Layout(workers, costs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(), st.integers(0, 2**32))
 def test_a_move_never_lowers_the_throughput_nor_empties_a_stage(now: Layout, seed: int) -> None:
     for peer_id, _, after in settle(now, random.Random(seed)):
@@ -46,7 +46,7 @@ def test_a_move_never_lowers_the_throughput_nor_empties_a_stage(now: Layout, see
         now = after
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(), st.integers(0, 2**32))
 def test_it_settles(now: Layout, seed: int) -> None:
     moves = settle(now, random.Random(seed), limit=3 * len(now.workers))
@@ -65,7 +65,7 @@ def test_a_peer_does_not_go_to_and_fro_for_the_sake_of_a_move_that_another_does_
     assert {stage for _, stage, _ in moves} == {1}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(equal=True), st.integers(0, 2**32))
 def test_equal_peers_settle_at_the_best_there_is(now: Layout, seed: int) -> None:
     """They do so with no more moves than there are gaps."""
@@ -78,7 +78,7 @@ def test_equal_peers_settle_at_the_best_there_is(now: Layout, seed: int) -> None
     assert all(count == 1 for count in Counter(peer_id for peer_id, _, _ in moves).values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(), st.integers(0, 2**32))
 def test_a_settled_swarm_has_no_single_move_worth_making(now: Layout, seed: int) -> None:
     moves = settle(now, random.Random(seed))
@@ -130,7 +130,7 @@ def _any_layout(rng: random.Random) -> Layout:
     return Layout(workers, [rng.uniform(0.2, 3) for _ in range(num_stages)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(min_peers=2), st.integers(0, 2**32))
 def test_of_two_movers_the_later_one_counts_the_first(now: Layout, seed: int) -> None:
     """Both may go only if there are two gaps: the second one's gain comes on top of the first one's."""

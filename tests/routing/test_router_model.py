@@ -137,4 +137,4 @@ class _Model(RuleBasedStateMachine):
 
 
 TestModel = _Model.TestCase
-TestModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestModel.settings = settings(max_examples=60, stateful_step_count=30, derandomize=True)

@@ -136,5 +136,5 @@ class _LedgerModel(RuleBasedStateMachine):
             assert self.ledger.committed(number) == expected
 
 
-_LedgerModel.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+_LedgerModel.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
 TestLedgerModel = _LedgerModel.TestCase

@@ -12,7 +12,7 @@ from swarm.rpc.v1.tensor_pb2 import TensorHeader
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(shapes=SHAPES, data=st.data())
 def test_bytes_written_in_any_order_give_the_same_tensors(shapes: list[list[int]], data: st.DataObject) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int32)

@@ -70,7 +70,7 @@ def random_vectors(size: int, num_elements: int) -> list[torch.Tensor]:
     return [torch.randn(num_elements, generator=torch.Generator().manual_seed(i)) for i in range(size)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 6), st.integers(1, 50), st.lists(st.integers(0, 9), min_size=6, max_size=6),
     st.sampled_from(["fp32", "fp16"]), st.booleans(),

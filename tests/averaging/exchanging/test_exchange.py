@@ -111,7 +111,7 @@ _ATTEMPTS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.sampled_from(["topk", "dct-topk", "int4", "dct-lowpass"]), st.lists(_ATTEMPTS, min_size=2, max_size=6))
 def test_what_is_contributed_is_applied_or_still_owed(codec: str, attempts: list[Attempt]) -> None:
     """Holds for any members, weights, parts and ways. A member's own debt has the weight of its contribution."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers.dashboard.hub import Hub, merge_patch
@@ -38,7 +38,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(_OBJECTS, _OBJECTS)
 def test_a_patch_leads_from_one_state_to_the_other(before: dict[str, Any], after: dict[str, Any]) -> None:
     patch = merge_patch(before, after)
