@@ -16,6 +16,7 @@ from swarm.config import RunConfig
 from swarm.model.shards import cut_axis, spans
 from swarm.model.stages import layer_ranges
 from swarm.training.muon import is_hidden_matrix
+from swarm.training.optimizers import steps_whole_matrices
 
 FLOAT_BYTES = 4
 EXCHANGES = {"zero3": 3, "zero2": 2}
@@ -38,8 +39,8 @@ def bytes_sent(
     if shape.tp > 1:
         num_sums = 2 * sum(len(spans(model, layers)) for layers in layer_ranges(config)) / shape.pp
         num_sent += num_microbatches * num_sums * 2 * tp * hidden
-    if config.gradient_step.name == "muon":
-        # For Muon's step, matrices that are cut are gathered first.
+    if steps_whole_matrices(config):
+        # Matrices that are cut are gathered for the step.
         matrices = {name: value for name, value in parameters.items() if is_hidden_matrix(name, value.shape)}
         num_sent += dp * _size(matrices) if options.fsdp else 0.0
         num_sent += (shape.tp - 1) * _size({name: matrices[name] for name in matrices if cut_axis(name) is not None})

@@ -28,6 +28,7 @@ from typing import Any
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
+from scripts.benches.shared.backend import cpu_backend
 from scripts.benches.shared.common import (
     OutputOptions,
     compute_like_peers,
@@ -42,12 +43,7 @@ from scripts.benches.sides.memory_loss import LAST_STAGE
 from scripts.benches.sides.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, LoraConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.loss import loss_bytes
-from swarm.model.stages import build_stage
-from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN
-from swarm.stage.graphs import GraphBudget
-from swarm.stage.settings import weights_of
-from swarm.stage.staging import Staging
 
 SETTINGS = ("synchronous", "diloco")
 GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
@@ -237,15 +233,7 @@ def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> d
 def recompute_ratio(config: RunConfig) -> paired.Ratio:
     """CPU seconds of a microbatch whose forward is computed again, over those of one whose graph is kept; in turns."""
     compute_like_peers()
-    module = build_stage(config, STAGE, device="cpu")
-    backend = StageBackend(
-        config=config,
-        stage=STAGE,
-        module=module,
-        weights=weights_of(config, module, lineage=""),
-        staging=Staging(),
-        budget=GraphBudget(limit_bytes=0),
-    )
+    backend = cpu_backend(config, STAGE, graph_bytes=0)
     inputs = random_inputs(config)
     # The first graph is kept, so that it can be measured.
     backend.release(backend.forward(0, 0, inputs))

@@ -30,6 +30,19 @@ def gradient_optimizer(config: RunConfig, *, same_bits: bool, cut: Cut | None = 
             assert_never(other)
 
 
+def steps_whole_matrices(config: RunConfig) -> bool:
+    """Whether that optimizer needs the whole of a matrix that is cut over several processes."""
+    match config.gradient_step.name:
+        case "adamw":
+            return False
+        case "muon":
+            return True
+        case "auto":
+            raise AssertionError("gradient_step has one of the other names")
+        case other:
+            assert_never(other)
+
+
 def round_optimizer(config: RunConfig) -> Optimizer:
     """The optimizer of the step at a round's end, which all members take. Its state is part of the stage's state."""
     if config.rounds.synchronous:

@@ -20,6 +20,7 @@ from scripts.benches.memory import (
     run_config,
     summary,
 )
+from scripts.benches.shared import backend
 from scripts.benches.shared.common import write_config
 from scripts.benches.shared.paired import Ratio
 from scripts.benches.sides import memory_sizes as sizes
@@ -236,7 +237,7 @@ def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> 
         module.register_forward_hook(count)
         return module
 
-    monkeypatch.setattr(memory, "build_stage", build)
+    monkeypatch.setattr(backend, "build_stage", build)
     monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: float(num_forwards)))
     # The real function would make this process keep what it frees, which other tests look for.
     monkeypatch.setattr(memory, "compute_like_peers", lambda: prepared.append(num_forwards))

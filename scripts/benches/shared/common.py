@@ -22,6 +22,7 @@ from peers.shared import cli, process
 from peers.shared.cache import cache_folder
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
+from scripts.benches.shared.meeting import put
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
@@ -299,6 +300,4 @@ def stalled(trainer: Child) -> DeadlineExceeded:
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a file that `wait_for_json` of another process reads."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values), encoding="utf-8")
-    temporary.rename(path)
+    put(path, json.dumps(values))

@@ -22,6 +22,8 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers.shared import process
+from scripts.benches.shared import meeting
+from scripts.benches.shared.backend import cpu_backend
 from scripts.benches.shared.common import write_json
 from swarm import config as configs
 from swarm.averaging.averager import Averager
@@ -32,20 +34,15 @@ from swarm.config import RunConfig
 from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock
 from swarm.machine.loop_lag import LoopLag
-from swarm.model.stages import build_stage
 from swarm.rpc import tls
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
-from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS, request_specs
 from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
-from swarm.stage.settings import weights_of
 from swarm.stage.stage import Stage
-from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import optim
 from swarm.training.microbatch import Microbatch
@@ -159,23 +156,14 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
         announced_at=0.0,
         certificate_pem=identity.certificate_pem,
     )
-    module = build_stage(config, 0, device="cpu")
-    steps = Times()
-    weights = weights_of(config, module, lineage="")
+    backend = cpu_backend(config, 0, graph_bytes=1 << 40)
+    steps, weights = Times(), backend.weights
     times = RoundTimes(weights, steps)
-    backend = StageBackend(
-        config=config,
-        stage=0,
-        module=module,
-        weights=weights,
-        staging=Staging(),
-        budget=GraphBudget(limit_bytes=1 << 40),
-    )
     runtime, longest, lag = Runtime(queue_capacity=64), [0.0], LoopLag(clock)
     runtime.start()
-    (folder / f"{number}.record.tmp").write_text(record.model_dump_json(), encoding="utf-8")
-    (folder / f"{number}.record.tmp").rename(folder / f"{number}.record")
-    records = [PeerRecord.model_validate_json(text) for text in await _all_there(folder, "record")]
+    meeting.put(folder / f"{number}.record", record.model_dump_json())
+    texts = await meeting.all_there(folder / f"{member}.record" for member in range(MEMBERS))
+    records = [PeerRecord.model_validate_json(text) for text in texts]
     digests, attempts, round_seconds = list[str](), list[int](), list[float]()
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(
@@ -228,20 +216,12 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
                 "loop_lag_seconds": lag.seconds,
             },
         )
-        await _all_there(folder, "json")
+        await meeting.all_there(folder / f"{member}.json" for member in range(MEMBERS))
         for task in background:
             task.cancel()
     runtime.stop(60.0)
     await server.stop(0)
     await channels.close()
-
-
-async def _all_there(folder: Path, suffix: str) -> list[str]:
-    """Wait for what each member writes."""
-    paths = [folder / f"{member}.{suffix}" for member in range(MEMBERS)]
-    while not all(path.exists() for path in paths):  # noqa: ASYNC110 - what other processes do
-        await asyncio.sleep(POLL_SECONDS)
-    return [path.read_text(encoding="utf-8") for path in paths]
 
 
 if __name__ == "__main__":

@@ -11,32 +11,20 @@ from pathlib import Path
 
 import torch
 
+from scripts.benches.shared.backend import cpu_backend
 from scripts.benches.shared.common import write_json
 from scripts.benches.shared.proc import forget_peak, peak_bytes, resident_bytes
 from scripts.benches.sides.memory_stage import warm_up
 from swarm import config as configs
 from swarm.config import RunConfig
-from swarm.model.stages import build_stage
-from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
-from swarm.stage.graphs import GraphBudget
-from swarm.stage.settings import weights_of
-from swarm.stage.staging import Staging
 
 LAST_STAGE = 1
 
 
 def measure(config: RunConfig) -> dict[str, float]:
     """Train one microbatch; gives bytes above what the stage holds, and the loss."""
-    module = build_stage(config, LAST_STAGE, device="cpu")
-    backend = StageBackend(
-        config=config,
-        stage=LAST_STAGE,
-        module=module,
-        weights=weights_of(config, module, lineage=""),
-        staging=Staging(),
-        budget=GraphBudget(limit_bytes=0),
-    )
+    backend = cpu_backend(config, LAST_STAGE, graph_bytes=0)
     specs = request_specs(config, LAST_STAGE)
     tokens_BT1 = torch.randint(config.model.vocab_size, specs[TOKENS].shape, dtype=torch.int32)
     inputs = {TOKENS: tokens_BT1, HIDDEN: torch.randn(specs[HIDDEN].shape)}

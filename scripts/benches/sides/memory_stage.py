@@ -20,6 +20,8 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers.shared import process
+from scripts.benches.shared import meeting
+from scripts.benches.shared.backend import cpu_backend
 from scripts.benches.shared.common import write_json
 from scripts.benches.shared.proc import forget_peak, peak_bytes, resident_bytes
 from scripts.benches.sides.diloco.driven_swarm import TIMING
@@ -31,20 +33,15 @@ from swarm.averaging.servicer import AveragingServicer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock
-from swarm.model.stages import build_stage
 from swarm.rpc import tls
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
-from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
 from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
-from swarm.stage.settings import weights_of
 from swarm.stage.stage import Stage
-from swarm.stage.staging import Staging
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerRecord, PeerState
 
@@ -76,16 +73,8 @@ class Member:
         self._num_in_flight = num_in_flight
         self._transport = transport
         self._tasks = tasks
-        module = build_stage(config, STAGE, device="cpu")
-        self._weights = weights_of(config, module, lineage="")
-        backend = StageBackend(
-            config=config,
-            stage=STAGE,
-            module=module,
-            weights=self._weights,
-            staging=Staging(),
-            budget=GraphBudget(limit_bytes=graph_bytes),
-        )
+        backend = cpu_backend(config, STAGE, graph_bytes=graph_bytes)
+        self._weights = backend.weights
         self.runtime = Runtime(queue_capacity=64)
         self._next = NextStage(STAGE + 1)
         self._stage = Stage(
@@ -206,15 +195,7 @@ def warm_up() -> None:
         data=DataConfig(sequence_length=32, microbatch_size=2),
         rounds=RoundsConfig(setting="diloco", round_samples=2, inner_batch_samples=2),
     )
-    module = build_stage(config, 0, device="cpu")
-    backend = StageBackend(
-        config=config,
-        stage=0,
-        module=module,
-        weights=weights_of(config, module, lineage=""),
-        staging=Staging(),
-        budget=GraphBudget(limit_bytes=1 << 30),
-    )
+    backend = cpu_backend(config, 0, graph_bytes=1 << 30)
     _, _, accumulated = backend.forward_loss(0, 0, {TOKENS: torch.zeros(2, 33, dtype=torch.int32)}, accumulate=True)
     assert accumulated is not None
     backend.settle(accumulated)
@@ -235,9 +216,8 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
         announced_at=0.0,
         certificate_pem=identity.certificate_pem,
     )
-    (folder / f"{number}.record.tmp").write_text(record.model_dump_json(), encoding="utf-8")
-    (folder / f"{number}.record.tmp").rename(folder / f"{number}.record")
-    texts = await _all_there([folder / f"{member}.record" for member in range(MEMBERS)])
+    meeting.put(folder / f"{number}.record", record.model_dump_json())
+    texts = await meeting.all_there(folder / f"{member}.record" for member in range(MEMBERS))
     records = [PeerRecord.model_validate_json(text) for text in texts]
     # Peers to ask at the other stages.
     neighbour = record.model_copy(update={"peer_id": generate().peer_id})
@@ -264,19 +244,12 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
         reporting = tasks.create_task(member.report_changes())
         figures = await member.measure(baseline_bytes)
         write_json(folder / f"{number}.json", {**figures, "baseline": baseline_bytes})
-        await _all_there([folder / f"{member}.json" for member in range(MEMBERS)])
+        await meeting.all_there(folder / f"{member}.json" for member in range(MEMBERS))
         averaging.cancel()
         reporting.cancel()
     member.runtime.stop(TIMING.average_seconds)
     await server.stop(0)
     await channels.close()
-
-
-async def _all_there(paths: list[Path]) -> list[str]:
-    """Wait for files that other processes write; gives what is in them."""
-    while not all(path.exists() for path in paths):  # noqa: ASYNC110 - what other processes do
-        await asyncio.sleep(POLL_SECONDS)
-    return [path.read_text(encoding="utf-8") for path in paths]
 
 
 if __name__ == "__main__":

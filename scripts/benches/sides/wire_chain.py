@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from scripts.benches.shared.backend import cpu_backend
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
@@ -16,9 +17,6 @@ from swarm.rpc.v1.stage_pb2 import TrainRequest
 from swarm.rpc.wire import TensorReader, TensorSpec, filled
 from swarm.stage.backend import Accumulated, Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
-from swarm.stage.graphs import GraphBudget
-from swarm.stage.settings import weights_of
-from swarm.stage.staging import Staging
 from swarm.training import optim
 
 KEPT_BYTES = 1 << 40
@@ -54,14 +52,7 @@ class WireChain:
         with torch.no_grad():
             for parameter in trained_parameters(module).values():
                 parameter.mul_(1.0 + self._nudge)
-        return StageBackend(
-            config=self._config,
-            stage=stage,
-            module=module,
-            weights=weights_of(self._config, module, lineage=""),
-            staging=Staging(),
-            budget=GraphBudget(limit_bytes=KEPT_BYTES),
-        )
+        return cpu_backend(self._config, stage, graph_bytes=KEPT_BYTES, module=module)
 
     def step(self, number: int) -> float:
         """Train round `number`; gives its loss."""

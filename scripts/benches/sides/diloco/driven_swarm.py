@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from scripts.benches.shared.backend import cpu_backend
 from scripts.benches.sides.diloco.memory_transport import MemoryNetwork, MemoryTransport
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
@@ -20,17 +21,12 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, IntegrityError
 from swarm.machine.clock import SystemClock
-from swarm.model.stages import build_stage
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS
 from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
-from swarm.stage.settings import weights_of
 from swarm.stage.stage import Stage
-from swarm.stage.staging import Staging
 from swarm.stage.task_queue import Priority
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord, PeerState
@@ -70,16 +66,8 @@ class Worker:
     """One peer of the swarm."""
 
     def __init__(self, number: int, config: RunConfig, network: MemoryNetwork, tasks: asyncio.TaskGroup) -> None:
-        module = build_stage(config, 0, device="cpu")
-        self.weights = weights_of(config, module, lineage="")
-        backend = StageBackend(
-            config=config,
-            stage=0,
-            module=module,
-            weights=self.weights,
-            staging=Staging(),
-            budget=GraphBudget(limit_bytes=1 << 30),
-        )
+        backend = cpu_backend(config, 0, graph_bytes=1 << 30)
+        self.weights = backend.weights
         self.stage = Stage(
             StageContext(
                 config=config,
