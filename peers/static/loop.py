@@ -64,16 +64,14 @@ def train(
     loss, batch = None, run.batches.of_step(progress.step)
     all_targets, num_stopping = run.workers.total(batch.num_targets, stops())
     while progress.step < last_step and num_stopping == 0:
-        # Forward and backward. Torch averages gradients over the axis dp, but the sum is needed, so the weight has a
-        # factor dp.
+        # Forward and backward. Torch averages gradients over dp, but the sum is needed, so the weight has a factor dp.
         run.model.module.zero_grad()
         weight = scale.factor * shape.dp
         with computing_in(run.dtype, run.workers.device):
             own_loss = run.computing.backward(batch, weight / max(1.0, all_targets / (shape.tp * shape.pp)))
         gradients = run.model.gradients()
 
-        # One exchange sums up the norm of the whole gradient, the mean loss, the next step's targets, and how many
-        # workers were told to stop.
+        # One exchange sums up the gradient's norm, the mean loss, the next step's targets, and who was told to stop.
         next_batch = run.batches.of_step(progress.step + 1)
         scaled_norm, scaled_loss, next_targets, num_stopping = run.workers.total(
             run.model.squared_norm(gradients), float(own_loss), next_batch.num_targets, stops()

@@ -100,8 +100,7 @@ class Kademlia:
         return {} if found is None else {subkey: tuple(stored) for subkey, stored in found.value.items()}
 
     async def read_one(self, key: str) -> Found | None:
-        """Read the key from one of the nodes that keep it, a different one each time. None if that node does not
-        answer."""
+        """Read the key from one of the nodes that keep it, a different one each time; None without its answer."""
         return await self._keepers_of(key).read() if self.has_neighbours else None
 
     async def reach(self, known: addresses.Node) -> None:
@@ -122,8 +121,7 @@ class Kademlia:
             await self._process.stop()
 
     def _counting(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Wrap a call to other nodes so that its answers are counted, because hivemind's results do not show whether
-        any came."""
+        """Wrap a call to other nodes so that its answers are counted: hivemind does not show whether any came."""
 
         async def counted(*arguments: Any, **options: Any) -> Any:
             answer = await call(*arguments, **options)
