@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from swarm.checkpoint import file
-from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.checkpoint.writer import DEFAULT_EVERY
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.data import tokenizer_files
@@ -27,6 +27,8 @@ WHEN_WRITTEN = (
     f"a swarm-peer writes one every {DEFAULT_EVERY} rounds, or as its --checkpoint-every says, and one as it leaves"
 )
 """When checkpoints are written: for error messages to users that look for one too early."""
+_MOST_LOOKS = 10
+"""How often checkpoints are looked for, if they are replaced each time while they are read."""
 TOKENIZER_FOLDER = "tokenizer"
 """The folder below a folder of checkpoints in which a stage peer puts the run's tokenizer."""
 
@@ -72,18 +74,7 @@ def from_checkpoints(folder: Path, round_number: int | None, base: Weights | Non
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder")
-    names = file.names(folder)
-    if not names:
-        raise IntegrityError(f"{folder} has no checkpoint yet: {WHEN_WRITTEN}")
-    config = file.config_of(folder / str(names[-1]))
-    whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
-    restored = CheckpointFolder(folder, whole).restore(0, trained_shapes(whole, 0), round_number=round_number)
-    if restored is None:
-        of_round = "" if round_number is None else f" of round {round_number}"
-        rounds = ", ".join(map(str, sorted({name.round for name in names})))
-        raise IntegrityError(
-            f"{folder} has no sound checkpoints{of_round} with all of the model; those there are of round {rounds}"
-        )
+    restored = _restored(folder, round_number)
 
     def trained(wanted: set[str]) -> Mapping[str, Tensor]:
         return {name: restored.tensors[f"anchor/{name}"] for name in wanted}
@@ -92,6 +83,34 @@ def from_checkpoints(folder: Path, round_number: int | None, base: Weights | Non
     data = restored.config.data
     tokenizer = tokenizer_files.place_of(data.tokenizer_files, data.tokenizer, [folder / TOKENIZER_FOLDER])
     return of_trained(restored.config, trained, base, card, tokenizer=tokenizer)
+
+
+def _restored(folder: Path, round_number: int | None) -> Restored:
+    """The whole model's state. Raises IntegrityError.
+
+    A run that goes on replaces its checkpoints, perhaps while they are read. Then those that are there now are read.
+    """
+    for looks_left in reversed(range(_MOST_LOOKS)):
+        names = file.names(folder)
+        if not names:
+            raise IntegrityError(f"{folder} has no checkpoint yet: {WHEN_WRITTEN}")
+        try:
+            config = file.config_of(folder / str(names[-1]))
+            whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
+            restored = CheckpointFolder(folder, whole).restore(0, trained_shapes(whole, 0), round_number=round_number)
+        except IntegrityError:
+            if not looks_left or file.names(folder) == names:
+                raise
+            continue
+        if restored is not None:
+            return restored
+        if file.names(folder) == names:
+            break
+    of_round = "" if round_number is None else f" of round {round_number}"
+    rounds = ", ".join(map(str, sorted({name.round for name in names})))
+    raise IntegrityError(
+        f"{folder} has no sound checkpoints{of_round} with all of the model; those there are of round {rounds}"
+    )
 
 
 def of_trained(config: RunConfig, trained: Load, base: Weights | None, card: Card, *, tokenizer: str) -> Origin:

@@ -25,6 +25,11 @@ def opened(path: Path, fault: type[Exception]) -> Iterator[Any]:
         raise fault(f"{path} cannot be read: {error.strerror or in_one_line(error)}") from None
     except SafetensorError as error:
         raise fault(f"{path} cannot be read: it is not a whole safetensors file ({in_one_line(error)})") from None
+    except RuntimeError as error:
+        # torch opens the file once more by its name, and a run that goes on may just have removed an old checkpoint.
+        if path.exists():
+            raise
+        raise fault(f"{path} cannot be read: it has just been removed ({in_one_line(error)})") from None
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -1,6 +1,8 @@
 """Files of tensors."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,24 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     with tensor_file.opened(path, IntegrityError) as file:
         assert torch.equal(file.get_tensor("matrix"), matrix.T)
         assert file.metadata() == {"format": "pt"}
+
+
+def test_a_file_that_is_removed_while_it_is_opened_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, from_file = tmp_path / "weights.safetensors", torch.UntypedStorage.from_file
+    tensor_file.write(path, {"matrix": torch.zeros(2)})
+
+    def remove_first(*arguments: Any, **options: Any) -> Any:
+        path.unlink()
+        return from_file(*arguments, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", remove_first)
+    with pytest.raises(IntegrityError, match=r"^[^\n]+ cannot be read: it has just been removed [^\n]+$"):
+        _ = list(_names(path))
+
+
+def _names(path: Path) -> Iterator[str]:
+    with tensor_file.opened(path, IntegrityError) as file:
+        yield from file.keys()
 
 
 def test_what_cannot_be_written_is_one_line_with_the_file(tmp_path: Path) -> None:

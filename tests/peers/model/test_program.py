@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -256,6 +257,27 @@ def test_where_something_is_nothing_is_begun(tmp_path: Path) -> None:
     for source in ("--checkpoint", "--initial-peers"):
         with pytest.raises(ValueError, match="is there already"):
             model.main(["export", source, "/nowhere", "--output", str(tmp_path / "out")])
+
+
+def test_checkpoints_that_are_replaced_while_they_are_read_are_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints, read_header = tmp_path / "checkpoints", file.read_header
+    checkpoints.mkdir()
+    old, rounds = write_cut(checkpoints, cut(2), num_rounds=1), iter([2, 3])
+
+    def replaced_before(*arguments: Any) -> Header:
+        nonlocal old
+        if number := next(rounds, None):
+            new = write_cut(checkpoints, cut(2), num_rounds=number)
+            for path in old:
+                path.unlink()
+            old = new
+        return read_header(*arguments)
+
+    monkeypatch.setattr(file, "read_header", replaced_before)
+    said = _run(capsys, "export", "--checkpoint", str(checkpoints), "--output", str(tmp_path / "out"))
+    assert "out: round 3 of the run" in said
 
 
 def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
