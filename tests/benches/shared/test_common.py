@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,20 @@ class _Trained(SwarmProcesses):
         return self.children.start(name, ["sh", "-c", f"cd {self.metrics(name).parent} && {self.line}"])
 
 
+class _Clock:
+    """Stands in for the module time: with each look at the clock, as many seconds pass as a function gives."""
+
+    sleep, time = staticmethod(time.sleep), staticmethod(time.time)
+
+    def __init__(self, passing: Callable[[], float]) -> None:
+        self._passing = passing
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += self._passing()
+        return self._now
+
+
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Trained]:
     for module in (common, startup):
@@ -66,8 +81,16 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Traine
         yield _Trained(RunConfig(), children, tmp_path)
 
 
-def test_a_trainer_is_waited_for_as_long_as_it_takes_steps(trained: _Trained) -> None:
-    trained.line = """for i in 1 2 3 4 5; do sleep 0.3; echo '{"train/loss": 2.0}' >> metrics.jsonl; done"""
+def test_a_trainer_is_waited_for_as_long_as_it_takes_steps(trained: _Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = 0
+
+    def passing() -> float:
+        nonlocal seen
+        before, seen = seen, len(trained.steps("slow"))
+        return 0.6 * (seen - before)
+
+    monkeypatch.setattr(common, "time", _Clock(passing))
+    trained.line = """for i in 1 2 3 4 5; do sleep 0.1; echo '{"train/loss": 2.0}' >> metrics.jsonl; done"""
     assert len(trained.train("slow", 5)) == 5
 
 
@@ -75,8 +98,14 @@ def test_a_trainer_is_waited_for_as_long_as_it_takes_steps(trained: _Trained) ->
 @pytest.mark.parametrize("first", ["true", """echo '{"train/loss": 2.0}' >> metrics.jsonl"""], ids=["none", "one"])
 @pytest.mark.timeout(30)
 def test_a_trainer_that_takes_no_step_or_does_not_end_is_given_up(
-    first: str, work: Callable[[_Trained], object], trained: _Trained
+    first: str, work: Callable[[_Trained], object], trained: _Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def passing() -> float:
+        log = trained.folder / "logs" / "trainer.log"
+        return 0.3 if log.exists() and "waiting" in log.read_text() else 0.0
+
+    for module in (common, startup):
+        monkeypatch.setattr(module, "time", _Clock(passing))
     trained.line = f"{first}; echo waiting for nobody; sleep 60"
     with pytest.raises(DeadlineExceeded, match=r"^trainer took no step for 1 s; the last that it said: waiting"):
         work(trained)
