@@ -1,4 +1,4 @@
-"""Whether a stage peer takes a microbatch: whether it serves, has memory, and has a slot for its caller.
+"""Decides whether a stage peer takes a microbatch: it must serve, and have memory, and a slot for the caller.
 
 Used by stage/servicer. stage/slots decides how many slots there are and which caller gets one, stage/shortage what the
 peer does when its memory runs out, and the setting which rounds are taken. Nothing here waits: a caller that was
@@ -35,7 +35,7 @@ class Slot(NamedTuple):
 
 
 class Admission:
-    """What one peer decides about microbatches that are offered to it."""
+    """One peer's decisions about microbatches that are offered to it."""
 
     def __init__(self, context: StageContext, setting: Setting, present_round: PresentRound, records: Records) -> None:
         self._context = context
@@ -67,7 +67,7 @@ class Admission:
 
     @property
     def fault(self) -> Fatal | None:
-        """Why this peer cannot go on, once it has given up."""
+        """The reason why this peer cannot go on, once it has given up; None before that."""
         return self._shortage.fault
 
     async def gives_up(self) -> None:
@@ -82,12 +82,12 @@ class Admission:
         return sum(slots.num_held for slots in self._slots.values())
 
     def grants(self, *, has_others: bool) -> int:
-        """What a reply grants for the current round; see Slots."""
+        """The slots that a reply grants for the current round; see Slots.grants."""
         slots = self._slots_of(self._setting.queue_of(self._round.number))
         return 0 if self._lacks_memory(slots) else slots.grants(has_others=has_others)
 
     def admit(self, microbatch: Microbatch, caller: str = "", *, has_others: bool = False) -> Slot:
-        """Take a slot for a microbatch, unless the caller had better ask another peer; `leave` gives the slot back.
+        """Take a slot for a microbatch; `leave` gives it back. Refuses if the caller should rather ask another peer.
 
         Raises:
             MalformedMessage, Overloaded, NotReady, StaleMicrobatch.
@@ -104,7 +104,7 @@ class Admission:
             raise Overloaded("there is no memory for more", retry_after_seconds=SHORTAGE_RETRY_SECONDS)
         if has_others and self._setting.has_its_part(slots.num_held):
             raise Overloaded("it has its part of the round", retry_after_seconds=SHORTEST_RETRY_SECONDS)
-        # A microbatch of the next round would wait for the end of this one, so it gives an idle peer nothing to do.
+        # A microbatch of the next round waits for the end of this one, so it does not give an idle peer work now.
         idle = microbatch.round <= self._round.number and self._is_idle
         busy_seconds = (self._records.seconds_per_sample.value or 0.0) * microbatch.num_samples
         slots.take(caller, busy_seconds=busy_seconds, idle=idle, has_others=has_others)
@@ -129,12 +129,13 @@ class Admission:
         return self._slots.get(queue) or Slots(self._count, self._context.clock)
 
     def _lacks_memory(self, slots: Slots) -> bool:
-        """Whether there are as many microbatches now as memory is known to suffice for."""
+        """Whether as many microbatches are under way as memory is known to allow."""
         return slots.num_held >= self._shortage.most_in_flight
 
     @property
     def _is_idle(self) -> bool:
-        """Whether one more microbatch would give the peer more to do, because it need not wait and fits in memory."""
+        """Whether one more microbatch would give the peer more to do now: the microbatch need not wait, and fits in
+        memory."""
         hop = self._context.hop
         return not (
             not self._count.lacks_work

@@ -1,11 +1,11 @@
 """One stage's computation of one microbatch: forward, backward, loss, and taking a gradient out again.
 
-Runs on the compute thread only; called by stage/computation. Knows nothing of the network, of queues or of
-which call asked. Backward uses the weights that forward used, whatever steps came between.
+Runs on the compute thread only; called by stage/computation. The network, queues and calls are not known here. Backward
+uses the weights that forward used, whatever steps were taken in between.
 
-A GPU goes on while this thread prepares what comes next. For each microbatch the thread waits for the GPU once, before
-a gradient is added to the sum; at the last stage a second time, to see the loss; and in stage/staging so as not to get
-too far ahead of it. Every other check is made on the CPU, before tensors go to the GPU.
+A GPU works while this thread prepares the next task. For each microbatch the thread waits for the GPU once, before a
+gradient is added to the sum. At the last stage it waits a second time, for the loss. stage/staging also waits, so that
+the thread does not get too far ahead of the GPU. Every other check is made on the CPU, before tensors go to the GPU.
 
 Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that travel, V vocabulary.
 """
@@ -37,8 +37,8 @@ class Forward:
     """A forward that waits for its gradient.
 
     Attributes:
-        wire_inputs: what the stage received, CPU.
-        wire_hidden: what the next stage gets, as it travels; None at the last stage.
+        wire_inputs: the tensors that the stage received, on the CPU.
+        wire_hidden: the encoded output for the next stage; None at the last stage.
         version: the weights that were used.
     """
 
@@ -107,7 +107,7 @@ class StageBackend:
             with torch.no_grad():
                 outputs = self._apply(forward, self._inputs.hidden_or_tokens(wire_inputs))
         forward.wire_hidden = self._boundary.encode(outputs, self.staging)
-        # These come last, because no caller releases a forward that failed.
+        # Done last, because no caller releases a forward that failed.
         if keeps_graph:
             forward._outputs = outputs
             self.budget.keep()
@@ -118,8 +118,8 @@ class StageBackend:
     def backward(
         self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None
     ) -> tuple[Download | None, Accumulated | None]:
-        """Compute the gradient of the stage's input (None at stage 0); if wanted, add that of the weights to the open
-        bucket.
+        """Compute the gradient of the stage's input (None at stage 0). If wanted, add the gradient of the weights to
+        the open bucket.
 
         The forward is released, whatever happens.
 
@@ -127,7 +127,7 @@ class StageBackend:
             only_at: the stage that lacks the microbatch, for the record, if it is a replay.
 
         Raises:
-            MalformedMessage: the gradient cannot be decoded, or that of the weights is not finite.
+            MalformedMessage: the gradient cannot be decoded, or the gradient of the weights is not finite.
         """
         try:
             if forward._outputs is None:
@@ -149,7 +149,7 @@ class StageBackend:
         accumulate: bool,
         only_at: int | None = None,
     ) -> tuple[float, Download | None, Accumulated | None]:
-        """Compute forward, loss and backward of the last stage at once. Gives the mean loss in nats per target as well.
+        """Compute forward, loss and backward of the last stage. Also returns the mean loss in nats per target.
 
         The gradients are those of the sum over the targets. Without any target they are 0, and so is the loss.
 
@@ -185,7 +185,7 @@ class StageBackend:
     # -- what became of an accumulated gradient ------------------------------------------------------------------
 
     def settle(self, accumulated: Accumulated) -> None:
-        """Note that a gradient is tentative no longer: it stays or was taken out, and no step need wait for it."""
+        """Note that a gradient is no longer tentative: it stays, or was taken out. No step need wait for it."""
         if not accumulated.settled:
             accumulated.settled = True
             accumulated.bucket.settled(accumulated.source)
@@ -194,8 +194,8 @@ class StageBackend:
     def roll_back(self, all_accumulated: Sequence[Accumulated]) -> None:
         """Take gradients out of the sum.
 
-        Each is computed again and subtracted. If fewer stay than leave, those that stay are computed again instead, and
-        added to an empty sum.
+        Each is computed again and subtracted. If fewer gradients stay than leave, the staying ones are computed again
+        instead, and added to an empty sum.
         """
         leaving: dict[GradientBucket, dict[Source, None]] = {}
         for accumulated in all_accumulated:
@@ -213,7 +213,8 @@ class StageBackend:
     def _take_out(self, bucket: GradientBucket, leaving: Set[Source]) -> None:
         staying = [source for source in bucket.sources if source not in leaving]
         left, kept = (sum((source.amount for source in some), start=NOTHING) for some in (leaving, staying))
-        # With DiLoCo `sources` is empty, so what stays is not known: a sum is made anew only if nothing stays.
+        # With DiLoCo `sources` is empty, so the staying gradients are not known: a sum is made anew only if nothing
+        # stays.
         if len(staying) < len(leaving) and left + kept == bucket.amount:
             bucket.clear(kept)
             for source in staying:
@@ -235,7 +236,7 @@ class StageBackend:
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, wire_inputs: WireInputs, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Compute a forward without dropout, with the given weights: as a rule an anchor.
+        """Compute a forward without dropout, with the given weights, usually an anchor.
 
         Args:
             parameters: on the stage's device.

@@ -1,4 +1,5 @@
-"""What crosses between two stages: how hidden states and their gradients are encoded, and what a receiver expects.
+"""The tensors that travel between two stages: how hidden states and gradients are encoded, and which tensors a receiver
+expects.
 
 Called by stage/backend on the compute thread. Floating-point types are converted, and fp16 scaled, where the stage
 computes; blocks are made and read on the CPU. Encoding rounds the same way every time: a microbatch that is computed
@@ -27,14 +28,14 @@ _FP16 = ScaledHalf()
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """How the stages of a run hand on hidden states and gradients: `width` numbers a token, encoded as `encoding`."""
+    """The encoding of hidden states and gradients between the stages of a run: `width` numbers a token, in
+    `encoding`."""
 
     encoding: str
     width: int
 
     def spec(self, num_samples: int, length: int) -> TensorSpec:
-        """The tensor that travels: of the encoding's type; with fp16 it is one row of numbers, and with a codec it is
-        bytes."""
+        """The type and shape of the encoded tensor: one row of numbers with fp16, bytes with a codec."""
         num_numbers = num_samples * length * self.width
         if self.encoding == _FP16.name:
             return TensorSpec(shape=(_FP16.num_elements(num_numbers),), encoding=self.encoding)
@@ -54,7 +55,7 @@ class Boundary:
         return torch.frombuffer(simple_codec(self.encoding).encode(tensor_BTR.reshape(-1)), dtype=torch.uint8)
 
     def decode(self, wire: torch.Tensor, num_samples: int, length: int, staging: Staging) -> torch.Tensor:
-        """Decode what `encode` gave, to float32 (B, T, R) on the device.
+        """The inverse of `encode`: float32 (B, T, R) on the device.
 
         Raises:
             MalformedMessage: `wire` is the encoding of no tensor.
@@ -68,14 +69,14 @@ class Boundary:
 
 
 def boundary_of(config: RunConfig) -> Boundary:
-    """The boundary as the run's configuration has it."""
+    """Make the boundary for a run's configuration."""
     return Boundary(encoding=config.wire.dtype, width=config.model.hidden_width)
 
 
 def request_specs(
     config: RunConfig, stage: int, num_samples: int | None = None, sequence_length: int | None = None
 ) -> dict[str, TensorSpec]:
-    """What a microbatch brings to a stage: its samples, and from stage 1 on the hidden state."""
+    """The tensors that a stage receives with a microbatch: its samples, and from stage 1 on the hidden state."""
     size = config.data.microbatch_size if num_samples is None else num_samples
     length = config.data.sequence_length if sequence_length is None else sequence_length
     specs = {name: TensorSpec(shape=(size, length + 1), encoding="int32") for name in samples.names(config.data)}
@@ -85,7 +86,7 @@ def request_specs(
 
 
 def reply_specs(config: RunConfig, stage: int) -> dict[str, TensorSpec]:
-    """What a stage sends back: the gradient of its hidden input; stage 0 has none."""
+    """The tensors that a stage sends back: the gradient of its hidden input. Stage 0 sends none."""
     if stage <= 0:
         return {}
     return {GRADIENT: request_specs(config, stage)[HIDDEN]}

@@ -1,9 +1,9 @@
-"""Versions of the weights, and the buckets in which the gradients that were computed with them wait for a step.
+"""Versions of the weights, and buckets: sums of gradients that wait for a step.
 
-Owned by the compute thread: stage/backend computes with versions, fills buckets and takes gradients out again;
-stage/weights steps with what is in them and publishes the next version. With DiLoCo a bucket holds exactly one inner
-batch. Those that are full wait side by side until everything in them has been acknowledged, so that no batch grows
-because another one is late. Nothing here writes to weights.
+Owned by the compute thread. stage/backend computes with versions, fills buckets and takes gradients out again.
+stage/weights takes steps with the buckets and publishes the next version. With DiLoCo a bucket holds exactly one inner
+batch. Full buckets wait side by side until everything in them is acknowledged, so that no batch grows because another
+one is late. Nothing here writes to weights.
 """
 
 from collections import Counter
@@ -47,8 +47,8 @@ class Versions:
     """The newest version, and those before it that are in use.
 
     Args:
-        masters: what versions are copies of.
-        memory: where the copies take their memory from.
+        masters: the weights of which versions are copies.
+        memory: supplies the memory for the copies.
     """
 
     def __init__(self, masters: Mapping[str, torch.Tensor], memory: Recycler) -> None:
@@ -65,16 +65,16 @@ class Versions:
         return sum(version.users > 0 for version in self._old)
 
     def publish(self, copies: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Make a version of the masters as they are; the one before stays for the microbatches that use it.
+        """Make a version of the present masters. The former version stays for the microbatches that use it.
 
         Args:
-            copies: copies of some masters, which nothing writes to; those on the masters' device are used as they are.
+            copies: copies of some masters, to which nothing writes. Copies on the masters' device are used as they are.
         """
         self._old.add(self.newest)
         self.newest = self._make(copies or {})
 
     def restart(self) -> None:
-        """Make a version of the masters as they are; earlier versions no longer count as old ones in use."""
+        """Make a version of the present masters. Earlier versions no longer count as old ones in use."""
         self._old.clear()
         self.newest = self._make({})
 
@@ -88,7 +88,7 @@ class Versions:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Source:
-    """What a microbatch's gradient was computed from: all that is needed to compute it again.
+    """The inputs of a microbatch's gradient: all that is needed to compute it again.
 
     Attributes:
         wire_inputs: what the stage received, CPU.
@@ -110,10 +110,10 @@ class GradientBucket:
     Attributes:
         number: counted from 0 at each peer.
         sums: for each parameter the sum over the targets.
-        amount: what is in the sum.
+        amount: the samples and targets in the sum.
         num_tentative: microbatches in the sum that are not acknowledged yet; while there are any, no step is taken.
-        sources: the sources of the gradients in the sum, in the order in which these came; kept in the synchronous
-            setting alone.
+        sources: the sources of the gradients in the sum, in the order of their arrival; kept only in the synchronous
+            setting.
         versions: how many microbatches in the sum were computed with each version, by its number.
     """
 
@@ -162,7 +162,7 @@ class GradientBucket:
         self.sources.pop(source, None)
 
     def clear(self, amount: Amount = NOTHING) -> None:
-        """Take all gradients out. Those of `amount` will be added again, and count as if they were there already."""
+        """Take all gradients out. Gradients of `amount` will be added again, and count from now on."""
         torch._foreach_zero_(list(self.sums.values()))
         self.amount = amount
 
@@ -226,11 +226,10 @@ class Buckets:
 
     @property
     def num_samples_ahead(self) -> int:
-        """The samples in full buckets and in the one that the next gradient goes into. May be asked from another
-        thread.
+        """The samples in full buckets and in the bucket for the next gradient. May be read from another thread.
 
-        Forwards that wait for a step wait until these are used. Later buckets that are not full are left out: no step
-        can empty them before more gradients have come, the first of which go into an older bucket.
+        Forwards that wait for a step wait until these samples are used. Later buckets that are not full are left out:
+        no step can empty them before more gradients come, and the first of these go into an older bucket.
         """
         buckets = tuple(self._buckets)
         following = next((bucket for bucket in buckets if not self._is_full(bucket)), None)

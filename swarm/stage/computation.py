@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a computation answers upstream."""
+    """The answer of a computation to the stage before."""
 
     loss: float
     gradient: torch.Tensor | None
@@ -45,18 +45,18 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What is to be computed.
+    """The instructions for a computation.
 
     Attributes:
-        wire_inputs: what the stage received, on the CPU.
+        wire_inputs: the tensors that the stage received, on the CPU.
         accumulate: whether the gradient joins this stage's sum.
-        answers_gradient: whether the stage before wants the gradient of its output. With `accumulate` that is computed
-            in any case, because another replay may want it.
-        age: its age at the compute thread; smaller is older.
+        answers_gradient: whether the stage before wants the gradient of its output. With `accumulate` this gradient is
+            computed in any case, because another replay may want it.
+        age: its age in the compute thread's queue; smaller is older.
         hints: which peers of later stages know the microbatch already.
-        adopts: a computation of the same microbatch, accumulated earlier with other activations, that stands or falls
-            with this one's acknowledgement.
-        earlier: a computation of the same microbatch with the same weights, done here: what it sent and answered is not
+        adopts: a computation of the same microbatch that was accumulated earlier, with other activations. The
+            acknowledgement of this one settles both; without it both are undone.
+        earlier: a finished computation of the same microbatch with the same weights. What it sent and answered is not
             computed again.
     """
 
@@ -76,7 +76,7 @@ class Order:
 
 
 class Computation(Watched):
-    """Computes one microbatch and remembers the answer until it is acknowledged or undone.
+    """Computes one microbatch, and keeps the answer until it is acknowledged or undone.
 
     Args:
         turn: is entered before the forward, and left once the gradient is in the sum or will never be.
@@ -101,7 +101,7 @@ class Computation(Watched):
         self._turn = turn
         self._on_accumulated = on_accumulated
         self._wire_hidden: torch.Tensor | None = None
-        """What the next stage got."""
+        """The encoded output that the next stage got."""
         self._forward: Forward | None = None
         self._accumulated: Accumulated | None = None
         self._reply: HopReply | None = None
@@ -125,7 +125,7 @@ class Computation(Watched):
         self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        # Not in `_run`: a task that is cancelled before its first step never gets there.
+        # Not in `_run`, because a task that is cancelled before its first step never runs.
         if task.cancelled():
             self._error = NotReady("the computation was given up")
         self.ended()
@@ -177,13 +177,14 @@ class Computation(Watched):
             await reply.ack()
 
     def close_downstream(self) -> None:
-        """Have later stages give up what they did for this computation, unless another one has adopted it there."""
+        """Close the stream downstream, so that later stages give up their part of this computation, unless another one
+        has adopted it there."""
         if self._reply is not None:
             self._reply.close()
             self._reply = None
 
     def stop(self) -> None:
-        """Go no further, here and downstream; to be followed by `give_up`."""
+        """Stop, here and downstream. `give_up` has to follow."""
         if self._task is not None:
             self._task.cancel()
         self.close_downstream()
@@ -194,8 +195,8 @@ class Computation(Watched):
             await asyncio.wait([self._task])
 
     def give_up(self) -> Accumulated | None:
-        """Give up, once stopped. Runs on the compute thread. Returns what the sum has of this microbatch, which the
-        caller has to take out."""
+        """Give up, once stopped. Runs on the compute thread. Returns this microbatch's gradient in the sum, which the
+        caller has to take out; None if there is none."""
         if self._forward is not None:
             self._backend.release(self._forward)
         accumulated, self._accumulated, self._forward = self._accumulated, None, None
@@ -274,7 +275,7 @@ class Computation(Watched):
         try:
             self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self.order.hints)
         except MalformedMessage as error:
-            # This peer computed it from sound inputs, so another peer of this stage may do better.
+            # The inputs were sound, so this peer may be at fault: another peer of this stage may do better.
             raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
         self.waiting_stage, self.obstacle = self._backend.stage, None
         gradient, backward_seconds = None, 0.0
@@ -296,10 +297,10 @@ class Computation(Watched):
         )
 
     async def _compute(self, work: Callable[[], _Result], priority: Priority) -> tuple[_Result, float]:
-        """Have the compute thread do `work` in its turn, once some call wants it; gives the seconds as well.
+        """Run `work` on the compute thread in its turn, once some call wants it. Returns its result and the seconds.
 
-        After a freeze, or the death of a trainer, no call wants most of what a peer has under way. If the peer computed
-        that, it would only have more to take out again.
+        After a freeze, or when a trainer has died, no call wants most of the work that a peer has under way. If the
+        peer did that work, it would only have more to take out again.
         """
         while True:
             await self.wanted()

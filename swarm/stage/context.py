@@ -1,4 +1,4 @@
-"""What the parts of one stage peer work with, and how much it takes on. Made by the program before any of them."""
+"""The context of one stage peer's parts, and its limits. The program makes it before any of these parts."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -21,22 +21,23 @@ class StageLimits:
     """How much a stage peer takes on, and how long it waits for others."""
 
     max_in_flight: int
-    """Microbatches admitted at once; more if that many do not keep the peer busy, up to `largest_in_flight`."""
+    """Microbatches admitted at once. There are more, up to `largest_in_flight`, if that many do not keep the peer
+    busy."""
     largest_in_flight: int = 0
     """The most microbatches admitted at once; or `max_in_flight`, if that is larger."""
     orphan_seconds: float = 2.5
-    """How long, at least, an answer that lost its call waits for a retry before it is rolled back. Inner steps, and
-    so the round, wait that long too; a retry that comes later is merely computed again."""
+    """The least time that an answer that lost its call waits for a retry before it is rolled back. Inner steps, and so
+    the round, wait that long too. A later retry is computed again."""
     round_wait_seconds: float = 30.0
     """How long a microbatch of the next round waits for this peer to commit the current one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """What all parts of one stage peer are given.
+    """The things that all parts of one stage peer are given.
 
     Attributes:
-        hop: to the next stage; None at the last one.
+        hop: the hop to the next stage; None at the last stage.
         tasks: the group of all tasks that outlive the call that asked for them.
     """
 

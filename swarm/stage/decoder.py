@@ -1,8 +1,8 @@
 """Computes the next positions of sessions on the compute thread, with the keys and values of earlier positions.
 
-Used by stage/session. Single tokens of several sessions that wait there together are computed side by side: a token
-takes as long as reading the weights, and so do several. A longer piece is a task of its own, so that training has its
-turn after it. No graph is made, and no gradient comes of it.
+Used by stage/session. Single tokens of several waiting sessions are computed together as one batch: the time goes into
+reading the weights, and is the same for one token and for several. A longer piece is a task of its own, so that
+training has its turn after it. No graph is made, and no gradient is computed.
 
 Shapes: B sessions, T positions, R numbers a token that travel, V vocabulary.
 """
@@ -34,7 +34,7 @@ from swarm.stage.task_queue import Priority
 
 @dataclass(eq=False)
 class Computed:
-    """What this stage has computed of a session."""
+    """The positions of a session that this stage has computed."""
 
     order: Order
     held: HeldRound
@@ -67,11 +67,12 @@ class Decoder:
         """Compute the next positions of a session, at least one.
 
         Returns:
-            What the next stage gets; at the last stage the token after these positions, or None unless `sample`.
+            The piece for the next stage. At the last stage it is the token after these positions, or None if `sample`
+            is False.
 
         Raises:
             MalformedMessage: hidden states hold numbers out of range.
-        Cancellation drops what has not begun.
+        Cancellation drops the positions whose computation has not begun.
         """
         tokens = [token for piece in pieces for token in piece.tokens]
         step = _Step(computed, tokens, pieces, sample)
@@ -79,7 +80,7 @@ class Decoder:
             self._runtime.submit(lambda: self._run([step]), priority=Priority.GENERATION)
         else:
             self._waiting.append(step)
-            # The first of these tasks to have its turn computes all steps that wait.
+            # The first of these tasks that gets its turn computes all waiting steps.
             self._runtime.submit(self._run_waiting, priority=Priority.GENERATION)
         return await asyncio.wrap_future(step.future)
 
@@ -97,7 +98,7 @@ class Decoder:
             inputs = [(step, hidden) for step in wanted if (hidden := self._inputs(step)) is not None]
             if inputs:
                 self._compute([step for step, _ in inputs], torch.cat([hidden for _, hidden in inputs]))
-        except BaseException as error:  # noqa: BLE001 - it belongs to the callers, which get it whole
+        except BaseException as error:  # noqa: BLE001 - the callers raise it
             for step in wanted:
                 if not step.future.done():
                     step.future.set_exception(error)
@@ -143,6 +144,7 @@ class Decoder:
 
 
 def session_bytes(config: RunConfig, stage: int, num_positions: int) -> int:
-    """The most bytes that a session takes at a stage: keys and values in float32, and what it hands on."""
+    """The most bytes that a session takes at a stage: keys and values in float32, and the hidden states that it sends
+    on."""
     kept = cache_bytes(config.model, len(layer_ranges(config)[stage]))
     return num_positions * (kept + boundary_of(config).spec(1, 1).num_bytes)

@@ -1,11 +1,11 @@
-"""How computations end: acknowledged, or undone.
+"""Ends computations: they are acknowledged, or undone.
 
-    acknowledged          the microbatch counts here from now on, and downstream is told
-    abandoned             its call is gone: it is kept for a while, for a retry, and then discarded
-    discarded             forgotten in the ledger at once, stopped here and downstream, then undone
-    undone                on the compute thread: it hands its gradient over, which is taken out of the sum
+    acknowledged the microbatch counts here from now on, and the acknowledgement is passed on abandoned its call is
+    gone: it is kept for a while, for a retry, and then discarded discarded forgotten in the ledger at once, stopped
+    here and downstream, then undone undone on the compute thread: it hands its gradient over, which is taken out of the
+    sum
 
-Used by stage/servicer and stage/stage. Begins none. Runs on the event loop.
+Used by stage/servicer and stage/stage. Begins no computation. Runs on the event loop.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Endings:
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Wake what waits for gradients to be acknowledged, stepped with or taken out."""
+        """Wake everything that waits for gradients to be acknowledged, used in a step or taken out."""
         self._setting.look()
         self._changed.set()
 
@@ -59,7 +59,7 @@ class Endings:
         holder.subscribe(_ACKNOWLEDGED)
         microbatch, ledger = computation.microbatch, self._records.ledger
         entry = ledger.find(microbatch.index)
-        # The microbatch may have been taken out of the round meanwhile, because another member counts it too.
+        # The microbatch may have been taken out of the round in the meantime, because another member counts it too.
         if entry is not None and entry.computation is holder and entry.state is EntryState.TENTATIVE:
             self._setting.acknowledged(microbatch)
             self._records.counters["committed"] += 1
@@ -81,15 +81,15 @@ class Endings:
     # -- abandoned ---------------------------------------------------------------------------------------------------
 
     def abandon(self, computation: Computation, subscriber: object) -> None:
-        """Undo a computation because the call that waited for it is gone; keep it for a while if a retry can use it."""
+        """Undo a computation, because the call that waited for it is gone. If a retry can use it, keep it for a while
+        first."""
         if computation.subscriber is subscriber:
-            # A call may end after its peer has ended: then there is no sum any more from which a gradient could be
-            # taken.
+            # A call may end after its peer has ended. Then there is no sum any more.
             with suppress(NotReady):
                 self._context.spawn(self._expire(computation, computation.orphan()))
 
     def end(self) -> None:
-        """Wait for no retry any more, because this peer admits nothing from now on."""
+        """Stop waiting for retries, because this peer admits nothing from now on."""
         self._has_ended = True
         for waiting in self._waiting:
             waiting.cancel()
@@ -113,7 +113,7 @@ class Endings:
     def discard(self, *computations: Computation) -> None:
         """Begin to undo computations that will not be acknowledged.
 
-        They are forgotten at once: a retry that comes meanwhile starts afresh, rather than adopt what is going away.
+        They are forgotten at once, so that a retry in the meantime starts afresh and does not adopt one of them.
         """
         ledger = self._records.ledger
         for computation in computations:
@@ -127,12 +127,12 @@ class Endings:
         undoing.add_done_callback(self._undoing.discard)
 
     async def discard_all(self, entries: Iterable[Entry[Computation]]) -> None:
-        """Undo these computations, and wait until nothing is being undone any more."""
+        """Undo these computations, and wait until no computation is being undone any more."""
         computations = [entry.computation for entry in entries if entry.computation is not None]
         if computations:
             self.discard(*computations)
         if self._undoing:
-            # Also those that were being undone before: the ledger has forgotten them, but the sum still has them.
+            # This includes earlier ones: the ledger has forgotten them, but their gradients are still in the sum.
             await asyncio.wait(set(self._undoing))
 
     async def _undo(self, computations: Sequence[Computation]) -> None:
@@ -144,8 +144,8 @@ class Endings:
             given_up = [computation.give_up() for computation in computations]
             backend.roll_back([accumulated for accumulated in given_up if accumulated is not None])
 
-        # This runs after any task of theirs that is still running, because there is only one compute thread.
+        # There is only one compute thread, so this runs after any task of these computations that is still running.
         await self._context.runtime.control(undo)
-        # The tasks of these computations are cancelled, so none of them reports a step that failed.
+        # Checked here, because the tasks of these computations are cancelled, and so cannot report a failed step.
         backend.weights.require_sound()
         self.changed()

@@ -1,6 +1,6 @@
 """Evaluation of held-out text at one stage: a forward without dropout on a round's weights, and on to the next stage.
 
-Used by stage/servicer. No gradient comes of it. Only a round's weights are kept, for as long as a caller holds them.
+Used by stage/servicer. No gradient is computed. Only a round's weights are kept, for as long as a caller holds them.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from swarm.training import samples
 PROGRESS_SECONDS = 1.0
 """Time between two signs of life to the caller."""
 LONGEST_HOLD_SECONDS = 1800.0
-"""How long a caller may have a round held."""
+"""The longest time for which a caller may hold a round."""
 
 _Message = pb.EvaluateReply | pb.HoldReply
 
@@ -45,8 +45,8 @@ class Evaluation:
         self._runtime = stage.context.runtime
         self._hop = stage.context.hop
         self._evaluating = asyncio.Lock()
-        """Held by the one evaluation that is at the compute thread, so that evaluations take little of the thread's
-        time from training."""
+        """Held by the one evaluation that is queued at the compute thread, so that evaluations take little of its time
+        from training."""
         self._turns: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
         """A lock for each caller, held by the one of its evaluations that waits for `_evaluating`: a caller with many
         evaluations delays no other caller."""
@@ -84,7 +84,7 @@ class Evaluation:
     # -- microbatches --------------------------------------------------------------------------------------------------
 
     async def answer(self, context: Context, incoming: Incoming) -> pb.Evaluated:
-        """Read a request, compute it here and at the next stages, and give the answer. Cancellation stops all stages.
+        """Read a request, compute it here and at the next stages, and return the answer. Cancellation stops all stages.
 
         Raises:
             MalformedMessage, RoundMismatch, DeadlineExceeded; what the next stages raise.
@@ -136,7 +136,7 @@ class Evaluation:
             output, _ = await self._runtime.run(
                 # The weights are looked up only now, because an evaluation that waits must not keep a round's weights.
                 lambda: self._backend.evaluate(tensors, self._stage.held_rounds.find(opening.round).on(self._device)),
-                # It queues among the other forwards: behind all of them it would never have a turn at a bottleneck.
+                # It has the age of a new forward: at a lower priority it would never have a turn at a bottleneck.
                 priority=Priority.FORWARD,
                 age=self._runtime.next_age(),
             )
@@ -144,7 +144,7 @@ class Evaluation:
 
 
 class _Awaited(HopListener):
-    """The deepest stage that an evaluation waits for, and why none of its peers takes work, if none does."""
+    """The deepest stage for which an evaluation waits, and the reason if none of its peers takes work."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage

@@ -1,7 +1,7 @@
 """The gRPC face of generation at one stage: GenerationService.
 
-Checks what each caller asks for, finds a place and a round's weights for each session, and frees both when its call
-ends, however that comes.
+It checks each caller's request, finds a place and a round's weights for each session, and frees both when the call ends
+in any way.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class GenerationServicer(GenerationServiceServicer):
         self._num_tokens = 0
 
     def counters(self) -> stage_pb2.GenerationCounters:
-        """How many sessions and held rounds there are now, and how many tokens passed by since the peer started."""
+        """The numbers of sessions and held rounds now, and of tokens since the peer started."""
         return stage_pb2.GenerationCounters(
             sessions=len(self._places), tokens=self._num_tokens, rounds=len(self._stage.held_rounds)
         )

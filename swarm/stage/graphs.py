@@ -1,4 +1,5 @@
-"""Autograd graphs between forward and backward: how large one is, how many may be kept, and where a backward begins.
+"""Autograd graphs between forward and backward: measures one, limits how many are kept, and makes the start of a
+backward.
 
 Used by stage/backend on the compute thread, and by stage/shortage, which halves what may be kept. Never keeps a graph
 itself.
@@ -58,7 +59,7 @@ class GraphBudget:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = compute()
-        # Only now, because `compute` may have made the casts.
+        # After `compute`, because it may have made the casts.
         for tensor in (*version.parameters.values(), *version.casts.values()):
             storages.pop(tensor.untyped_storage().data_ptr(), None)
         self.graph_bytes = max(1, sum(storages.values()))

@@ -1,8 +1,8 @@
-"""Rounds whose weights are held for texts and evaluations, while training goes on to later ones.
+"""Rounds whose weights are held for texts and evaluations, while training goes on to later rounds.
 
 Used by stage/generation and stage/evaluation on the event loop. Anchors are never written to, so a held one needs no
-copy: it takes memory only once the stage itself has let go of it. A text's round is held for a while after its last
-session, because a text comes back if its path broke elsewhere.
+copy. It takes memory only once the stage itself has dropped it. A text's round is held for a while after its last
+session, because the text may come back if another peer on its path failed.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ class HeldRound:
     """A round's weights.
 
     Attributes:
-        anchor: the weights as the stage had them.
+        anchor: the weights, on the device where the stage keeps anchors.
         num_users: sessions and evaluations that compute with it, or may have to.
-        wanted_until: until when it is held although nothing uses it, by the loop's clock.
+        wanted_until: the time until which it is held although nothing uses it, by the loop's clock.
     """
 
     def __init__(self, number: int, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -43,13 +43,14 @@ class HeldRound:
         self._module: StageModule | None = None
 
     def on(self, device: torch.device) -> Tensors:
-        """The weights, brought to a device for good. To be called on the compute thread."""
+        """The weights on a device, where they stay from now on. To be called on the compute thread."""
         if any(value.device != device for value in self._parameters.values()):
             self._parameters = moved(self._parameters, device)
         return self._parameters
 
     def module(self, own: StageModule, device: torch.device) -> StageModule:
-        """The stage's module with these weights, brought to a device for good. To be called on the compute thread."""
+        """The stage's module with these weights on a device, where they stay from now on. To be called on the compute
+        thread."""
         if self._module is None:
             self._module = with_weights(own, self.on(device))
         return self._module
@@ -71,8 +72,8 @@ class HeldRounds:
     def choose(self, newest: int) -> int:
         """Choose the round of a new session: `newest`, or an earlier round that some session uses already.
 
-        The earlier round is chosen if it is the one before, which every peer of a stage still has, held or not; or if
-        no more rounds can be held.
+        The earlier round is chosen if it is the last one before `newest`, which every peer of a stage still has, held
+        or not. It is also chosen if no more rounds can be held.
         """
         used = [number for number, held in self._held.items() if held.num_users and number <= newest]
         if used and (max(used) >= newest - 1 or sum(held.num_users > 0 for held in self._held.values()) >= MAX_ROUNDS):
@@ -80,9 +81,10 @@ class HeldRounds:
         return newest
 
     def nearest(self, number: int) -> int:
-        """The round nearest to `number`, of those with weights here.
+        """The round nearest to `number`, among those whose weights are here.
 
-        With DiLoCo stages are rounds apart, and one that is ahead has let go of the round that another one is at.
+        With DiLoCo stages may be rounds apart, and a stage that is ahead has dropped the weights of another stage's
+        round.
         """
         present = self.present()
         kept = {recent for recent in (present - 1, present) if self.anchor(recent) is not None}
@@ -96,7 +98,7 @@ class HeldRounds:
         if anchor is None:
             present = self.present()
             raise RoundMismatch(f"round {number} is not kept, this peer is at {present}")
-        # If another round of this number is held, it is of a state that the stage had before.
+        # A held round of this number belongs to an earlier state of the stage.
         return HeldRound(number, anchor)
 
     @contextmanager

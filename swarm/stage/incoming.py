@@ -1,6 +1,6 @@
-"""The messages of one request to a stage: read with deadlines, and with a bound on what is kept of them.
+"""Reads the messages of one request to a stage, with deadlines, and with a bound on the bytes that are kept.
 
-Used by stage/servicer. Knows nothing of what the messages are for.
+Used by stage/servicer. The meaning of the messages is not known here.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from swarm.rpc.wire import TensorReader, TensorSpec
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 
 FIRST_SECONDS = 10.0
-"""Longest wait for the first message: a stream that says nothing is not kept."""
+"""Longest wait for the first message. A silent stream is not kept."""
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """A caller that sends tensors more slowly than this, beyond the wait for a message, is cut off: it may hold a slot."""
 DRAIN_SECONDS = 5.0
@@ -58,7 +58,7 @@ class Incoming:
         self._first: Any = None
         """The first message, while it has chunks to be read."""
         self._due = 0.0
-        """When all that is expected will be here, at the slowest rate, by the loop's clock."""
+        """When everything expected has to be here, at the slowest rate, by the loop's clock."""
 
     async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
         """The next message, or None at the end of the stream. Raises DeadlineExceeded."""
@@ -71,8 +71,8 @@ class Incoming:
     async def opening(self) -> Any:
         """The opening in the first message; None if it has none. Raises DeadlineExceeded.
 
-        Gives a copy, because a part of a message keeps all of it alive, with the chunks that came along. `tensors`
-        reads those chunks.
+        Returns a copy, because a part of a message keeps the whole message in memory, with its chunks. `tensors` reads
+        these chunks.
         """
         message = await self.read(FIRST_SECONDS)
         if message is None or not message.HasField("open"):
@@ -86,7 +86,7 @@ class Incoming:
         """Note that the caller has begun to send these tensors. Raises Overloaded if too much is kept for it already.
 
         Args:
-            training: whether they are a microbatch's, which slots limit in number.
+            training: whether the tensors are a microbatch's. (Slots limit the number of microbatches.)
         """
         if self._reader is None:
             num_bytes = _num_bytes(specs)

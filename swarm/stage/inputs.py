@@ -1,4 +1,4 @@
-"""What a microbatch brings to a stage: checked on the CPU, where it arrives, and brought to the stage's device.
+"""A microbatch's inputs at a stage: checked on the CPU, where they arrive, and brought to the stage's device.
 
 Used by stage/backend on the compute thread. Keeps nothing of any microbatch.
 
@@ -32,7 +32,8 @@ class StageInputs:
 
     def check(self, wire_inputs: WireInputs) -> None:
         """Raise MalformedMessage if numbers are out of range, or a token is unknown."""
-        # On the CPU, where the check waits for nothing. A GPU that looks up an unknown token is lost to the process.
+        # On the CPU, where the check waits for nothing. If a GPU looks up an unknown token, this process cannot use it
+        # any more.
         samples.require_sound(wire_inputs, self.config.model.vocab_size)
         if self.stage:
             require_in_range(HIDDEN, wire_inputs[HIDDEN])

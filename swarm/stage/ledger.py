@@ -1,4 +1,4 @@
-"""The ledger: what a stage peer did with each microbatch id.
+"""The ledger: the state of each microbatch id at a stage peer.
 
     running     its computation is under way
     tentative   its gradient is accumulated, its answer remembered, and no acknowledgement has come
@@ -27,8 +27,8 @@ class Entry(Generic[_Computation]):
     """One microbatch that is, or will be, accumulated here.
 
     Attributes:
-        round: the round that it counts for; before it is committed, the round in which it was admitted.
-        computation: answers repeats, and is undone if need be; dropped when neither can be asked for any more.
+        round: the round for which it counts. Before it is committed, this is the round in which it was admitted.
+        computation: answers repeats, and can be undone. None once neither can be asked for any more.
     """
 
     microbatch: int
@@ -59,7 +59,7 @@ class Ledger(Generic[_Computation]):
         self.saw(microbatch)
 
     def saw(self, microbatch: int) -> None:
-        """Note an id, known here or not: new microbatches are to have higher ones."""
+        """Note an id, known here or not. New microbatches must have higher ids."""
         self.highest_microbatch = max(self.highest_microbatch, microbatch)
 
     def accumulated(self, microbatch: int) -> None:

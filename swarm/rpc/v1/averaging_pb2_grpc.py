@@ -85,21 +85,21 @@ class AveragingServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Report(self, request, context):
-        """A member tells its leader how far it is; the answer says where the round is.
+        """A member reports its progress to its leader. The answer says where the round is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Begin(self, request, context):
-        """Leader to member, first phase: close the round's contribution and promise this attempt.
+        """Leader to member, first phase: close the round's contribution, and promise this attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Average(self, request, context):
-        """Leader to member: exchange with the others, and keep the result without applying it.
+        """Leader to member: exchange with the other members, and keep the result without applying it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,35 +113,35 @@ class AveragingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Leader to member: this attempt came to nothing.
+        """Leader to member: this attempt has failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Barrier(self, request, context):
-        """Leader to another stage: waits until that stage is prepared or committed (synchronous setting).
+        """Leader to another stage: wait until that stage has decided its result of the round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Shared(self, request, context):
-        """Member of another stage: what this one averaged of a block that both hold.
+        """From a member of another stage: fetch this stage's average of the blocks that both stages hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Exchange(self, request_iterator, context):
-        """Member to the owner of a part: the part's contribution there, its average back.
+        """Member to the owner of a part: send the contribution to this part, and get the part's average.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Download(self, request, context):
-        """For a peer that is behind: what a snapshot holds, a segment of it, or the rounds committed since.
+        """For a peer that is behind: get a snapshot's header, a segment of the snapshot, or the rounds committed since.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

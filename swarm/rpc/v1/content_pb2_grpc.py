@@ -50,14 +50,15 @@ class ContentServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Weights(self, request, context):
-        """Of the initial weights: their index, which model.weights names, or a segment of a tensor, which the index names.
+        """Fetches the index of the initial weights, which model.weights names, or a segment of a tensor, which the index
+        names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenizer(self, request, context):
-        """Of the tokenizer: its list of files, which data.tokenizer_files names, or a file, which the list names.
+        """Fetches the tokenizer's list of files, which data.tokenizer_files names, or a file, which the list names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class DirectoryServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Read(self, request, context):
-        """What the peer finds under one key of its own run, at most a second or two old.
+        """Returns the records under one key of the peer's own run. They were read at most a second or two ago.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class GenerationServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request_iterator, context):
-        """One session, from its prompt to its last token. Whoever ends the call ends the session.
+        """Runs one session, from its prompt to its last token. When either side ends the call, the session ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class LeaseServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Acquire(self, request, context):
-        """Ask for microbatches; waits up to wait_seconds while there are none to give.
+        """Asks for microbatches. The answer waits up to wait_seconds while there are none to grant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

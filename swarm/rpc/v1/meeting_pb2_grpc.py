@@ -65,35 +65,35 @@ class MeetingServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Check(self, request, context):
-        """Dials the caller back, and tells which of its ports were reached.
+        """Dials the caller back, and returns which of its endpoints were reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wait(self, request_iterator, context):
-        """A peer that others do not reach waits here for callers. Open for as long as it waits.
+        """A peer that others do not reach waits here for callers. The call stays open for as long as it waits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Connect(self, request_iterator, context):
-        """A connection to a peer that waits here. Its bytes are those of TLS, which ends at that peer.
+        """Opens a connection to a peer that waits here. Its bytes are those of TLS, which ends at that peer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Take(self, request_iterator, context):
-        """The other end of it, opened by the peer that waits.
+        """The other end of such a connection, opened by the peer that waits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Meet(self, request, context):
-        """Both ends of a connection to come call this from the port with which they are about to dial each other.
+        """Two peers that are about to dial each other call this, each from the port from which it will dial.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

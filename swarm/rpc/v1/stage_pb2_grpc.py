@@ -60,14 +60,14 @@ class StageServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Train(self, request_iterator, context):
-        """One microbatch through this stage and all later ones.
+        """Trains one microbatch through this stage and all later ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request_iterator, context):
-        """The same chain without a backward, on the anchor weights of a named round.
+        """Computes the loss through the same stages, without a backward, on the anchor weights of a named round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,7 +81,7 @@ class StageServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What this peer is and does, for people and for trainers that follow the rounds.
+        """Describes this peer, for people and for trainers that follow the rounds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,6 @@
 """The parts of a stage's parameters that are averaged in turn (Streaming DiLoCo, arXiv 2501.18512).
 
-Used by stage/diloco/weights. Knows names and numbers of samples and targets, never a tensor.
+Used by stage/diloco/weights. Handles names and numbers of samples and targets, never a tensor.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from swarm.training.samples import NOTHING, Amount
 
 
 class Fragments:
-    """Fragments, and by how much each has been stepped since it was last averaged.
+    """Fragments, and the samples and targets with which each was stepped since it was last averaged.
 
     Args:
         names: the names of all parameters.
@@ -36,7 +36,8 @@ class Fragments:
         self.unaveraged = [before + amount for before in self.unaveraged]
 
     def averaged(self, fragment: int, *, but: Amount) -> None:
-        """Note that a fragment was averaged. What was learnt from `but`, after the closing, is not in the average."""
+        """Note that a fragment was averaged. The steps of the amount `but`, taken after the closing, are not in the
+        average."""
         self.unaveraged[fragment] = but
 
     def forget(self) -> None:
@@ -45,7 +46,8 @@ class Fragments:
 
 
 def dealt(names: Iterable[str], num_fragments: int) -> list[list[str]]:
-    """Deal parameter names out by block (embedding, each layer, head), so that a fragment's layers are far apart.
+    """Divide parameter names by block (embedding, each layer, head) among the fragments, so that a fragment's layers
+    are far apart.
 
     Raises:
         ValueError: there are fewer blocks than fragments.

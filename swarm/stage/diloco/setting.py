@@ -1,8 +1,8 @@
 """Microbatches with DiLoCo: each peer takes inner steps of its own, and a round has no fixed ids.
 
-Replicas differ, so a repeat brings other activations and gets a gradient of its own, which is accumulated only if none
-has been yet. What was acknowledged stays in some inner step, so nothing of it is kept; a round may close at any time,
-and training goes on meanwhile.
+Replicas differ, so a repeat brings other activations and gets a gradient of its own. It is accumulated only if no
+gradient of the microbatch was before. Acknowledged gradients are never taken out again, so their computations are not
+kept. A round may close at any time, and training goes on meanwhile.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -34,7 +34,7 @@ class DilocoSetting(Setting):
         self._answers = records.answers
         self._batch_microbatches = rounds.inner_batch_samples // self._microbatch_size
         self._most_ahead = (1 + rounds.max_staleness) * self._batch_microbatches
-        """How many microbatches at a time may have begun their forward while no step has used their gradient."""
+        """The most microbatches that have begun their forward and whose gradients no step has used yet."""
         self._turns = Turns(self._most_ahead, self._num_unstepped, context.clock)
 
     def _num_unstepped(self) -> int:
@@ -89,7 +89,8 @@ class DilocoSetting(Setting):
         return True
 
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
-        """Have a new gradient computed, and accumulated if the one before was not: one acknowledgement settles both."""
+        """Start a computation of a new gradient. It is accumulated only if the former one was not. One acknowledgement
+        settles both."""
         known = entry.computation
         if entry.state is EntryState.COMMITTED or known is None:
             return Start(microbatch=microbatch, accumulate=False)

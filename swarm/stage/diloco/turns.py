@@ -1,9 +1,9 @@
-"""How far forwards may run ahead of the inner steps that will use their gradients (DiLoCo).
+"""Limits how far forwards run ahead of the inner steps that will use their gradients (DiLoCo).
 
-Made by stage/diloco/setting; stage/computation takes a turn before a forward. A gradient that is computed with older
-weights than those it is applied to teaches less (docs/performance.md#learning). So a peer computes no more microbatches
-with the same weights than make its next inner batches, however many it has admitted; those that wait begin as soon as a
-step is taken. Runs on the event loop; never computes.
+Made by stage/diloco/setting; stage/computation takes a turn before a forward. A run learns less from a gradient that is
+computed with older weights than those to which it is applied (docs/performance.md#learning). So a peer computes only as
+many microbatches with the same weights as its next inner batches need, however many it has admitted. The others begin
+as soon as a step is taken. Runs on the event loop; never computes.
 """
 
 import asyncio
@@ -16,24 +16,25 @@ from swarm.machine.clock import Clock
 from swarm.routing.throughput import MovingAverage
 
 LATE = 3.0
-"""A turn that has taken this many times the usual seconds is late; its microbatch may wait for a dead peer, say."""
+"""A turn that has taken this many times the usual seconds is late. Its microbatch may be waiting for a dead peer, for
+example."""
 SHORTEST_LATE_SECONDS = 1.0
 """No turn is late before this time."""
 FIRST_LATE_SECONDS = 60.0
-"""When a turn is late while no turn has ended yet, so that the usual time is unknown. It is less than
-`HopLimits.stall_seconds`, after which callers of the microbatches that wait here take this peer for stalled."""
+"""A turn is late after this time while no turn has ended yet, so that the usual time is unknown. It is less than
+`HopLimits.stall_seconds`, after which callers take this peer for stalled."""
 LOOK_SECONDS = 0.25
-"""How often a microbatch that waits looks whether another one's turn has become late."""
+"""How often a waiting microbatch checks whether another one's turn has become late."""
 
 
 class Turns:
     """Gives turns, older microbatches first.
 
     Args:
-        most: the most microbatches with a forward that has begun and a gradient that no step has used. Late ones are
-            left out, or they would hold up all others; their gradients go into later steps.
-        num_unstepped: tells how many gradients are accumulated that no step has used. It is less than `most` whenever
-            no step can come before more gradients do.
+        most: the most microbatches that have begun their forward and whose gradients no step has used. Late ones are
+            not counted, because they would hold up all others. Their gradients go into later steps.
+        num_unstepped: gives the number of accumulated gradients that no step has used. It is less than `most` whenever
+            no step can be taken before more gradients come.
     """
 
     def __init__(self, most: int, num_unstepped: Callable[[], int], clock: Clock) -> None:

@@ -1,11 +1,11 @@
 """A stage's weights with DiLoCo: inner steps of its own, and an outer step a round.
 
-Owned by the compute thread. A stage may be averaged in fragments, a round each, in turn, and may go on training while a
-round is exchanged (Streaming DiLoCo, arXiv 2501.18512): what was learnt since the contribution was closed is then
-carried over to the new anchor, and counts towards the next round. So is all that was learnt in rounds which were
-committed without this peer, a few at most: this peer contributes late (as in asynchronous local SGD, arXiv 2401.09135).
-Anchors and outer momentum are needed once a round: they are kept on the CPU, and the outer step is taken there,
-whatever device trains.
+Owned by the compute thread. A stage may be averaged in fragments, one in each round, in turn. It may go on training
+while a round is exchanged (Streaming DiLoCo, arXiv 2501.18512). The inner steps since the contribution was closed are
+then carried over to the new anchor, and count towards the next round. If rounds, a few at most, are committed without
+this peer, all its inner steps of these rounds are carried over in the same way, so that it contributes late (as in
+asynchronous local SGD, arXiv 2401.09135). Anchors and outer momentum are needed once a round: they are kept on the CPU,
+and the outer step is taken there, whatever device trains.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,13 +28,13 @@ from swarm.training.round_member import Contribution
 from swarm.training.samples import NOTHING, Amount
 
 LATE_VERSIONS = 2
-"""Versions that are kept, beside the newest and those that `max_staleness` asks for, for microbatches that take much
-longer than others: their peer further on has died, say."""
+"""Versions that are kept in addition to the newest and those that `max_staleness` asks for. They are for microbatches
+that take much longer than others, for example because a later peer has died."""
 
 
 class _Closing(NamedTuple):
-    """The names of a contribution's parameters, the weights it was taken from, and what the round had seen by then: how
-    many inner steps, and the amount that they used."""
+    """The names of a contribution's parameters, the weights from which it was taken, and the round's inner steps by
+    then: their number, and the amount that they used."""
 
     names: frozenset[str]
     version: Version
@@ -50,8 +50,8 @@ class DilocoWeights(StageWeights):
         self._inner = gradient_optimizer(config, same_bits=False)
         self._fragments = Fragments(trained_parameters(module), config.averaging.num_fragments)
         self._closing: _Closing | None
-        """The newest closing of this round, kept even when the round is reopened: its result may be decided all the
-        same."""
+        """The newest closing of this round. It is kept even when the round is reopened, because its result may still be
+        decided."""
         self._failure: Exception | None = None
         """The failure of an inner step."""
         super().__init__(
@@ -159,7 +159,8 @@ class DilocoWeights(StageWeights):
         return carried_amount, {**anchor, **stepped}
 
     def _carried(self, names: list[str], fragment: int, *, contributed: bool) -> tuple[Tensors, Amount]:
-        """What was learnt but is not in the round's average, and the amount of this round that it was learnt from."""
+        """Return the change of the weights that is not in the round's average, and the amount of this round that caused
+        it."""
         if not contributed:
             learnt = self._learnt(names, self._fragments.unaveraged[fragment].samples)
             return learnt, self.round.stepped if learnt else NOTHING
@@ -173,7 +174,7 @@ class DilocoWeights(StageWeights):
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
         """What inner steps have added to parameters since their last average.
 
-        Nothing if it is not finite: a peer is to drop weights that diverged.
+        Zero if it is not finite, because a peer must drop weights that diverged.
 
         Args:
             num_samples: the samples that these steps have used. With fragments all may be of earlier rounds, which
