@@ -14,16 +14,14 @@
     |-- TryLater                     the same peer may do it in a moment; nothing is wrong
     |   `-- Overloaded               answered Busy; `retry_after_seconds` says when to ask again
     `-- Fatal                        give up: repeating the request changes nothing
-        |-- MalformedMessage         wrong shape, dtype, size, NaN, or a field that makes no sense
-        |-- ConfigMismatch           two configurations of one run differ; the message names the field
-        |-- CorpusMismatch           two machines hold different text under one dataset name
-        |-- StaleMicrobatch          its round has committed: the microbatch is not wanted any more
-        |-- RoundGone                nobody holds the weights of a round any more
-        |-- IntegrityError           bytes do not match their digest or their signature
-        `-- RetriesExhausted         every allowed attempt failed; the message names the last cause
+        |-- MalformedMessage wrong shape, dtype, size, NaN, or a field that makes no sense |-- ConfigMismatch two
+        configurations of one run differ; the message names the field |-- CorpusMismatch two machines hold different
+        text under one dataset name |-- StaleMicrobatch its round has committed: the microbatch is not wanted any more
+        |-- RoundGone no peer holds the weights of a round any more |-- IntegrityError bytes do not match their digest
+        or their signature `-- RetriesExhausted every allowed attempt failed; the message names the last cause
 
-One peer that calls a request malformed may itself be at fault: the hop asks a second one before it gives up. Faults in
-what a user typed are ValueErrors raised by the config dataclasses, or SwarmErrors; the programs print either as one
+One peer that calls a request malformed may itself be at fault: the hop asks a second one before it gives up. For a
+user's mistakes in options or configuration, ValueError or a SwarmError is raised. The programs print either as one
 line. Internal invariants are asserts.
 """
 
@@ -33,15 +31,15 @@ class SwarmError(Exception):
 
 
 class TryAnotherPeer(SwarmError):
-    """This peer does not do what it is asked for. Another peer of its stage may do it, or this one much later."""
+    """This peer does not serve the request. Another peer of its stage may do so, or this one much later."""
 
 
 class PeerUnavailable(TryAnotherPeer):
     """The peer is unreachable, frozen, or ended the call before its answer was complete.
 
     Attributes:
-        is_gone: whether no process listens at the peer's address, so that it has died and has lost what it had.
-        is_unreachable: whether no answer came, for whatever reason. The peer itself has done nothing wrong then.
+        is_gone: whether no process listens at the peer's address. Then the peer has died, and its state is lost.
+        is_unreachable: whether no answer came, for any reason. The peer itself may have done nothing wrong.
     """
 
     def __init__(self, message: str, *, is_gone: bool = False, is_unreachable: bool = False) -> None:
@@ -63,7 +61,7 @@ class NotReady(TryAnotherPeer):
 
 
 class NotServed(TryAnotherPeer):
-    """The peer does not serve this caller, or not what the caller asks for: it may have moved since its
+    """The peer does not serve this caller, or does not have the wanted stage or run. It may have moved since its
     announcement."""
 
 
@@ -116,7 +114,7 @@ class StaleMicrobatch(Fatal):
 
 
 class RoundGone(Fatal):
-    """No peer of a stage holds the weights of a round any more that a text or an evaluation needs."""
+    """No peer of a stage holds the weights of a round any more, though a text or an evaluation needs them."""
 
 
 class IntegrityError(Fatal):

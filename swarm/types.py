@@ -33,7 +33,7 @@ class PeerState(StrEnum):
 LONGEST_NAME = 64
 """The most characters in the name that people give a peer."""
 NAME_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
-"""Texts that are shown to people have no control characters, which a terminal takes for commands."""
+"""Texts that are shown to people must have no control characters, because a terminal takes these for commands."""
 
 
 ENDPOINT_PATTERN = r"^[A-Za-z0-9._:\[\]@-]*$"
@@ -41,7 +41,7 @@ TUNNEL = "tunnel:"
 """The beginning of an endpoint that leads through a meeting point."""
 DHT_ADDRESS_PATTERN = r"^[A-Za-z0-9._:/-]*$"
 MOST_DHT_ADDRESSES = 4
-"""How many addresses of its DHT node a peer announces at most."""
+"""The most addresses of its DHT node that a peer announces."""
 
 
 class _Announcement(BaseModel):
@@ -57,7 +57,7 @@ class _Announcement(BaseModel):
 
 
 MOST_BANS = 4
-"""How many of its bans a sender announces at most."""
+"""The most bans that a sender announces."""
 LONGEST_REASON = 100
 LONGEST_WAIT = 200
 """The most characters of the text that says what a peer waits for."""
@@ -76,7 +76,7 @@ class Ban(BaseModel):
 
 class _Sender(_Announcement):
     bans: Annotated[tuple[Ban, ...], Field(max_length=MOST_BANS)] = ()
-    """Those of the sender's bans that last longest."""
+    """The sender's bans that last longest."""
 
 
 class PeerRecord(_Sender):
@@ -110,7 +110,7 @@ class PeerRecord(_Sender):
     device: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
     """The device on which the peer computes, as PyTorch names it. Earlier releases leave it empty."""
     movable: bool = False
-    """Whether the peer moves to another stage by itself when that one needs it more."""
+    """Whether the peer moves to another stage by itself when that stage needs it more."""
     moves: Annotated[int, Field(ge=0)] = 0
     """How often the peer has moved to another stage since it started."""
     nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")] = ""
@@ -130,7 +130,8 @@ class PeerRecord(_Sender):
 
     @property
     def place(self) -> str:
-        """Identifies the peer as long as it is there: its endpoint, or its id if its meeting points may change."""
+        """A name for the peer that does not change while it runs: its endpoint, or, if it is reached through meeting
+        points, its id."""
         return self.peer_id if self.endpoint.startswith(TUNNEL) else self.endpoint
 
 
@@ -138,7 +139,7 @@ class ClaimState(StrEnum):
     """How far a peer is on its way to a stage."""
 
     PENDING = "pending"
-    """The peer waits to see whether another peer wants the same place."""
+    """The peer waits, in case another peer claims the same place."""
     CONFIRMED = "confirmed"
     """The peer is on its way."""
     WITHDRAWN = "withdrawn"

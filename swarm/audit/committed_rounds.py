@@ -66,7 +66,7 @@ class CommittedRound:
     def violation(
         self, findings: Findings, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()
     ) -> None:
-        """Note something that refutes the round. Its line names `files`, or else all that tell of the round."""
+        """Note something that refutes the round. Its line names `files`, or else all files that mention the round."""
         files = files or self.files
         findings.violation(what, microbatches=microbatches, stage=self.stage, round=self.number, files=files)
 

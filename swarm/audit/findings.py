@@ -1,4 +1,4 @@
-"""What an audit has found so far: figures, and one line for each violation.
+"""The findings of an audit: figures, and one line for each violation.
 
 Written to by audit/history, audit/committed_rounds and audit/verdict. Decides nothing.
 """

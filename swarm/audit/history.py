@@ -1,7 +1,7 @@
 """Follows one process's events in order: at which round the process stands, and what it contributes and commits there.
 
-Fed by audit/audit with the lines of one file. Has audit/holdings recompute what the process contributes, and hands
-contributions, commits and states on to audit/committed_rounds. Remembers only what is open: what the process holds, and
+Fed by audit/audit with the lines of one file. audit/holdings recomputes the process's contributions. Contributions,
+commits and states are passed on to audit/committed_rounds. Only open things are remembered: the process's holdings, and
 the attempts of the present round.
 """
 
@@ -33,7 +33,7 @@ from swarm.training.lineage import next_lineage
 
 
 class History:
-    """What one file tells."""
+    """The events of one file, and the state that they lead to."""
 
     def __init__(self, name: str, findings: Findings, rounds: CommittedRounds) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""What one process holds: buckets of gradients, and inner steps that no round has taken yet.
+"""The holdings of one process: buckets of gradients, and inner steps that are in no round yet.
 
 audit/history feeds it with the process's events. It recomputes what each contribution must hold. It sees no other
 process.
@@ -51,7 +51,7 @@ class Closing:
 
 
 class Holdings:
-    """What a process holds since it began, or moved to its stage; at first nothing."""
+    """The holdings of a process since it began, or moved to its stage. At first there are none."""
 
     def __init__(self, *, is_synchronous: bool, num_fragments: int, report: Report) -> None:
         self._is_synchronous = is_synchronous

@@ -1,7 +1,7 @@
 """The last step of an audit: what all committed rounds of a run together prove or refute.
 
-    exactly once    synchronous: a committed round holds all its microbatches, at every stage, and no stage is ahead
-    at most once    no microbatch is in two rounds of one branch; with DiLoCo the report tells which share is in none
+    exactly once synchronous: a committed round holds all its microbatches, at every stage, and no stage is ahead at
+    most once no microbatch is in two rounds of one branch; with DiLoCo the report gives the share that is in none
 
 Called by audit/audit once all files are read.
 """
@@ -134,7 +134,7 @@ def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -
     for round_ in rounds.rounds.values():
         for other in range(start.num_stages):
             results = decided.get((other, round_.number), [])
-            # Only times of one boot of one machine tell what came first.
+            # Only times of one boot of one machine can be compared.
             if not any(
                 all(at.get(boot, seconds) <= seconds for boot, seconds in round_.committed_at.items()) for at in results
             ):

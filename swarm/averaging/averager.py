@@ -1,8 +1,8 @@
 """LOOP 3: keeps one stage's peers at the same weights, round by round.
 
-The stage peer's program runs it. Three things go on at once: this peer reports its progress to the peer that it takes
-for the leader; if it is the leader itself, it watches the reports and leads the attempts; and when it finds itself
-behind, it downloads the state. It never touches weights: the stage does that when it is told to.
+The stage peer's program runs it. Three things go on at once. This peer reports its progress to the peer that it takes
+for the leader. If it is the leader itself, it watches the reports and leads the attempts. If it finds itself behind, it
+downloads the state. It never touches weights: it asks the stage to do that.
 """
 
 from collections.abc import Collection

@@ -65,7 +65,7 @@ class Changes:
         self.next = asyncio.Event()
         """Set at the next change, and then replaced by a new event."""
         self.version = 0
-        """The version of what this peer has to report."""
+        """Counts the changes of this peer's report."""
 
     @property
     def quiet_seconds(self) -> float:
@@ -88,7 +88,7 @@ class Changes:
         self._report_due.set()
 
     def report_again(self) -> None:
-        """Have a report sent, even if it holds nothing new."""
+        """Let a report be sent, even if it holds nothing new."""
         self._report_due.set()
 
     async def until_report_due(self, seconds: float) -> None:
@@ -140,9 +140,9 @@ class Context:
 
     @property
     def address(self) -> Address:
-        """What this peer's messages to others of its stage begin with."""
+        """The address in this peer's messages to others of its stage."""
         return self.address_of(self.own.stage)
 
     def address_of(self, stage: int) -> Address:
-        """What messages to a peer of some stage begin with."""
+        """The address in messages to a peer of some stage."""
         return Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage)

@@ -24,7 +24,7 @@ as there are fragments."""
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A result that will be committed, whatever happens."""
+    """A decided result: it will certainly be committed."""
 
     round: int
     prepared: pb.Prepared

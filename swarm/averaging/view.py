@@ -9,7 +9,7 @@ from swarm.types import PeerId
 
 @dataclass(frozen=True, kw_only=True)
 class GroupView:
-    """What this peer knows of its group's round: the leader knows all of it, any other peer its own part.
+    """This peer's knowledge of its group's round. The leader knows all of it, any other peer only its own part.
 
     Attributes:
         progress: the progress of each member, this peer included.

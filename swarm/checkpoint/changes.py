@@ -28,7 +28,7 @@ _FREE_FIELDS = (
     "rounds.inner_batch_samples",
 )
 _DILOCO_FIELDS = ("rounds.round_samples",)
-"""Free with DiLoCo alone: in the synchronous setting a round's number tells which microbatches it consists of."""
+"""These may change only with DiLoCo. In the synchronous setting a round's number determines its microbatches."""
 _NO_CHANGE = (
     "data.dataset",
     "data.dataset_digests",

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 TEXT = "data.digest"
-"""The field that tells which text a run has."""
+"""The configuration's field that identifies the run's text."""
 SET_ASIDE = ".set-aside"
 """Added to the name of a checkpoint that the run no longer uses, but that its owner may still want."""
 ABANDONED_SECONDS = 3600.0
@@ -41,7 +41,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class FileName:
-    """What a checkpoint's name says. Names are in the order of their rounds."""
+    """The parts of a checkpoint's name. Names are ordered by their rounds."""
 
     round: int
     num_stages: int

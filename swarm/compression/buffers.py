@@ -1,6 +1,6 @@
-"""What the codecs share: bytes as tensors, vectors in chunks, and the checks of every decoder.
+"""Helpers of all codecs: bytes as tensors, vectors in chunks, and the checks of every decoder.
 
-Used by the codecs beside it; averaging/ uses `Received` and `slices`. It knows no codec's layout.
+Used by the codecs in this package; averaging/ uses `Received` and `slices`. Independent of the codecs' layouts.
 
 Shapes: N elements, R rows, E elements of a row (a block or a tile).
 """

@@ -1,9 +1,9 @@
 """Tile order: one vector of all tensors, in which 4096 consecutive elements are a 64 x 64 tile of one matrix.
 
-Used by averaging/ for what it averages, so that each tile which a codec sees is part of one matrix, and codecs need not
-know the tensors. The full tiles of the matrices come first, in the order of the matrices' names: row by row of tiles,
-and each tile row by row. The rest of all tensors follows, again in the order of their names: of a matrix the strip to
-the right of its full tiles and then the strip below them, and all of a vector. A tensor of more dimensions counts as a
+averaging/ uses it for averaged tensors. So each tile that a codec gets is part of one matrix, and codecs need not know
+the tensors. The full tiles of the matrices come first, in the order of the matrices' names: row by row of tiles, and
+each tile row by row. The rest of all tensors follows, again in the order of their names: of a matrix the strip to the
+right of its full tiles and then the strip below them, and all of a vector. A tensor of more dimensions counts as a
 matrix of shape (first, all the others).
 
 Shapes: D elements of all tensors.

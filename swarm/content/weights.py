@@ -39,7 +39,7 @@ class WeightsCache:
         Args:
             folder: where to keep what is fetched; made if it is not there.
             digest: `model.weights` of the run.
-            waits: are told how far a download has come.
+            waits: shows the progress of a download.
             own: the weights in the run folder that the user named, if any.
             source: the model's folder that the user named, if any.
         """

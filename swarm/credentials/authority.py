@@ -55,7 +55,7 @@ class Authority:
             NotAllowed: the text is no such chain, or another owner's, or one that is not valid now.
         """
         member = _verified(self.certificate_pem, chain_pem)
-        # Written with "not", the comparison refuses NaN as well.
+        # The comparison is written with "not", so that it refuses NaN too.
         if not member.begins_at <= now <= member.expires_at:
             raise NotAllowed(f"the token of {member.peer_id[:8]} has expired, or a clock is wrong")
         return member

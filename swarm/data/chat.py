@@ -55,7 +55,7 @@ class ChatTemplate:
         """
         Args:
             special_tokens: by the names that templates use, such as `bos_token`.
-            now: gives the local time, for templates that tell the model the date.
+            now: gives the local time, for templates that write the date for the model.
         """
         self._now = now
         content = json.dumps([template, special_tokens], sort_keys=True)

@@ -116,7 +116,8 @@ def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
 
 
 def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) -> DataConfig:
-    """`config` as a run's first peer publishes it, so that others can tell whether they have the same text.
+    """Return `config` in the form that a run's first peer publishes, with digests by which others check that they have
+    the same text.
 
     Args:
         files: the tokenizer's files, which others get from the run's peers; None for bytes.

@@ -86,7 +86,8 @@ class TemplateProcess:
             return reply["answer"]
 
     def close(self) -> None:
-        """End the child, if there is one; a caller that waits for it gets a ValueError. Any thread may call this."""
+        """End the child, if there is one. A caller that waits for the child's answer gets a ValueError. Any thread may
+        call this."""
         self._ending()
 
     def _started(self) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""A tokenizer's files, as transformers keeps them beside a model: they belong to a run, and peers serve them.
+"""A tokenizer's files, as transformers keeps them in a model's folder. They belong to a run, and peers serve them.
 
 Used by data/tokenizers, content and interchange. A run's configuration has the digest of a list of the files, and the
 list has the digest of each file. No other file is read, and nothing is executed.

@@ -26,13 +26,13 @@ CLIENT_OPTIONS = ("-dhtClient=1", "-noListenAddrs=1")
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """What every launch of one process's node has in common.
+    """The settings that all launches of one process's node share.
 
     Attributes:
-        port: the TCP port at which the node is asked; 0 if it began as a client.
-        validator: stays when p2pd is started again, since it has been told the run's keys.
+        port: the TCP port on which the node listens; 0 if it began as a client.
+        validator: stays when p2pd is started again, because it holds the run's keys.
         clock: the time by which records expire.
-        options: p2pd's, for a node that others can ask.
+        options: the options of p2pd for a node that others can ask.
         kademlia: the module of that name, which imports hivemind.
     """
 

@@ -1,9 +1,9 @@
 """How many records of one key are kept, and how many of these may be one owner's.
 
-Used by validator for what a node stores, and by known_records for what is read. If there is no room, new records are
-refused. The kept ones stay until they expire, because they may be renewed. All peer ids that use one token count as one
-owner, because the token's bearer can make any number of ids. In an open run owners cannot be distinguished, and only
-the limits of the key apply.
+Used by validator for the records that a node stores, and by known_records for those that are read. If there is no room,
+new records are refused. The kept ones stay until they expire, because they may be renewed. All peer ids that use one
+token count as one owner, because the token's bearer can make any number of ids. In an open run owners cannot be
+distinguished, and only the limits of the key apply.
 """
 
 from dataclasses import dataclass

@@ -75,7 +75,7 @@ def verify(subkey: str, record: bytes, expiration: float, now: float, authority:
         IntegrityError: the record is forged or stolen, or expires too far in the future.
         NotAllowed: the signer is no member, or is a trainer and the key is one that only peers may use.
     """
-    # Written with "not ... <=", the comparison refuses NaN as well.
+    # The comparison is written with "not ... <=", so that it refuses NaN too.
     if not expiration <= now + MAX_LIFETIME_SECONDS:
         raise IntegrityError(f"a record of {subkey} expires more than {MAX_LIFETIME_SECONDS:.0f} s from now")
     envelope = _verify_signature(subkey, record, expiration)

@@ -95,7 +95,7 @@ def read_text_model(
     Args:
         config: the run's configuration.
         folders: of the tokenizer and the model, as transformers writes them. The first chat template is taken.
-        now: gives the local time, for templates that tell the model the date.
+        now: gives the local time, for templates that write the date for the model.
 
     Raises:
         ValueError: one line, if a file makes no sense.

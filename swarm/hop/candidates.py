@@ -14,9 +14,9 @@ from swarm.types import PeerId, PeerRecord
 SHORTEST_WAIT_SECONDS = 0.005
 """The shortest wait before a peer is looked for again, when none can be asked."""
 NOBODY_SECONDS = 1.0
-"""If no peer can be asked for longer than this, the user is told."""
+"""If no peer can be asked for longer than this, the user gets a message."""
 STUCK_SECONDS = 4.0
-"""If no peer takes a microbatch for this long, though some can be asked now and then, the user is told as well."""
+"""If no peer takes a microbatch for this long, although some can be asked now and then, the user gets a message too."""
 PAUSE_SECONDS = 1.0
 """How long a microbatch is kept from a peer that failed it."""
 

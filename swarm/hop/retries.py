@@ -1,4 +1,4 @@
-"""What follows when a peer fails one microbatch of a hop, or has no room for it, and when the hop gives up.
+"""Decides what a hop does when a peer fails a microbatch or has no room for it, and when the hop gives up.
 
 Made by the hop for each microbatch, each evaluation and each text. It reports failed and busy peers to the router, and
 decides how long this microbatch leaves them alone (candidates). It opens no connection and never waits.
@@ -44,8 +44,8 @@ has a slot. Each of them costs a round trip, and more of them would bring little
 ENOUGH_PEERS = 4
 """Once this many peers have said that they no longer have a round's weights, no further one is asked."""
 PEERS_TO_SEND_ON = 4
-"""A microbatch may be left to others once for each group of this many peers at the stage. Where there are few peers,
-each sender hears from each of them often enough to choose well itself, unless a round is only a few microbatches."""
+"""A microbatch may be left to others once for each group of this many peers at the stage. If there are few peers, each
+sender gets replies from all of them often enough to choose well itself, unless a round is only a few microbatches."""
 FEW_EACH = 2
 """A round of at most this many microbatches for each peer of the stage is short: then it matters which peer gets two of
 them, and no sender knows what the other senders have just sent."""
@@ -56,7 +56,7 @@ finish a second one."""
 
 @dataclass(frozen=True, kw_only=True)
 class HopLimits:
-    """How patient a hop is, and what it knows of the rounds."""
+    """The time limits of a hop, its limit of failures, and the size of a round."""
 
     open_seconds: float = 10.0
     """Longest wait for a peer's first answer, when no tensor is sent before it."""
@@ -74,7 +74,7 @@ class HopLimits:
 
 
 class Retries:
-    """What is remembered of one microbatch from attempt to attempt.
+    """The state of one microbatch that is kept from attempt to attempt.
 
     Attributes:
         candidates: the peers that it can be given to.

@@ -1,4 +1,4 @@
-"""Whether an exception says that memory ran out, and for what.
+"""Recognises exceptions which say that memory ran out, and what it was needed for.
 
 The programs turn such an exception into one line, and a stage then takes fewer microbatches. Python, torch and the
 system each have their own exception for it, and in most cases only its message shows the cause. This file does not
@@ -39,7 +39,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def what_was_asked(error: BaseException) -> str:
-    """What there was no memory for, such as `4.0 GiB`; `what was needed` if the exception does not say it."""
+    """The size or library for which there was no memory, such as `4.0 GiB`; `what was needed` if the exception does not
+    say it."""
     text = str(error)
     if "new thread" in text:
         return "another thread"

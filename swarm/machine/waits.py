@@ -1,4 +1,4 @@
-"""What a process waits for, collected for its log and for status requests.
+"""Collects the waits of a process, for its log and for status requests.
 
 Code that waits registers its wait here. A wait of more than a few seconds is logged, with its length and progress so
 far, and then again at growing intervals.

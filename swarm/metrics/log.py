@@ -46,9 +46,9 @@ class StepMetrics:
     step_time: float = _figure("train/step_time")
     """Seconds since this trainer's last step, including an evaluation in between."""
     dispatch_time: float = _figure("train/dispatch_time")
-    """Seconds of the step in which microbatches were under way."""
+    """The seconds of this step during which microbatches were under way."""
     aggregate_time: float | None = _figure("train/aggregate_time")
-    """Seconds of the step that the slowest stage spent on averaging."""
+    """The seconds that the slowest stage spent on averaging in this step."""
     successful_workers: int | None = _figure("train/successful_workers")
     """Stage peers that took part in the round's averages."""
     compression_ratio: float | None = _figure("train/compression_ratio")

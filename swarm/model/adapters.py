@@ -66,7 +66,7 @@ class AdapterNames:
 
 
 def adapter_names(config: RunConfig) -> dict[str, AdapterNames]:
-    """The names of all adapters of the whole model, by the name of the weight that each adds to."""
+    """The names of all adapters of the whole model, by the name of the weight to which each is added."""
     return {
         f"layers.{layer}.{name}.weight": AdapterNames(
             a=f"layers.{layer}.{group[0]}.adapter.a", b=f"layers.{layer}.{name}.adapter.b"

@@ -31,8 +31,8 @@ def rotary_tables(model: ModelConfig, positions_T: Tensor) -> tuple[Tensor, Tens
 
     If each sample has positions of its own ([B, T]), the tables are [B, 1, T, J], the same for all heads.
 
-    The tables are not cached: they are cheap beside a layer, and a cache would have to tell inference tensors from
-    those that autograd may save.
+    The tables are not cached. They are cheap compared with a layer, and a cache would have to distinguish inference
+    tensors from those that autograd may save.
     """
     if positions_T.ndim > 1:
         positions_T = positions_T[:, None]

@@ -1,4 +1,4 @@
-"""Operations of a layer that keep less for their backward than autograd would, and read and write less.
+"""Operations of a layer that keep fewer tensors for the backward than autograd would, and use less memory bandwidth.
 
 Tensors that one or two multiplications can compute again are not kept, which saves a quarter of a layer's activations.
 The results are those of the formulas, up to rounding, and the same bits whether or not there will be a backward. There

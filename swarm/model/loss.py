@@ -4,10 +4,10 @@ Called by stage_module.py for the built-in head, and by stage/ for the logits of
 targets; a caller that wants a mean divides by the number of targets.
 
 With a vocabulary of 128,000 the logits of 4,096 positions take 2 GiB in float32, and autograd would keep three such
-tensors: many times what a layer keeps. So logits are made for a chunk of positions at a time, and turned in place into
-their gradient, from which the gradients of the hidden state and of the head's weight are computed at once. The backward
-only scales these, as in Liger Kernel (arXiv 2410.10989). Chunks depend on shapes alone, so a loss that is computed
-again has the same bits.
+tensors, many times as much as a layer keeps. So logits are made for one chunk of positions at a time. They are turned
+in place into their gradient, from which the gradients of the hidden state and of the head's weight are computed at
+once. The backward only scales these gradients, as in Liger Kernel (arXiv 2410.10989). Chunks depend on shapes alone, so
+a loss that is computed again has the same bits.
 
 Shapes: B samples, T positions, N = B * T, D model width, V vocabulary, C positions of a chunk.
 """
@@ -27,8 +27,8 @@ NO_TARGET = -100
 _LEAST_CHUNK = 1 << 22
 """A chunk has room for at least this many logits, since very many small chunks would take longer."""
 _CHUNK_PER_HIDDEN = 3
-"""A chunk has room for this many logits for each number of the hidden state. A layer keeps 16 numbers or more for each,
-so this is little beside it."""
+"""A chunk has room for this many logits for each number of the hidden state. This is little, because a layer keeps 16
+numbers or more for each of them."""
 _CHUNK_MULTIPLE = 16
 """The positions of a chunk are a multiple of this number, which suits matrix units."""
 _VOCABULARY_BLOCK = 16_384

@@ -77,7 +77,7 @@ class StageModule(nn.Module):
         self.head = Head(config.model) if is_last else None
 
     def compile_layers(self) -> None:
-        """Have torch.compile compile the layers at their next call. With a cache, which grows, they run uncompiled."""
+        """Let torch.compile compile the layers at their next call. With a cache, which grows, they run uncompiled."""
         for layer in self.layers.values():
             layer.compile(dynamic=False)
 
@@ -104,8 +104,9 @@ class StageModule(nn.Module):
             targets_BT: int64, for the last stage, with NO_TARGET where a position has no target.
 
         Returns:
-            hidden_BTR before the last stage. At the last stage with targets: the sum of their losses in nats, a scalar;
-            without targets: logits_BTV, with a cache only those of the last position. Always float32.
+            Before the last stage: hidden_BTR. At the last stage with targets: the sum of their losses in nats, a
+            scalar. At the last stage without targets: logits_BTV; with a cache only those of the last position. Always
+            float32.
         """
         num_positions, device = inputs.shape[1], inputs.device
         reach = cache if documents_BT is None else Documents(documents_BT)
@@ -208,7 +209,7 @@ def _autocast_dtype(model: ModelConfig) -> torch.dtype | None:
 def with_weights(module: StageModule, parameters: Mapping[str, Tensor]) -> StageModule:
     """A module like this one that computes with these parameters, for calls without gradients.
 
-    No tensor is copied. functional_call would look up each parameter in each call, which takes long beside the
+    No tensor is copied. functional_call would look up each parameter in each call, which takes long compared with the
     computation of one token.
 
     Args:

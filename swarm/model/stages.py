@@ -1,4 +1,4 @@
-"""Cutting the model into stages: which layers a stage has, its parameters, and their initial weights.
+"""Cuts the model into stages: which layers a stage has, its parameters, and their initial weights.
 
 Used by stage/ (what a peer computes), by transformer.py, and by code that reads and writes whole models. Parameters are
 named by their place in the whole model (`layers.3.attention.q.weight`), so another cut only regroups names.

@@ -1,4 +1,4 @@
-"""The whole model in one process, with which a swarm's training is compared.
+"""The whole model in one process. A swarm's training is compared with it.
 
 Used by tests and benches, and by users who load a run's weights. It is the stage module of a run cut into one stage, so
 its parameters are exactly the stages' parameters under any cut.

@@ -236,7 +236,7 @@ class LeaseTable:
         """Grant new ids. None is granted twice, not even if it is given back: another leader may have granted it again.
 
         Args:
-            told: ids that the trainer says it was granted, by any leader.
+            told: ids that the trainer claims to hold, from any leader.
         """
         known = max(view.highest_microbatch, max(told, default=-1))
         if known < 0 and view.awaits_reports and self._clock.monotonic() - self._leads_since < LONGEST_GATHER_SECONDS:

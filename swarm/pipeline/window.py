@@ -5,7 +5,7 @@ trainer needs to know neither the swarm's size nor the links. Pure.
 """
 
 MOST_IN_FLIGHT = 256
-"""The most microbatches that a trainer has in flight unless it is told another number."""
+"""The most microbatches that a trainer has in flight, unless the user chooses another number."""
 _LEAST_GROWTH = 1.0
 """The growth in the round trip after a Busy. It doubles with each round trip without a Busy, as another trainer may
 have left."""

@@ -21,7 +21,7 @@ from swarm.types import PeerId, PeerRecord
 MAX_SLOWNESS = 50.0
 """No peer counts as slower than this multiple of the stage's typical time, so that even the slowest is tried again."""
 MAX_CLAIM = 4.0
-"""Before its first reply no peer is charged less than the typical time divided by this, whatever speed it claims."""
+"""Until its first reply, a peer is charged at least the typical time divided by this, whatever speed it claims."""
 CHANCE = 0.25
 """The most by which chance changes a charge, as a share. With more, some peers' queues grow while others are idle."""
 STAGE_SMOOTHING = 0.01

@@ -134,5 +134,5 @@ class SecondsPerSample:
 
 
 def _bounded(seconds: float) -> float:
-    # Written in this order, NaN becomes LONGEST_SECONDS.
+    # In this order of the arguments, NaN becomes LONGEST_SECONDS.
     return max(SHORTEST_SECONDS, min(LONGEST_SECONDS, seconds))

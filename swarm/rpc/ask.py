@@ -1,7 +1,7 @@
 """The caller's side of a call with one message each way: one deadline, and errors of swarm.errors.
 
-Used by describe, meeting/check, dht/lookup, pipeline and averaging. Of an answer only the bounds of its numbers and
-lists are checked: what they mean is for the caller to judge. Never asks again.
+Used by describe, meeting/check, dht/lookup, pipeline and averaging. In an answer only the bounds of numbers and lists
+are checked. The caller has to judge what they mean. Never asks again.
 """
 
 import asyncio

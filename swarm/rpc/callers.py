@@ -35,7 +35,7 @@ hundreds of them."""
 ENTRIES_PER_CALL = 32
 """This many entries of the lists in a request take about as much time as one call."""
 NETWORK_BITS = 64
-"""Bits of an IPv6 address that tell one caller from another."""
+"""The bits of an IPv6 address by which callers are distinguished."""
 LONGEST_SECONDS = 10.0
 """The longest that a call waits for its turn. So a caller that keeps beginning and breaking off calls cannot delay an
 honest one at the same address by more than this."""

@@ -67,7 +67,7 @@ class ChannelPool:
         Args:
             insecure: talk in the clear, and only with peers that do so too.
             identity: this peer's own. A member of a locked run shows it, and calls only peers of the run.
-            clock: tells whether certificates are valid now.
+            clock: the time by which certificates are valid or not.
         """
         self.is_insecure = insecure
         self._identity = identity

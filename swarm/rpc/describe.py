@@ -1,4 +1,4 @@
-"""The call with which a stage peer is asked about itself.
+"""The call that asks a stage peer to describe itself.
 
 Used by the trainer, which follows rounds, by peers that begin or move, by swarm-status, and by the benches.
 """

@@ -1,4 +1,4 @@
-"""The exceptions of swarm.errors as they travel over gRPC: what a servicer raises, its caller raises as well.
+"""Sends the exceptions of swarm.errors over gRPC, so that a caller raises the same error as the servicer.
 
 Used by servicers, which abort calls, and by the callers' sides (ask, stream, download and averaging/transport).
 """
@@ -33,13 +33,13 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
 }
 _TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing|response code 504", re.IGNORECASE)
-"""Matches what gRPC says when connecting took too long. "Endpoint closing" is what it says of a TLS handshake that took
-too long, and 504 is what meeting/dialler answers where no way worked."""
+"""Matches gRPC's messages when connecting took too long. It says "endpoint closing" if a TLS handshake took too long,
+and 504 is the answer of meeting/dialler if no way worked."""
 _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
 
 
 def abort_code(error: SwarmError) -> grpc.StatusCode:
-    """The status a call ends with when its servicer raises `error`."""
+    """The status with which a call ends when its servicer raises `error`."""
     return _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
 
 
@@ -53,7 +53,7 @@ async def abort(context: Any, error: SwarmError) -> NoReturn:
 
 
 def translate(error: grpc.aio.AioRpcError) -> SwarmError:
-    """The error that a failed call stands for: its servicer's own, or that the peer is out of reach or too slow."""
+    """The error for a failed call: the servicer's own, or one which says that the peer is out of reach or too slow."""
     metadata = {str(key): value for key, value in error.trailing_metadata() or ()}
     name, argument = metadata.get(_ERROR_KEY), metadata.get(_ARGUMENT_KEY, "0")
     details = error.details() or error.code().name
@@ -67,7 +67,8 @@ def translate(error: grpc.aio.AioRpcError) -> SwarmError:
         return error_class(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(details)
-    # Where connecting fails at once, the peer's process is gone. A timeout does not show that: a network may be parted.
+    # If connecting fails at once, the peer's process is gone. A timeout does not show that, because the network may be
+    # split.
     is_gone = "failed to connect" in details and not _TIMED_OUT.search(details)
     is_unreachable = error.code() is grpc.StatusCode.UNAVAILABLE
     return errors.PeerUnavailable(f"{error.code().name}: {details}", is_gone=is_gone, is_unreachable=is_unreachable)

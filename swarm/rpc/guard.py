@@ -69,11 +69,11 @@ class Unreadable:
     chunks: Sequence[Any] = ()
 
     def WhichOneof(self, _: str) -> str:
-        """The name of the field that is set, as a protobuf message tells it."""
+        """The name of the field that is set, like the method of protobuf messages."""
         return "nothing that can be read"
 
     def HasField(self, _: str) -> bool:
-        """Whether a field is set, as a protobuf message tells it."""
+        """Whether a field is set, like the method of protobuf messages."""
         return False
 
 

@@ -3,8 +3,8 @@
     swarm://1...    "1" is the version of the form; after it come base58 digits, which have no 0, O, I or l
 
 A swarm-peer prints one; every program that joins or looks at a run takes it (peers/shared/entrance). It names peers by
-id and gRPC endpoint, as an Entry does, and these peers tell a joiner all else. It holds no secret: the token of a
-locked run is written behind it, INVITE#TOKEN. docs/protocol.md has the bytes. Pure.
+id and gRPC endpoint, as an Entry does. A joiner gets everything else from these peers. It holds no secret: the token of
+a locked run is written behind it, INVITE#TOKEN. docs/protocol.md has the bytes. Pure.
 """
 
 import hashlib

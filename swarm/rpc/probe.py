@@ -44,7 +44,7 @@ SHORT_ALONE = (
     "short messages pass on the way there, and none that takes several packets: something in between, such as a VPN, "
     "drops large packets. Make them smaller on this machine: ip link set dev INTERFACE mtu 1280"
 )
-"""Tells users what is wrong where `passes_long` gives False, and what to do."""
+"""The message for users if `passes_long` returns False: what is wrong, and what to do."""
 
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
@@ -77,7 +77,8 @@ class ProbeServicer(ProbeServiceServicer):
         while (request := await self._read(context)) is not None:
             if left is None:
                 left = request.total_bytes
-                # Too many bytes are refused here, because a caller that is busy writing would not hear why.
+                # Too many bytes are refused here, because later the caller would be busy writing and would not read the
+                # error.
                 self._reserve(left)
             left -= len(request.data) + request.wanted_bytes
             if left < 0 or max(len(request.data), request.wanted_bytes) > PIECE_BYTES:

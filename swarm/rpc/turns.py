@@ -61,7 +61,7 @@ class Turns:
         """Give one piece to `who` inside the block, after a pause if this peer trains.
 
         Raises:
-            Overloaded: it is another peer's turn; the message tells how many come first.
+            Overloaded: it is another peer's turn. The message gives the number of downloads that come first.
         """
         now = self.clock.monotonic()
         if who != self._holder or self._is_over(now):

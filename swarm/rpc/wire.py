@@ -33,7 +33,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 _INT8, _FP16 = Int8(), ScaledHalf()
 ENCODINGS: Mapping[str, torch.dtype] = {**DTYPES, _INT8.name: torch.uint8}
-"""What may travel between stages: tensors of an element type, and a codec's output as bytes."""
+"""The encodings that may travel between stages: element types, and a codec's output as bytes."""
 _NAMES = {dtype: name for name, dtype in ENCODINGS.items()}
 
 

@@ -242,8 +242,8 @@ class StageBackend:
             parameters: on the stage's device.
 
         Returns:
-            The hidden state for the next stage as it travels; at the last stage the mean loss over the targets
-            (shape (); 0 without any).
+            The encoded hidden state for the next stage. At the last stage it is the mean loss over the targets, a
+            scalar, which is 0 without targets.
         """
         self._inputs.check(wire_inputs)
         inputs = self._inputs.hidden_or_tokens(wire_inputs)

@@ -1,8 +1,8 @@
-"""The stage as a member of its averaging group: closes rounds, applies their result, hands out its state.
+"""The stage as a member of its averaging group: it closes rounds, applies their results, and gives its state to others.
 
-Called by averaging/ through the RoundMember protocol. Every change of the weights runs on the compute thread;
-this file only decides in which order. To digest or copy the state at a round's beginning, other threads read it while
-training goes on: nothing writes to that state until the next commit.
+Called by averaging/ through the RoundMember protocol. Every change of the weights runs on the compute thread; this file
+only decides in which order. Other threads read the state of a round's beginning, to digest or copy it, while training
+goes on. Nothing writes to that state until the next commit.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _KEPT_REPORTS = 16
 
 
 class StageMember:
-    """Adapts a stage to what averaging needs of it."""
+    """Implements training/round_member's RoundMember for a stage."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class StageMember:
     ) -> None:
         """
         Args:
-            on_commit: called whenever a round has been committed. It may start to copy the state, for the next commit
-                is far away.
+            on_commit: called whenever a round was committed. It may begin to copy the state, because the next commit is
+                far away.
         """
         self._stage = stage
         self._num_alive = num_alive
@@ -54,21 +54,22 @@ class StageMember:
         self.reports: deque[pb.RoundReport] = deque(maxlen=_KEPT_REPORTS)
         """The newest committed rounds, oldest first."""
         self.exchanged_bytes = 0
-        """What was sent and received for the averages of all committed rounds."""
+        """The bytes sent and received for the averages of all committed rounds."""
         self._digest: asyncio.Future[str] | None = None
-        """The digest of the state at the beginning of the round; of the initial state only once it is asked for."""
+        """The digest of the state at the beginning of the round. For the initial state it is computed only when asked
+        for."""
         self._readings: set[asyncio.Future[Any]] = set()
-        """The readings of the state on other threads: no round is committed before they are done."""
+        """The readings of the state on other threads. No round is committed before they are done."""
         self._may_commit = asyncio.Lock()
         """Held by a commit, and while a reading begins."""
 
     @property
     def run_samples(self) -> int:
-        """Samples the run had committed when the current round began."""
+        """The samples that the run had committed when the current round began."""
         return self._weights.round.run_samples
 
     def progress(self) -> Progress:
-        """What counts towards the current round here."""
+        """This member's progress in the current round."""
         return Progress(
             round=self._stage.round,
             lineage=self._weights.round.lineage,
@@ -79,7 +80,7 @@ class StageMember:
         )
 
     def activity(self) -> Activity:
-        """How the compute thread gets on; closing and committing wait for it."""
+        """The activity of the compute thread, for which closing and committing wait."""
         return Activity(
             quiet_seconds=self._runtime.quiet_seconds,
             longest_seconds=self._runtime.longest_seconds,
@@ -91,7 +92,7 @@ class StageMember:
         self._stage.present_round.is_behind = is_behind
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
-        """Freeze what this member contributes to the round; the same again if asked again."""
+        """Freeze this member's contribution to the round. A second call returns the same contribution."""
         assert round_number == self._stage.round, "the group closes the round that its members are in"
         dropped = frozenset(drop)
         if self._closed is not None and dropped == self._closed[0]:
@@ -103,8 +104,8 @@ class StageMember:
         return contribution
 
     def _close(self, committed: frozenset[int]) -> Contribution:
-        """Close the round on the compute thread, so that the event log has this right after the last microbatch of the
-        round."""
+        """Close the round, on the compute thread. So the event log has the closing right after the round's last
+        microbatch."""
         closing = dataclasses.replace(self._weights.close(), committed=committed)
         self._events.write(
             Close(
@@ -120,7 +121,7 @@ class StageMember:
     async def reopen(self, round_number: int) -> None:
         """Go on in the same round, because the attempt was aborted.
 
-        There need not be a contribution yet: the leader may have gone while it was being closed.
+        There may be no contribution yet, because the leader may have gone while it was being closed.
         """
         if round_number == self._stage.round:
             self._closed = None
@@ -128,13 +129,14 @@ class StageMember:
             self._stage.endings.changed()
 
     async def state_digest(self) -> str:
-        """BLAKE3 of anchor and outer state at the beginning of the round; waits until it is known."""
+        """Wait for the BLAKE3 digest of anchor and outer state at the beginning of the round."""
         async with self._may_commit:
             digest = self._digest
         return (await self.snapshot()).digest if digest is None else await asyncio.shield(digest)
 
     async def apply(self, result: RoundResult) -> asyncio.Future[str]:
-        """Take the outer step of a committed round. Gives what will be the BLAKE3 of anchor and outer state."""
+        """Take the outer step of a committed round. Returns a future for the BLAKE3 digest of anchor and outer
+        state."""
         async with self._may_commit:
             if self._readings:
                 await asyncio.wait(set(self._readings))
@@ -143,8 +145,8 @@ class StageMember:
     async def _apply(self, result: RoundResult) -> asyncio.Future[str]:
         start = time.perf_counter()
         self._closed = None
-        # Sealed again, because the round may have been reopened since `close`. What arrived from now on would count in
-        # this round, but its gradient would be added to the next one's sum.
+        # Sealed again, because the round may have been reopened since `close`. A microbatch that came after that would
+        # count in this round, but its gradient would be added to the next round's sum.
         await self._stage.seal(frozenset())
 
         def commit() -> tuple[float, InnerSteps, Tensors, HostReader]:
@@ -172,7 +174,7 @@ class StageMember:
                 )
             )
             read = self._weights.state(), self._staging.reader()
-            # Only now, because the gradients of this step belong to the round that has begun.
+            # After the commit, because the gradients of this step belong to the round that has begun.
             self._weights.step_if_due()
             return rate, inner_steps, *read
 
@@ -192,7 +194,7 @@ class StageMember:
         return self._digest
 
     def _read(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Have another thread read the state while training goes on."""
+        """Let another thread read the state while training goes on."""
         reading = asyncio.get_running_loop().run_in_executor(None, work)
         self._readings.add(reading)
         reading.add_done_callback(self._readings.discard)
@@ -253,7 +255,7 @@ class StageMember:
                 member.
 
         Raises:
-            IntegrityError: the snapshot is of another model, or its digest does not fit. Nothing has changed then.
+            IntegrityError: the snapshot is of another model, or its digest is wrong. Then nothing has changed.
         """
         await self._install(snapshot, source="download", carry=carry)
 
@@ -283,7 +285,7 @@ class StageMember:
         self._stage.round_began()
 
     async def begin(self, *, highest_microbatch: int = -1) -> None:
-        """Enter a run with the initial state, because no other peer can give a later one.
+        """Enter a run with the initial state, because no other peer has a later one.
 
         Args:
             highest_microbatch: new microbatches are to have higher ids.
@@ -295,7 +297,7 @@ class StageMember:
     async def begin_with(
         self, snapshot: Snapshot, highest_microbatch: int, *, source: str, parent: str | None = None
     ) -> None:
-        """Enter a run with a state that no peer has given: the initial one, or a checkpoint's.
+        """Enter a run with a state that did not come from another peer: the initial one, or a checkpoint's.
 
         Args:
             source: `initial` or `checkpoint`, for the record.

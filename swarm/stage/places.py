@@ -1,7 +1,7 @@
-"""How many sessions a stage peer takes, in all and of one caller.
+"""Limits the sessions of a stage peer, in all and for each caller.
 
-Used by stage/generation. Memory is counted when a session begins, for all positions that it may come to have, so that
-no session ends for want of memory.
+Used by stage/generation. When a session begins, memory is counted for all positions that it may get, so that no session
+ends for lack of memory.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
-    """How much of a peer sessions may take; one caller has at most half of each, or one session."""
+    """The most that sessions may use of a peer. One caller gets at most half of each limit, or one session."""
 
     max_sessions: int = 64
     """Sessions at once, including those for which the peer only stands by; with 0 it takes none."""
@@ -41,7 +41,7 @@ class Places:
 
     @contextmanager
     def taken(self, caller: Caller, num_bytes: int) -> Iterator[None]:
-        """Hold a place for a session while the block runs. Raises Overloaded if there is no room."""
+        """Reserve a place for a session while the block runs. Raises Overloaded if there is no room."""
         self._require_room(caller, num_bytes)
         self._num_sessions[caller] += 1
         self._num_bytes[caller] += num_bytes

@@ -1,4 +1,4 @@
-"""The round that a stage peer is at, and waiting for the next one.
+"""The round at which a stage peer is, and waits for the next one.
 
 Used by stage/stage, stage/admission and the settings. Never moves the peer: its averaging does.
 """
@@ -11,11 +11,11 @@ from swarm.errors import NotReady
 from swarm.stage.weights import StageWeights
 
 _LOOK_SECONDS = 0.25
-"""How often a microbatch that waits here for the next round looks whether this peer has fallen behind."""
+"""How often a microbatch that waits for the next round checks whether this peer has fallen behind."""
 
 
 class PresentRound:
-    """The round that one peer is at.
+    """The round at which one peer is.
 
     Attributes:
         is_behind: whether this peer's group is at a later round, whose state is on its way.
@@ -32,7 +32,7 @@ class PresentRound:
         return self._weights.round.number
 
     def began(self) -> None:
-        """Wake all that wait for a round, because the weights are at a new one."""
+        """Wake all tasks that wait for a round, because the weights are at a new one."""
         self._new.set()
 
     async def reach(self, number: int, seconds: float) -> None:
@@ -46,7 +46,7 @@ class PresentRound:
         """Wait for a round, unless it would take long.
 
         Args:
-            still_waiting: called at once and every now and then meanwhile. What it raises ends the wait.
+            still_waiting: called at once, and again and again during the wait. An error that it raises ends the wait.
 
         Raises:
             NotReady: this peer is behind its group, or `seconds` have passed.

@@ -1,4 +1,4 @@
-"""What a stage peer keeps about its microbatches: the ledger, what happened to them, and the answers under way.
+"""A stage peer's records of its microbatches: the ledger, counters, and the answers under way.
 
 Made by stage/stage for all parts of one peer. Decides nothing.
 """
@@ -18,9 +18,9 @@ class Answers:
     """Answers on their way back, until their acknowledgement is passed on.
 
     Attributes:
-        num_written: tensors of answers that are being written, because the line takes no more for now.
+        num_written: tensors of answers that are being written. Writing waits when the line is full.
         num_unacknowledged: calls that have their answer, and have not acknowledged it yet.
-        num_settling: consequences of acknowledgements that are still under way.
+        num_settling: tasks that still carry out the consequences of acknowledgements.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,8 @@ class Answers:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether acknowledgements are still to come, or to be acted upon, which would be lost with this peer."""
+        """Whether acknowledgements are still to come or to be carried out, so that they would be lost with this
+        peer."""
         return self.num_unacknowledged > 0 or self.num_settling > 0
 
     @contextmanager
@@ -52,8 +53,8 @@ class Answers:
             self.num_unacknowledged -= 1
 
     def settle(self, consequence: "asyncio.Task[None]") -> None:
-        """Count a task that does what follows from an acknowledgement, until it ends. The acknowledgement's sender does
-        not wait."""
+        """Count a task that carries out an acknowledgement, until the task ends. The acknowledgement's sender does not
+        wait for it."""
         self.num_settling += 1
         consequence.add_done_callback(self._settled)
 

@@ -1,8 +1,7 @@
-"""LOOP 2: the one thread of a stage peer that computes.
+"""LOOP 2: the compute thread of a stage peer.
 
-Everything that touches the stage's weights or gradients runs here, one task after another, so none of that
-needs a lock. The event loop submits work and awaits its result. A task that raises fails its own caller and
-nothing else.
+Everything that touches the stage's weights or gradients runs here, one task after another, so no lock is needed. The
+event loop submits work and awaits its result. An error in a task is raised to its own caller only.
 """
 
 import asyncio
@@ -74,10 +73,10 @@ class Runtime:
         return next(self._ages)
 
     async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
-        """Have the thread do `work`; gives its result and the seconds it took, once the device has done it.
+        """Run `work` on the thread. Once the device has finished it, return its result and the seconds that it took.
 
-        Raises whatever `work` raises, Overloaded, or CancelledError if the thread stops first. Cancellation drops
-        work that has not started; work that has started runs to its end, and its result is lost.
+        Raises what `work` raises, Overloaded, or CancelledError if the thread stops first. Cancellation drops work that
+        has not started. Work that has started runs to its end, and its result is lost.
         """
 
         def timed() -> tuple[_Result, Stopwatch]:
@@ -100,7 +99,7 @@ class Runtime:
         return result, await stopwatch.seconds()
 
     def submit(self, work: Callable[[], None], *, priority: Priority) -> None:
-        """Have the thread do work without waiting for it; its errors are lost.
+        """Run work on the thread without waiting for it. Its errors are lost.
 
         Raises Overloaded, or CancelledError if the thread has stopped.
         """
@@ -111,7 +110,7 @@ class Runtime:
             self._condition.notify()
 
     async def control(self, work: Callable[[], _Result]) -> _Result:
-        """Have the thread do short work on the stage's state, before any microbatch."""
+        """Run short work on the stage's state on the thread, before any microbatch."""
         result, _ = await self.run(work, priority=Priority.CONTROL)
         return result
 
@@ -120,7 +119,7 @@ class Runtime:
             result: Any = None
             try:
                 result = self._measured(task.work)
-            except BaseException as error:  # noqa: BLE001 - it belongs to the caller, which gets it whole
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
                 _let_go(error)
                 task.future.set_exception(error)
             else:
@@ -132,7 +131,7 @@ class Runtime:
         try:
             return work()
         finally:
-            # The caller hears of the result only after this, and may look at these figures at once.
+            # Set before the caller gets the result, because the caller may read these figures at once.
             self._ended_at = self._now()
             self.longest_seconds = max(self.longest_seconds, self._ended_at - began_at)
 
@@ -151,11 +150,11 @@ class Runtime:
 
 
 def _let_go(error: BaseException) -> None:
-    """Empty the frames in which a task failed: they hold a microbatch's graph or gradients.
+    """Clear the frames in which a task failed, because they hold a microbatch's graph or gradients.
 
-    The caller keeps the error, and the error's traceback leads to the caller's frame, so only Python's search for
-    cycles would free these frames. It does not know how large tensors are and may come late: after one failure for
-    want of memory the next microbatch would fail as well.
+    The caller keeps the error, and the error's traceback refers to the caller's frame. So only Python's cycle collector
+    would free these frames. It does not know how large tensors are, and may run late: then, after one failure for lack
+    of memory, the next microbatch would fail too.
     """
     failed: BaseException | None = error
     while failed is not None:

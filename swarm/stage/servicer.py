@@ -34,21 +34,22 @@ from swarm.training.microbatch import Microbatch
 PROGRESS_SECONDS = 1.0
 """Time between two looks at what a microbatch waits for."""
 UNCHANGED = 3
-"""After this many looks that find nothing new the caller gets a sign of life. Each message costs both ends half a
-millisecond or so, for each microbatch in flight."""
+"""After this many looks without news the caller gets a sign of life. It is not sent more often, because each message
+costs both ends about half a millisecond, for each microbatch in flight."""
 MAX_WAIT_SECONDS = 5.0
 """Longest wait for the next round."""
 TRAINER_ACK_SECONDS = 7.0
-"""A trainer acknowledges an answer as soon as it has it, and stage 0 takes no acknowledgement later than this: the
-network may have held it back until another trainer was given the microbatch."""
+"""Stage 0 accepts no acknowledgement later than this. A trainer acknowledges an answer as soon as it has it. But the
+network may have delayed the acknowledgement until another trainer got the microbatch."""
 ACK_SECONDS = 120.0
-"""How long, at least, stages after stage 0 wait for an acknowledgement (see `ack_seconds`): their caller first waits
-for its own, but it may also be frozen for good."""
+"""The least time that stages after stage 0 wait for an acknowledgement (see `ack_seconds`). Their caller first waits
+for its own acknowledgement, but it may also be frozen for ever."""
 WAY_BACK = 6.0
-"""How many times longer than the way there the stages before may take for the way back: a backward is two forwards'
-work, or three with the forward computed again, and each stage first finishes what it has begun."""
+"""The way back through the stages before may take this many times as long as the way there: a backward is the work of
+two forwards, or of three if the forward is computed again, and each stage first finishes what it has begun."""
 LONGEST_ACK_SECONDS = 3600.0
-"""The longest wait for an acknowledgement: on a long way, the microbatch may have waited for a stage without peers."""
+"""The longest wait for an acknowledgement, even if the way took longer. (The microbatch may have waited for a stage
+without peers.)"""
 
 
 class StageServicer(StageServiceServicer):
@@ -64,7 +65,7 @@ class StageServicer(StageServiceServicer):
     ) -> None:
         """
         Args:
-            rival_of: finds another process that serves under the identity of the peer that asks, if there is one.
+            rival_of: finds another process that serves under the identity of the peer that asks; None if there is none.
             callers: counts what is kept for each caller; shared with the guard.
         """
         self._config = stage.context.config
@@ -123,7 +124,7 @@ class StageServicer(StageServiceServicer):
             self._stage.endings.abandon(computation, context)
 
     async def _read_ack(self, incoming: Incoming, opening: pb.Open) -> bool:
-        """Whether the answer was acknowledged; if not, the caller has gone. Raises DeadlineExceeded."""
+        """Whether the answer was acknowledged. If not, the caller is gone. Raises DeadlineExceeded."""
         now = asyncio.get_running_loop().time
         patience_seconds = ack_seconds(self._stage.number, opening.way_seconds)
         deadline = now() + patience_seconds
@@ -140,7 +141,7 @@ class StageServicer(StageServiceServicer):
     async def _compute(
         self, context: Context, incoming: Incoming, opening: pb.Open, microbatch: Microbatch
     ) -> Computation:
-        """Compute from the admission to Done; the slot is free again when the answer is sent."""
+        """Handle a microbatch from the admission to Done. Its slot is free again when the answer is sent."""
         slot = self._stage.admission.admit(microbatch, incoming.caller, has_others=opening.has_others)
         try:
             # Tensors that come with the opening have to be read in any case.
@@ -171,8 +172,8 @@ class StageServicer(StageServiceServicer):
             self._stage.admission.leave(slot)
 
     def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
-        """Give a function that sends a sign of life when one is due. It is to be called while this stage makes its
-        caller wait, for the caller would take silence for death."""
+        """Return a function that sends a sign of life when one is due. It has to be called while this stage makes its
+        caller wait, because the caller would take a silent peer for dead."""
         now = asyncio.get_running_loop().time
         said_at = now()
 
@@ -261,7 +262,7 @@ class StageServicer(StageServiceServicer):
 
 
 async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], first: pb.TrainReply) -> pb.TrainReply:
-    """Send all messages of the tensors but the last. Returns that one, so that the caller can add to it."""
+    """Send all messages of the tensors except the last one. Return the last one, so that the caller can add to it."""
     messages = filled(first, tensors)
     last = next(messages)
     for following in messages:
@@ -271,13 +272,13 @@ async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], f
 
 
 def ack_seconds(stage: int, way_seconds: float) -> float:
-    """How long a peer of a stage waits for the acknowledgement of its answer.
+    """The seconds for which a peer of a stage waits for the acknowledgement of its answer.
 
-    The peer hears nothing of its caller until then. The stages before do their backwards first, one after the other:
-    the deeper the stage, and the slower they are, the longer that takes.
+    Until then the peer gets no message from its caller. The stages before it do their backwards first, one after the
+    other. So the wait is longer for deeper stages, and if the stages before are slow.
 
     Args:
-        way_seconds: how long the microbatch was on its way here, as the caller says.
+        way_seconds: how long the microbatch was on its way here, by the caller's account.
     """
     if stage == 0:
         return TRAINER_ACK_SECONDS

@@ -1,7 +1,7 @@
-"""One session at one stage: positions come in, are computed and handed on, and tokens pass by on their way back.
+"""One session at one stage: positions come in, are computed and sent on, and tokens pass through on their way back.
 
-Run by stage/generation for each call. At stage 0 the prompt comes from the caller, and every further position from the
-token that passes by: it need not go to the caller and back. Keeps no text beyond the session, and never logs any.
+Run by stage/generation for each call. At stage 0 the prompt comes from the caller. Every further position is the token
+that passes through, so it need not go to the caller and back. Keeps no text beyond the session, and never logs any.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from swarm.stage.decoder import Computed, Decoder
 from swarm.stage.incoming import Context
 
 BEAT_SECONDS = 3.0
-"""Time between two signs of life to the caller, which would take silence for death."""
+"""Time between two signs of life to the caller, which would take a silent peer for dead."""
 
 Positions = tuple[Sequence[Piece], bool]
 """The next positions, and whether the token after them is wanted."""
 
 
 class SessionCaller:
-    """The stream to the process that asked for a session: what it says, checked, and what it is told."""
+    """The stream to the process that asked for a session: reads and checks its messages, and sends replies."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -57,19 +57,20 @@ class Session:
     continuation: Continuation | None
     """The later stages; None at the last one."""
     on_token: Callable[[], None]
-    """Told of each token that passes by."""
+    """Called for each token that passes through."""
     _num_positions: int = field(default=0, init=False)
     """The number of positions that have come in."""
     _prompt_is_whole: bool = field(default=False, init=False)
     _own: asyncio.Queue[Positions] = field(default_factory=lambda: asyncio.Queue(maxsize=1), init=False)
-    """At stage 0: the token that has passed by, as the next position."""
+    """At stage 0: the token that has passed through, as the next position."""
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def run(self, *, standby: bool) -> None:
-        """Compute until the last token has passed by, or the caller ends it. Cancellation frees everything at once.
+        """Compute until the last token has passed through, or the caller ends the session. Cancellation frees
+        everything at once.
 
         Args:
-            standby: whether another peer computes the session, until positions come to this one after all.
+            standby: whether another peer computes the session for now. This one begins when positions come to it.
 
         Raises:
             SwarmError: of the caller, or of later stages.

@@ -1,7 +1,7 @@
-"""How a stage treats microbatches: the questions to which the two settings have different answers.
+"""The interface of a setting: the decisions about microbatches that differ between the two settings.
 
-Asked by stage/stage, stage/admission, stage/endings and stage/member; answered by stage/synchronous/setting and
-stage/diloco/setting. An answer is about one peer, by what that peer knows. Runs on the event loop; never computes.
+Used by stage/stage, stage/admission, stage/endings and stage/member. Implemented by stage/synchronous/setting and
+stage/diloco/setting. A setting decides for one peer, by what that peer knows. Runs on the event loop; never computes.
 """
 
 from abc import ABC, abstractmethod
@@ -17,12 +17,12 @@ from swarm.training.round_member import RoundResult
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A computation that is to be begun for a call.
+    """Instructions to begin a computation for a call.
 
     Attributes:
         accumulate: whether its gradient joins this stage's sum.
         adopts, earlier: computations of the same microbatch that were begun before, as in computation.Order.
-        instead_of: a computation of the same microbatch, which is to be undone.
+        instead_of: an earlier computation of the same microbatch, which is to be undone.
     """
 
     microbatch: Microbatch
@@ -33,7 +33,7 @@ class Start:
 
 
 class Setting(ABC):
-    """The answers of one setting."""
+    """The decisions of one setting."""
 
     # -- which microbatches are admitted -----------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ class Setting(ABC):
 
     @abstractmethod
     def room(self) -> int | None:
-        """Microbatches that may be in flight, whether the peer is busy or not; None: any number."""
+        """The most microbatches that may be in flight, whether the peer is busy or not; None for any number."""
 
     @abstractmethod
     def has_its_part(self, num_in_flight: int) -> bool:
@@ -61,7 +61,7 @@ class Setting(ABC):
 
     @abstractmethod
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
-        """Wait for a microbatch's round, if it has to have begun; see PresentRound.wait_for. Raises NotReady."""
+        """If a microbatch's round must have begun, wait for it; see PresentRound.wait_for. Raises NotReady."""
 
     @abstractmethod
     def turn(self, age: int) -> AbstractAsyncContextManager[None]:
@@ -74,7 +74,7 @@ class Setting(ABC):
 
     @abstractmethod
     def look(self) -> None:
-        """Give turns to microbatches that wait, because gradients were acknowledged, stepped with or taken out."""
+        """Give turns to waiting microbatches, because gradients were acknowledged, used in a step or taken out."""
 
     # -- what a call gets --------------------------------------------------------------------------------------------
 
@@ -93,17 +93,19 @@ class Setting(ABC):
 
     @abstractmethod
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
-        """Decide what a call gets for a microbatch that counts here and is in the ledger: to join, or a new start.
+        """Decide about a repeated microbatch, which counts here and is in the ledger. Returns the computation to join,
+        or a new start.
 
         Raises:
-            StaleMicrobatch: nothing is left to be done for it.
+            StaleMicrobatch: nothing is left to do for the microbatch.
         """
 
     # -- how microbatches end ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def acknowledged(self, microbatch: Microbatch) -> None:
-        """Commit a microbatch in the ledger; the setting decides for which round, and if its computation is kept."""
+        """Commit a microbatch in the ledger. The setting decides for which round, and whether its computation is
+        kept."""
 
     @abstractmethod
     def may_be_joined(self, computation: Computation) -> bool:
@@ -117,19 +119,20 @@ class Setting(ABC):
 
     @abstractmethod
     def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
-        """Let nothing more join the round, which is about to end, and give what is to be undone before.
+        """Let no further gradient join the round, which is about to end. Returns the entries that must be undone before
+        that.
 
         Args:
             drop: microbatches that another member counts.
 
         Returns:
-            None where training goes on meanwhile.
+            None if training goes on meanwhile.
         """
 
     @abstractmethod
     def round_began(self) -> None:
-        """Forget what no repeat can ask for any more."""
+        """Forget the microbatches that cannot be repeated any more."""
 
     @abstractmethod
     def squared_norm(self, result: RoundResult) -> float:
-        """The squared norm of a round's average, as it is reported."""
+        """The squared norm that is reported for a round's average."""

@@ -1,4 +1,4 @@
-"""Which of the two settings a stage runs: chosen here, once, from the configuration.
+"""Chooses which of the two settings a stage runs, by the configuration.
 
 synchronous    stage/synchronous: a round is one optimizer step, as in one process
 DiLoCo         stage/diloco: peers take inner steps by themselves, and a round averages what they learnt
@@ -31,7 +31,7 @@ def weights_of(config: RunConfig, module: nn.Module, *, lineage: str, events: Ev
 
 
 def setting_of(context: StageContext, present_round: PresentRound, records: Records) -> Setting:
-    """How a stage with these weights treats its microbatches."""
+    """Make the setting for a stage with these weights."""
     weights = context.backend.weights
     if isinstance(weights, SynchronousWeights):
         return SynchronousSetting(context, weights, present_round, records.ledger)

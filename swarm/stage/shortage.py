@@ -1,11 +1,11 @@
-"""What a stage peer does when its memory runs out: it takes less, and gives up where that does not help.
+"""Reacts when a stage peer's memory runs out: the peer takes fewer microbatches, and gives up if that does not help.
 
-Used by stage/admission, which tells it of every microbatch that failed for want of memory and of every one that was
-computed. Each failure halves what the peer may have in flight, and the graphs that it may keep. A microbatch that was
-admitted before that may still fail, and is not counted. A peer that takes one microbatch at a time, and fails at
-several in a row, gives up. Pure.
+stage/admission reports every microbatch that failed for lack of memory, and every one that was computed. Each failure
+halves the microbatches that the peer may have in flight, and the graphs that it may keep. If a microbatch that was
+admitted before then fails too, that is not counted. A peer that takes one microbatch at a time, and fails at several in
+a row, gives up. Pure.
 
-A peer never takes more again: the next failure might hit an optimizer step, and that ends a peer at once.
+A peer never takes more again, because the next failure might be in an optimizer step, which ends the peer at once.
 """
 
 import logging
@@ -23,7 +23,7 @@ TRIES = 3
 
 
 class Shortage:
-    """How much less a peer takes because its memory ran out.
+    """The reduced limits of a peer whose memory ran out.
 
     Args:
         stage: for the messages.
@@ -31,9 +31,9 @@ class Shortage:
 
     Attributes:
         most_in_flight: microbatches that may be in flight.
-        num_reductions: how often that was reduced. If a microbatch that began before the last reduction fails, that
-            says nothing about what is allowed now.
-        fault: why the peer gives up, once it does.
+        num_reductions: how often that number was reduced. If a microbatch that began before the last reduction fails,
+            this says nothing about the present limit.
+        fault: the reason why the peer gives up; None before that.
     """
 
     def __init__(self, stage: int, budget: GraphBudget) -> None:
@@ -45,7 +45,7 @@ class Shortage:
         self._num_failures = 0
 
     def failed(self, error: BaseException, *, num_reductions: int, in_flight: int) -> None:
-        """Note that a microbatch failed for want of memory.
+        """Note that a microbatch failed for lack of memory.
 
         Args:
             num_reductions: the number of reductions when the microbatch was admitted.

@@ -1,15 +1,16 @@
-"""The slots of a stage peer: how many there are, and which caller gets one when there are not enough for all.
+"""The slots of a stage peer: decides how many there are, and which caller gets one when there are not enough for all.
 
-Used by stage/admission, and by the simulator. A peer takes as many microbatches as keep it busy, wherever they wait. On
-a fast network a few do. Over long or slow links most of them are on their way somewhere, and more are needed for the
-same work. So there is one more slot when a caller has to be refused while the peer has next to nothing to do. While
-work piles up the number slowly falls again, and for the moment only the least number counts, so that nothing waits here
-that another peer could do.
+Used by stage/admission, and by the simulator. A peer takes as many microbatches as keep it busy, wherever they are. On
+a fast network a few are enough. Over long or slow links most microbatches are on their way somewhere, so more are
+needed for the same work. So one slot is added when a caller has to be refused while the peer has next to nothing to do.
+While work piles up the number slowly falls again. Meanwhile only the least number of slots is given out, so that no
+work waits here that another peer could do.
 
-Each caller may take slots that no other caller wants. Once a caller was refused, a slot is withheld for it from callers
-that hold clearly more, until it has come again or its time is over. So a flood of one caller leaves the others their
-share. A caller that has other peers to ask gets no slot while something waits here already: among many callers that
-know nothing of each other, work finds idle peers by being sent on. Nothing here waits: a refused caller asks again.
+Each caller may take slots that no other caller wants. After a caller was refused, a slot is reserved for it, which
+callers with clearly more slots cannot take. The reservation ends when the caller comes again, or after some time. So
+one caller cannot take the others' share by many requests. A caller that has other peers to ask gets no slot while
+something waits here already. In this way work finds idle peers, even among many callers that know nothing of each
+other. Nothing here waits: a refused caller asks again.
 """
 
 from collections import Counter
@@ -20,25 +21,26 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 
 LARGEST_NUM_SLOTS = 64
-"""The most slots that a peer comes to have. Each holds the tensors that came in and, if there is memory, a graph."""
+"""The most slots that a peer can get. Each holds received tensors and, if there is memory, a graph."""
 FEW = 2
-"""This many tasks at the compute thread, the running one included, do not keep it busy for long."""
+"""With this many tasks at the compute thread, including the running one, it will soon have nothing to do."""
 PILE = 4
 """With this many tasks at the compute thread, work piles up."""
 PATIENCE_SECONDS = 0.5
-"""How long a slot is kept for a refused caller, beyond twice the seconds after which it was told to come again: lines
-are slow, and so are busy machines."""
+"""A slot is reserved for a refused caller for twice the seconds after which it should ask again, plus this time,
+because lines and busy machines are slow."""
 SHORTEST_RETRY_SECONDS = 0.02
 LONGEST_RETRY_SECONDS = 1.0
 CLEARLY_MORE = 2
-"""By how many slots a caller holds clearly more than another one. Among equals a difference of one is chance."""
+"""A caller that holds at least this many slots more than another one holds clearly more. A difference of one is
+chance."""
 
 
 class SlotCount:
-    """How many slots there are: it grows fast and shrinks slowly, for an idle peer costs more than a short queue.
+    """The number of slots. It grows fast and shrinks slowly, because an idle peer costs more than a short queue.
 
     Args:
-        queue_length: tells how many tasks are at the compute thread, the running one included.
+        queue_length: gives the number of tasks at the compute thread, including the running one.
         room: gives the most microbatches that may be in flight even if the peer is idle (Setting.room); None: any
             number.
     """
@@ -48,7 +50,7 @@ class SlotCount:
     ) -> None:
         self._learnt = float(least)
         self.least = least
-        """There are never fewer slots than this, as far as `room` allows."""
+        """The least number of slots, unless `room` allows fewer."""
         self._largest = max(least, largest)
         self._queue_length = queue_length
         self._room = room
@@ -65,7 +67,7 @@ class SlotCount:
 
     @property
     def has_enough(self) -> bool:
-        """Whether some task waits for the compute thread, so that an idle peer would be sooner done with new work."""
+        """Whether some task waits for the compute thread, so that an idle peer would finish new work sooner."""
         return self._queue_length() >= FEW
 
     def refused(self, *, idle: bool) -> None:
@@ -88,14 +90,14 @@ class SlotCount:
 
 
 class Slots:
-    """Which callers have the slots; `count` says how many slots there are."""
+    """The slots that callers have. `count` gives the number of slots."""
 
     def __init__(self, count: SlotCount, clock: Clock) -> None:
         self._count = count
         self._clock = clock
         self._held: Counter[str] = Counter()
         self._refused: dict[str, float] = {}
-        """Callers that were refused, and until when a slot is kept for them."""
+        """Callers that were refused, with the time until which a slot is reserved for each."""
 
     @property
     def num_held(self) -> int:
@@ -104,11 +106,11 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Slots that are free; negative while more are held than there are by now."""
+        """Slots that are free. Negative if the number of slots has fallen below the number held."""
         return self._count.size - self.num_held
 
     def grants(self, *, has_others: bool) -> int:
-        """How many slots a reply grants: at most one, because all replies tell of the same free slots."""
+        """The number of slots that a reply grants: at most one, because all replies refer to the same free slots."""
         return 0 if has_others and self._count.has_enough else max(0, min(1, self.num_free))
 
     def take(self, caller: str, *, busy_seconds: float, idle: bool = False, has_others: bool = False) -> None:
@@ -116,14 +118,15 @@ class Slots:
 
         Args:
             busy_seconds: how long a microbatch keeps the peer busy; 0 if that is not known yet.
-            idle: whether the peer has nothing to do, in spite of all that have slots.
+            idle: whether the peer has nothing to do, although other microbatches have slots.
             has_others: whether the caller knows peers that it has not asked.
 
         Raises:
             Overloaded: there is no slot for this caller now.
         """
         if has_others and self._count.has_enough:
-            # No slot is kept for this caller, which goes elsewhere. When it may ask again, about one task is done.
+            # No slot is reserved for this caller, because it asks other peers. It may ask here again when about one
+            # task is done.
             raise Overloaded("work waits here already", retry_after_seconds=_retry_seconds(busy_seconds / 2))
         if self.num_free <= 0:
             self._count.refused(idle=idle)

@@ -1,8 +1,8 @@
-"""Decides at a stage peer what a call gets for a microbatch, which may be new or known here.
+"""Decides how a stage peer answers a call for a microbatch, which may be new or known here.
 
-Stands between the servicer, which speaks gRPC, and the compute thread. Keeps the promise that a microbatch never counts
-twice: every accumulation goes through the ledger here. stage/admission decides what is taken at all, stage/endings how
-computations end, and stage/setting what depends on the setting. Runs on the event loop; never computes.
+It stands between the gRPC servicer and the compute thread. It makes sure that a microbatch never counts twice: every
+accumulation goes through the ledger here. stage/admission decides which microbatches are taken, stage/endings how
+computations end, and stage/setting everything that depends on the setting. Runs on the event loop; never computes.
 """
 
 import contextlib
@@ -62,12 +62,12 @@ class Stage:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this round's contribution has been handed out: new gradients count for the next round, or wait."""
+        """Whether this round's contribution was handed out. Then new gradients count for the next round, or wait."""
         return self.context.backend.weights.round.closed
 
     @property
     def samples_per_second(self) -> float:
-        """The rate of the compute thread, forward and backward; 0 before the first microbatch."""
+        """The rate of the compute thread, for forward and backward together; 0 before the first microbatch."""
         seconds = self._seconds_per_sample.value
         return 1.0 / seconds if seconds else 0.0
 
@@ -95,8 +95,8 @@ class Stage:
 
         Args:
             hints: which peers of later stages know the microbatch already.
-            still_waiting: called at once and every now and then while the microbatch's round has not begun here. What
-                it raises ends the wait, and nothing has been begun.
+            still_waiting: called at once, and again and again while the microbatch's round has not begun here. An error
+                that it raises ends the wait; then nothing was begun.
 
         Raises:
             StaleMicrobatch, NotReady.
@@ -152,10 +152,10 @@ class Stage:
             backend=context.backend,
             runtime=context.runtime,
             hop=context.hop,
-            # What is not accumulated goes into no step, and waits for none.
+            # Without accumulation the gradient goes into no step, so the forward waits for none.
             turn=self.setting.turn(order.age) if accumulate else contextlib.nullcontext(),
-            # This must not refer to the computation, which would hold itself and its tensors until Python looks for
-            # cycles.
+            # This must not refer to the computation: the reference cycle would keep it and its tensors in memory until
+            # Python collects cycles.
             on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),
         )
         if accumulate:
@@ -174,7 +174,7 @@ class Stage:
     # -- for the group's member --------------------------------------------------------------------------------------
 
     async def seal(self, drop: Collection[int]) -> None:
-        """Undo what must not be in the round, which is about to end, if the setting wants that.
+        """Undo the computations that must not be in the round, which is about to end, if the setting wants that.
 
         Args:
             drop: microbatches that another member counts.

@@ -1,14 +1,14 @@
-"""How tensors get to the device that computes and back, and how long it computed.
+"""Brings tensors to the computing device and back, and measures how long the device computed.
 
-Made once for a stage. The compute thread uses it (stage/backend, stage/boundary, stage/runtime); another thread waits
-for what is on its way to the CPU (stage/computation). Another thread reads a round's whole state while training goes on
-(stage/member). Never looks at the numbers.
+Made once for a stage. The compute thread uses it (stage/backend, stage/boundary, stage/runtime). Another thread waits
+for copies to the CPU (stage/computation), or reads a round's whole state while training goes on (stage/member). Never
+looks at the numbers.
 
-A GPU works through queues of its own ("streams"): calls return before their work is done, and what reads a result
-waits for all that was queued before it. So copies have queues of their own, and go from and to pinned memory, without
-which there is no copying beside other work: while a microbatch is computed, the one before is on its way down and the
-next one on its way up. Pinned memory is held only in passing. torch hands it out, and does not use it again before the
-copy is made, even if nothing waits for that.
+A GPU works through queues ("streams"): calls return before their work is done, and reading a result waits for
+everything that was queued before it. So copies have queues of their own. They use pinned memory, because only then can
+the GPU copy and compute at the same time: while a microbatch is computed, the last one is copied to the CPU and the
+next one to the GPU. Pinned memory is held only for a short time. torch provides it, and does not use it again before
+the copy is made, even if nothing waits for the copy.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ import torch
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 PIECE_ELEMENTS = 4 << 20
-"""The size of the pieces in which a large tensor is read beside the compute thread, through pinned memory for one."""
+"""A large tensor is read beside the compute thread in pieces of this size, through pinned memory for one piece."""
 
 
 class Arrival(Protocol):
-    """Tells when a copy to or from the device is finished; a CUDA event, for example."""
+    """Something to wait for until a copy to or from the device is made, such as a CUDA event."""
 
     def synchronize(self) -> None:
         """Block the thread until the copy is made."""
@@ -36,9 +36,9 @@ class Download:
     """A tensor on its way to the CPU, or there.
 
     Args:
-        tensor: what arrives, or has arrived.
-        arrival: comes when the tensor is there; None if it is there already.
-        convert: makes the wanted tensor of what has arrived, in memory of its own.
+        tensor: the tensor that arrives, or has arrived.
+        arrival: ends when the tensor is there; None if it is there already.
+        convert: makes the wanted tensor from the one that arrived, in memory of its own.
     """
 
     def __init__(self, tensor: torch.Tensor, arrival: Arrival | None = None, convert: Convert = torch.clone) -> None:
@@ -47,14 +47,15 @@ class Download:
         self._convert = convert
 
     def wait(self) -> torch.Tensor:
-        """Block the thread until the tensor is there, and give it, converted. For one thread at a time."""
+        """Block the thread until the tensor is there, and return it, converted. Only one thread at a time may call
+        this."""
         if self._arrival is not None:
             self._arrival.synchronize()
             self._tensor, self._arrival = self._convert(self._tensor), None
         return self._tensor
 
     async def arrived(self) -> torch.Tensor:
-        """Like `wait`, without blocking the event loop. If this is cancelled, the copy is made all the same."""
+        """Like `wait`, without blocking the event loop. If this is cancelled, the copy is still made."""
         return self.wait() if self._arrival is None else await asyncio.to_thread(self.wait)
 
 
@@ -95,18 +96,20 @@ class Stopwatch:
 
 
 class Staging:
-    """The staging of the CPU, which computes with what it receives and sends what it computes: nothing is copied."""
+    """The staging of the CPU. It copies nothing, because tensors arrive and leave in the memory with which the CPU
+    computes."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Bring a CPU tensor to the device. Gives a copy, which may be changed; but on the CPU the tensor itself."""
+        """Bring a CPU tensor to the device. Returns a copy, which may be changed. On the CPU, returns the tensor
+        itself."""
         return tensor
 
     def download(self, tensor: torch.Tensor, convert: Convert | None = None) -> Download:
-        """Begin to bring a tensor to the CPU; what `convert` then makes of it, if given, shares no memory with it."""
+        """Begin to bring a tensor to the CPU. If `convert` is given, its result shares no memory with the tensor."""
         return Download(tensor if convert is None else convert(tensor))
 
     def reader(self) -> HostReader:
-        """Make a reader that sees tensors as the work that is queued by now leaves them."""
+        """Make a reader, which reads tensors as they are after all work queued by now."""
         return HostReader()
 
     def stopwatch(self) -> Stopwatch:
@@ -129,7 +132,8 @@ class CopyingStaging(Staging):
 
 
 class CudaStopwatch(Stopwatch):
-    """Measures the GPU: the compute thread goes on to the next task before the GPU has begun with this one.
+    """Measures the GPU's time, because the compute thread goes on to the next task before the GPU has begun with this
+    one.
 
     The time until the GPU begins with the task does not count, but waits within the task do.
     """
@@ -165,7 +169,7 @@ class CudaReader(HostReader):
         for piece in torch.split(flat, PIECE_ELEMENTS):
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 pinned[: piece.numel()].copy_(piece, non_blocking=True)
-            # The caller holds the tensor at least until then, so that its memory is not used again.
+            # The caller keeps the tensor at least until then, so its memory is not used again.
             _mark(self._stream).synchronize()
             yield pinned[: piece.numel()]
 
@@ -200,10 +204,11 @@ class CudaStaging(Staging):
         event = _mark(self._downloads)
         before, self._newest = self._newest, event
         if before is not None:
-            # One task is queued behind the one that the GPU is at, and that keeps it busy. With more of them, a new
-            # backward would have to wait for forwards, and the compute thread's queue would look too short.
+            # One task queued behind the running one keeps the GPU busy. With more of them, a new backward would have to
+            # wait for forwards, and the compute thread's queue would look too short.
             before.synchronize()
-        # What is sent is kept until it is acknowledged: in ordinary memory, of which there is more.
+        # Converted into ordinary memory, of which there is more than of pinned memory: sent tensors are kept until they
+        # are acknowledged.
         return Download(host, event, convert or torch.clone)
 
     def reader(self) -> HostReader:
@@ -220,7 +225,7 @@ class CudaStaging(Staging):
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Make an event that comes when all that is in the queue now is done."""
+    """Make an event that occurs when all work that is in the queue now is done."""
     # A thread that waits for a blocking event sleeps; to wait for another kind of event takes a core.
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # torch's
     event.record(stream)

@@ -1,4 +1,5 @@
-"""The state of a stage at the beginning of a round, as others get it: its digest, and whether it is a possible one.
+"""The state of a stage at the beginning of a round, in the form for others: its tensors' names, its digest, and a check
+of its values.
 
 A state is named tensors: `anchor/NAME` for each parameter, and `outer/NAME/KEY` for what the optimizer that ends rounds
 remembers of the parameter. Used by stage/weights and stage/member, and for checkpoints. Changes nothing.
@@ -18,14 +19,14 @@ LARGEST_WEIGHT = 1e15
 
 
 def named(anchor: Mapping[str, torch.Tensor], remembered: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make a state of an anchor and of what an optimizer remembers. The tensors are not copied."""
+    """Make a state from an anchor and an optimizer's state. The tensors are not copied."""
     tensors = {f"anchor/{name}": value for name, value in anchor.items()}
     tensors |= {f"outer/{key}": value for key, value in remembered.items()}
     return {name: value.detach() for name, value in sorted(tensors.items())}
 
 
 def parts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Divide a state into its anchor and what an optimizer remembers."""
+    """Divide a state into its anchor and an optimizer's state."""
     anchor = {name.removeprefix("anchor/"): t for name, t in tensors.items() if name.startswith("anchor/")}
     remembered = {name.removeprefix("outer/"): t for name, t in tensors.items() if name.startswith("outer/")}
     return anchor, remembered
@@ -39,10 +40,10 @@ def check(
     optimizer: optim.Optimizer,
     round_number: int,
 ) -> None:
-    """Raise IntegrityError unless `tensors` are a whole and possible state of a stage, of that digest.
+    """Raise IntegrityError unless `tensors` are a whole and possible state of a stage, with that digest.
 
-    The names, shapes and types are those of the stage's parameters and of what its optimizer remembers of them. All
-    numbers are finite and at most LARGEST_WEIGHT, and no optimizer has taken more steps than there were rounds.
+    The names, shapes and types must be those of the stage's parameters and of its optimizer's state. All numbers must
+    be finite and at most LARGEST_WEIGHT, and no optimizer may have taken more steps than there were rounds.
     """
     shapes = dict[str, torch.Size]()
     for name, master in masters.items():

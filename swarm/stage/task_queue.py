@@ -1,7 +1,7 @@
 """The bounded queue in front of a stage's compute thread.
 
-Backward before forward, older before newer: with the hop's credits this gives a 1F1B schedule. Generation and training
-take turns. Pure: the runtime brings the threads, and tells which tasks are not wanted any more.
+Backwards come before forwards, and older work before newer: with the hop's credits this gives a 1F1B schedule.
+Generation and training take turns. Pure: the runtime has the threads, and drops tasks that are not wanted any more.
 """
 
 import heapq
@@ -22,7 +22,8 @@ class Priority(IntEnum):
     CONTROL = 0
     """Short work on the stage's state: closing a bucket, a snapshot, a commit."""
     GENERATION = 1
-    """The next positions of sessions. After each a microbatch has its turn, so that neither waits for long."""
+    """The next positions of sessions. After each of these a microbatch has its turn, so that neither kind waits for
+    long."""
     BACKWARD = 2
     FORWARD = 3
     """Forwards of microbatches, and evaluations."""
@@ -52,7 +53,7 @@ class TaskQueue:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """The number of tasks without those of generation, which say nothing of how long a microbatch waits."""
+        """The number of tasks, without those of generation, because those do not show how long a microbatch waits."""
         return len(self._heap)
 
     def push(self, work: Callable[[], Any], *, priority: Priority, age: int) -> Task:

@@ -1,6 +1,6 @@
-"""What the call that waits for a computation sees of it: how far it is, and whether another call took over.
+"""The side of a computation that a waiting call sees: its progress, and whether another call took over.
 
-The base of stage/computation. A call only subscribes: one that dies leaves the computation to a retry.
+The base of stage/computation. A call only subscribes: if it ends, a retry can use the computation.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ class Watched(HopListener):
 
     Attributes:
         waiting_stage: the deepest stage that is waited for.
-        obstacle: why no peer of that stage takes the microbatch now, if none does.
+        obstacle: the reason if no peer of that stage takes the microbatch now; else None.
         route: the peers of later stages that work on the microbatch.
         subscriber: the call that gets the answer; a newer one takes its place.
     """
@@ -45,13 +45,13 @@ class Watched(HopListener):
         self._news.clear()
 
     def subscribe(self, subscriber: object) -> None:
-        """Let `subscriber` have the answer; the one before, if any, is told that it was superseded."""
+        """Let `subscriber` have the answer. A former subscriber learns that it was superseded."""
         self.subscriber = subscriber
         self._is_wanted.set()
         self._news.set()
 
     def orphan(self) -> object:
-        """Note that no call waits for the answer any more. Nothing is computed for it before one subscribes again.
+        """Note that no call waits for the answer any more. Nothing is computed until a call subscribes again.
 
         Returns the object that takes the subscriber's place.
         """

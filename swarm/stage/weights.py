@@ -1,8 +1,8 @@
-"""A stage's weights through time: versions, gradient buckets, the steps that end rounds.
+"""A stage's weights: versions, gradient buckets, and the steps that end rounds.
 
 Owned by the compute thread; the backend reads versions and fills buckets, the round member closes and commits rounds.
 Weights are double-buffered as in PipeDream-2BW (arXiv 2006.09503): an optimizer writes only into the masters, and
-microbatches compute with an immutable copy of them. Here is what both settings share; what differs is in
+microbatches compute with an immutable copy of them. This file has what both settings share. The differences are in
 stage/synchronous/weights and stage/diloco/weights.
 """
 
@@ -25,20 +25,20 @@ from swarm.training.round_member import Contribution
 from swarm.training.samples import NOTHING, Amount
 
 KEPT_ANCHORS = 2
-"""Rounds whose anchor stays readable, for evaluation and for stages that have to repeat a round: this one and the one
-before."""
+"""The number of rounds whose anchors stay readable: this round and the last one. They are for evaluation, and for
+stages that have to repeat a round."""
 
 
 @dataclass
 class Round:
-    """Where the stage is in the run.
+    """The stage's round, and its figures.
 
     Attributes:
-        run_samples: samples the run had committed when this round began.
+        run_samples: the samples that the run had committed when this round began.
         stepped: the amount that inner steps of this round have used here.
         num_members: members of the last committed round.
-        closed: whether a contribution has been handed out; until the round commits or is reopened, few inner steps are
-            taken or none.
+        closed: whether a contribution was handed out. Until the round commits or is reopened, few inner steps are
+            taken, or none.
     """
 
     number: int = 0
@@ -77,7 +77,7 @@ class StageWeights(ABC):
         self._memory = Recycler()
         self.masters = trained_parameters(module)
         self._staging = staging_of(next(iter(self.masters.values())).device)
-        """The staging for what goes to the device and comes from there at a round's end."""
+        """The staging for tensors that go to the device, or come from it, at a round's end."""
         self._ends_rounds = ends_rounds
         self.buckets = Buckets(lambda: self._memory.like(self.masters), batch_samples)
         self._versions = Versions(self.masters, self._memory)
@@ -106,15 +106,15 @@ class StageWeights(ABC):
     def anchor(self, round_number: int) -> Tensors | None:
         """The weights that began a round; None unless it is this round or the one before.
 
-        Evaluation computes with them; with DiLoCo a round's outer step starts from them, and in the synchronous setting
-        microbatches of the round before are computed with them.
+        Evaluation computes with them. With DiLoCo a round's outer step starts from them. In the synchronous setting
+        microbatches of the last round are computed with them.
         """
         return self._anchors.get(round_number)
 
     def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> GradientBucket:
-        """Add a microbatch's gradient to the bucket that is being filled, and give that bucket.
+        """Add a microbatch's gradient to the bucket that is being filled, and return the bucket.
 
-        The gradient is tentative there until the bucket is told that it is settled.
+        The gradient is tentative there until GradientBucket.settled is called.
         """
         bucket = self.buckets.open()
         bucket.accumulate(gradients, source)
@@ -122,22 +122,22 @@ class StageWeights(ABC):
 
     @abstractmethod
     def step_if_due(self) -> None:
-        """Take all inner steps that are due; to be called after whatever may make one due.
+        """Take all inner steps that are due. Call this after anything that may make a step due.
 
-        An error here, as a rule for want of memory, is no microbatch's fault: see `require_sound`.
+        An error here (usually lack of memory) is not the fault of a microbatch: see `require_sound`.
         """
 
     @abstractmethod
     def require_sound(self) -> None:
         """Raise the error with which an inner step failed, if one did.
 
-        Then weights may be half stepped, and a sum may hold a gradient that the ledger does not know. The peer is to
-        end, since nothing it does from now on can be trusted.
+        Then some weights may have been stepped and others not, and a sum may hold a gradient that is not in the ledger.
+        The peer has to end, because its results cannot be trusted any more.
         """
 
     @property
     def num_unstepped_samples(self) -> int:
-        """Samples accumulated that no step has used yet. May be asked from another thread."""
+        """Accumulated samples that no step has used yet. May be read from another thread."""
         return self.buckets.num_samples
 
     @property
@@ -150,7 +150,7 @@ class StageWeights(ABC):
     @property
     @abstractmethod
     def learning_rate(self) -> float:
-        """The rate at the run's sample count, as well as this peer can know it within a round."""
+        """The learning rate for the run's sample count, as far as this peer knows the count within a round."""
 
     @property
     @abstractmethod
@@ -159,10 +159,10 @@ class StageWeights(ABC):
 
     @abstractmethod
     def close(self) -> Contribution:
-        """Freeze this round's contribution, which does not name its microbatches here."""
+        """Freeze this round's contribution. Its microbatches are not filled in here."""
 
     def reopen(self) -> None:
-        """Go on in the same round: its attempt to average was aborted."""
+        """Go on in the same round, because its attempt to average was aborted."""
         self.round.closed = False
         self.step_if_due()
 
@@ -176,7 +176,8 @@ class StageWeights(ABC):
         lineage: str,
         contributed: bool = True,
     ) -> float:
-        """Move the anchor by the averaged contribution and begin the next round; gives the rate that was used.
+        """Move the anchor by the averaged contribution, and begin the next round. Returns the learning rate that was
+        used.
 
         Afterwards an inner step may be due.
 
@@ -199,7 +200,7 @@ class StageWeights(ABC):
     def _end_round(
         self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
     ) -> tuple[Amount, Tensors]:
-        """Take the step that ends a round; gives the amount that is carried over, and the new anchor."""
+        """Take the step that ends a round. Returns the amount that is carried over, and the new anchor."""
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self.round = new_round
@@ -229,8 +230,8 @@ class StageWeights(ABC):
         """Install a state that `state_tensors` gave, and drop every gradient and version of the past.
 
         Args:
-            carry: with DiLoCo, keep what inner steps have learnt and no average has: it is added to the new anchor,
-                and its samples count towards the new round.
+            carry: with DiLoCo, keep the changes by inner steps that are in no average: they are added to the new
+                anchor, and their samples count towards the new round.
         """
         anchor, remembered = state.parts(tensors)
         self._load_masters(anchor)

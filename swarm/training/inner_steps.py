@@ -1,7 +1,8 @@
-"""How a peer's inner steps of one round went (DiLoCo): their number, their samples, and how late their gradients were.
+"""Figures of a peer's inner steps in one round (DiLoCo): their number, their samples, and the staleness of their
+gradients.
 
 stage/weights counts them, peers report them with the round, and trainers, peers and swarm-status show them, so that
-users see why a run learns badly. Pure.
+users can see why a run learns badly. Pure.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A microbatch on its way: which one it is, of which round, and which stages count it.
+"""The description of a microbatch that is under way: its index, its round, and the stages that count it.
 
 A trainer makes one for each microbatch that a leader granted, and each stage makes one from the call that brings it.
 """
@@ -12,7 +12,7 @@ from swarm.types import PeerId
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """What is known of a microbatch besides its tensors."""
+    """A microbatch's description, without its tensors."""
 
     index: int
     round: int
@@ -32,7 +32,7 @@ class Microbatch:
         return self.accumulate_only_at is not None
 
     def counts_at(self, stage: int) -> bool:
-        """Whether a stage accumulates this microbatch's gradient. Of a replay, only the stage that lost it does."""
+        """Whether a stage accumulates this microbatch's gradient. In a replay, only the stage that lost it does."""
         return self.accumulate_only_at in (None, stage)
 
     def known_by(self, route: Mapping[int, PeerId]) -> dict[int, PeerId]:

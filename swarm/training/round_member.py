@@ -1,4 +1,4 @@
-"""What averaging needs of a stage, and the records that pass between the two.
+"""The interface of a stage that averaging uses, and the records that they exchange.
 
 stage/member implements it. All tensors are float32 on the CPU, unless they belong to a snapshot.
 """
@@ -15,7 +15,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a member is in its round.
+    """A member's progress in its round.
 
     Attributes:
         round: the round that is being trained.
@@ -36,7 +36,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """How a member gets on with its work.
+    """A member's activity, which shows whether it makes progress.
 
     Attributes:
         quiet_seconds: time since it last finished a piece of work.
@@ -51,13 +51,13 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What a member brings to a round's average.
+    """A member's contribution to a round's average.
 
     Attributes:
         tensors: synchronous: the mean gradient over this member's targets; DiLoCo: anchor minus weights. If
             `num_samples` is 0 they may be any finite numbers.
-        num_samples: how many samples it was made of.
-        num_targets: how many targets these samples have, which is the contribution's weight.
+        num_samples: the number of samples in it.
+        num_targets: the number of targets in these samples. It is the contribution's weight.
         round_samples: how many of these samples count towards the round.
         committed: the microbatches in it, without the dropped ones. Empty with DiLoCo.
         fragment: the fragment of the member's parameters that is averaged.
@@ -73,7 +73,7 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCost:
-    """What a committed round cost one member, or one member of each stage together; used only in reports.
+    """The cost of a committed round to one member, or to one member of each stage together. Used only in reports.
 
     Attributes:
         bytes_sent: payload that the member sent.
@@ -152,13 +152,13 @@ def known(digest: str) -> "asyncio.Future[str]":
 
 
 class RoundMember(Protocol):
-    """A stage as its group sees it.
+    """The interface of a stage for its averaging group.
 
     `progress`, `activity`, `set_behind` and `snapshot` may be called at any time. Calls of the others never overlap.
     """
 
     def progress(self) -> Progress:
-        """Where the member is now."""
+        """The member's present progress."""
         ...
 
     def activity(self) -> Activity:
@@ -166,7 +166,7 @@ class RoundMember(Protocol):
         ...
 
     def set_behind(self, is_behind: bool) -> None:
-        """Tell the member whether the group is at a later round, whose state this member is downloading."""
+        """Note whether the group is at a later round, whose state this member is downloading."""
         ...
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:

@@ -26,7 +26,7 @@ SHOWN_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Voice:
-    """What a holder answered: where it stands, and the lineages of the rounds before, oldest first."""
+    """A holder's answer: its standing, and the lineages of the rounds before, oldest first."""
 
     standing: Standing
     past: tuple[str, ...] = ()

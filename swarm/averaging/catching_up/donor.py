@@ -29,7 +29,7 @@ from swarm.training.round_member import RoundMember, Snapshot
 logger = logging.getLogger(__name__)
 
 PIN_SECONDS = 30.0
-"""How long after the last request a snapshot, and what was committed since, is kept."""
+"""A snapshot, and the results committed since, are kept for this long after the last request."""
 NUM_PINS = 2
 SEGMENT_BYTES = 4 << 20
 RESULTS_BYTES = 2 << 30
@@ -91,7 +91,7 @@ class Donor:
         """Answer a peer that is behind.
 
         Raises:
-            NotReady: what the peer asks for is not kept here, or not any more.
+            NotReady: the wanted data are not kept here, or not any more.
             Overloaded: other peers come first.
             MalformedMessage: the peer asks for something that does not exist.
         """

@@ -57,7 +57,7 @@ class Downloads:
             Overloaded: the donor serves others first. Results that came before that are valid.
             NotReady: the donor does not keep these results.
             PeerUnavailable, DeadlineExceeded: the donor is gone, or was silent for too long.
-            MalformedMessage, IntegrityError: what the donor sent cannot be right.
+            MalformedMessage, IntegrityError: the donor's answer is wrong.
         """
         wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
         incoming: IncomingResult | None = None

@@ -1,7 +1,7 @@
 """Whether a peer's line is fast enough for it to become a member of a synchronous stage.
 
 Used by catching_up/catch_up. In the synchronous setting every exchange waits for all members, so one slow line slows
-the whole run. The peer judges by what it measured itself: how fast the snapshot came, and how often the group commits.
+the whole run. The peer judges by its own measurements: how fast the snapshot came, and how often the group commits.
 What others announce about their computing counts as well, but never keeps out a peer with a fast line.
 """
 
@@ -79,7 +79,7 @@ class Slowness:
 
 
 class Entry:
-    """What a peer that catches up knows about its line and about the group's rounds."""
+    """A peer's measurements of its own line and of the group's rounds, while it catches up."""
 
     def __init__(self, context: Context, member: RoundMember) -> None:
         self._config = context.config

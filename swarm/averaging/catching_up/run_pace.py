@@ -11,7 +11,7 @@ PACE_FACTOR = 4.0
 """The highest pace that the run may have had while this peer was away, as a multiple of the pace of the fastest
 round."""
 PACE_ROUNDS = 4
-"""So many rounds, of the largest size seen, the run may be ahead in addition to what the pace allows."""
+"""The run may be ahead by this many rounds, of the largest size seen, in addition to what the pace allows."""
 
 
 class RunPace:

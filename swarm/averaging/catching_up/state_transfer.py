@@ -64,7 +64,7 @@ class Fetched:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which snapshot is wanted, and what of it.
+    """Describes the wanted snapshot, and which part of it is wanted.
 
     Attributes:
         max_bytes: a larger snapshot is refused.

@@ -56,7 +56,8 @@ class TensorBytes:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> list[TensorHeader]:
-    """What a receiver has to know about tensors, in their order. Their types must be among DTYPES."""
+    """Make the headers from which a receiver can allocate tensors, in the tensors' order. Their types must be among
+    DTYPES."""
     return [
         TensorHeader(name=name, encoding=_ENCODINGS[t.dtype], shape=tuple(t.shape), num_bytes=t.nbytes)
         for name, t in tensors.items()

@@ -45,7 +45,7 @@ class Owed:
 
 @dataclass(frozen=True, kw_only=True)
 class Residual:
-    """What one exchange dropped.
+    """The residual of one exchange: everything that encoding dropped.
 
     Attributes:
         contribution_D: what was dropped of this member's contribution; None if it sent none.

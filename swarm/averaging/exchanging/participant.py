@@ -1,7 +1,7 @@
 """A member's duties: how it answers a leader's Begin, Average, Commit and Abort.
 
-Called by averaging/handlers; the leader is a participant as well. Keeps the pure group state in step with what this
-member has under way (exchanging/own_round) and with the exchange. Never decides anything about a round.
+Called by averaging/handlers; the leader is a participant too. It keeps the pure group state consistent with this
+member's work (exchanging/own_round) and with the exchange. Never decides anything about a round.
 """
 
 import asyncio

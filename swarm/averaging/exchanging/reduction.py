@@ -47,7 +47,7 @@ class MemberFailed(TryLater):
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """What a member gets from another one.
+    """The answer that a member gets from another one.
 
     Attributes:
         encoded: the sum over a part, or a whole contribution.

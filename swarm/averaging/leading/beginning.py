@@ -136,7 +136,7 @@ class Beginning:
     def _too_late(self, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
         """The reason to wait no longer for a member that is still closing after `seconds`; None if there is none."""
         if seconds > self.context.timing.max_closing_seconds:
-            # That the member makes progress is only what it reports itself.
+            # The progress is only the member's own claim, so it is not waited for without end.
             return NotReady(f"it has not closed its contribution in {seconds:.0f} s")
         if closing.quiet_seconds > timeout_seconds + 3 * closing.expected_seconds:
             return DeadlineExceeded(f"it has been closing for {seconds:.0f} s, and makes no progress")

@@ -40,7 +40,7 @@ class AttemptFailed(Exception):
 
 
 class Blame:
-    """What one leader has concluded from the attempts that failed.
+    """One leader's conclusions from failed attempts.
 
     Attributes:
         num_timeouts: time-outs in a row; every one doubles the deadlines, up to MOST_DOUBLINGS times.

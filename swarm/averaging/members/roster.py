@@ -149,7 +149,7 @@ class Roster:
 
     @property
     def num_remembered(self) -> int:
-        """The number of peers about which anything is noted. It is bounded, whatever messages come."""
+        """The number of peers about which anything is noted. It is bounded, even if peers send made-up reports."""
         noted = (self.reports.current, self.reports.last, self._standings, self._answered_at)
         return len(self.contacts.all().keys() | self.suspicions.suspected | set[PeerId]().union(*noted))
 

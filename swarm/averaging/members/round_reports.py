@@ -25,7 +25,7 @@ class Report:
 
     @property
     def standing(self) -> Standing:
-        """Where the sender stands."""
+        """The sender's standing."""
         return messages.standing_of(self.progress)
 
 

@@ -1,4 +1,4 @@
-"""How much a meeting point carries: connections and bytes per second, for each caller and in all.
+"""Limits what a meeting point carries: connections and bytes per second, for each caller and in all.
 
 Used by meeting_point. Bytes that a caller sends beyond its share wait, which slows the connection down; connections
 beyond the limit are refused. Carried bytes are counted.

@@ -1,4 +1,4 @@
-"""Lines to a peer, and how the bytes of a connection pass over a line, in both directions, until one end closes.
+"""Lines to a peer. A line carries the bytes of a connection in both directions, until one end closes.
 
 A line is a TCP connection, or a call to a meeting point that carries one. Used by dialler, ways, punch and waiting. The
 bytes are TLS between others; nothing here looks at them.

@@ -1,8 +1,8 @@
-"""Opens connections for gRPC that it cannot open by itself; gRPC asks for them by HTTP CONNECT, on the loopback.
+"""Opens the connections that gRPC cannot open by itself. gRPC asks for them by HTTP CONNECT, on the loopback.
 
 gRPC for Python takes no connection that is open already. But for a channel with the option grpc.http_proxy a proxy
-opens the connections, and the Dialler is such a proxy, inside this process. It gives each channel a name, which nobody
-can guess, and knows by the name which function opens the channel's connections. Used by ways and punch.
+opens the connections, and the Dialler is such a proxy, inside this process. It gives each channel a secret name. By
+this name it finds the function that opens the channel's connections. Used by ways and punch.
 """
 
 import asyncio

@@ -234,7 +234,8 @@ class MeetingPoint(MeetingServiceServicer):
 
 
 def signed_bytes(meeting_point: PeerId, peer_id: PeerId, challenge: bytes) -> bytes:
-    """The bytes that a peer signs in order to wait. They name the meeting point: at another one they are worthless."""
+    """The bytes that a peer signs in order to wait. They name the meeting point, so the signature is not valid at
+    another one."""
     return json.dumps(["swarm wait", meeting_point, peer_id, challenge.hex()]).encode()
 
 

@@ -1,10 +1,10 @@
 """Punches a connection between two peers behind routers: both dial each other at one moment, from known ports.
 
-Used by ways at the peer that calls, and by waiting at the one that is called. Each asks a meeting point, from the port
-from which it will dial, for the address at which the meeting point sees the other; two SYN packets that cross open both
-routers (TCP simultaneous open, RFC 9293, 3.5). If only one of the two has a router, the other is simply reached. A
-connection counts once the caller has sent a secret over it that the meeting point gave to both. TLS between the two
-comes afterwards.
+Used by ways at the peer that calls, and by waiting at the peer that is called. Each of them asks a meeting point for
+the other's address, from the port from which it will dial. Then both dial, and two SYN packets that cross open both
+routers (TCP simultaneous open, RFC 9293, 3.5). If only one of the two is behind a router, that one simply reaches the
+other. The meeting point gives a secret to both. A connection counts once the caller has sent this secret over it. TLS
+between the two comes after that.
 """
 
 import asyncio
@@ -55,7 +55,8 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
         logger.debug("%s is not found: %s", point.endpoint, error)
         return None
     listener = _bound(family, 0)
-    # This side may have no router: then it is reached here, from whatever port the other side's router takes.
+    # This side may have no router. Then the other side reaches it here, from any port that the other side's router
+    # chooses.
     listener.listen(4)
     local_port = listener.getsockname()[1]
 

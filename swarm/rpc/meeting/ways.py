@@ -1,10 +1,10 @@
-"""The ways to one peer: its endpoints are tried in turn, one that failed is tried last for a while, and a better way is
-looked for while another is in use.
+"""The ways to one peer. Its endpoints are tried in turn, and one that failed is tried last for a while. While a way is
+in use, a better one is looked for.
 
 Used by channels, for peers that have more than one endpoint, or are reached through a meeting point. The bytes of a
-connection that is opened here are copied once on their way to gRPC. So gRPC gets an endpoint that works directly, and
-dials it itself for later calls. A connection that a meeting point carries is there at once; meanwhile one is punched,
-and later calls use that.
+connection that is opened here are copied once on their way to gRPC. To avoid that for later calls, gRPC then dials a
+direct endpoint that works itself. A connection that a meeting point carries is there at once. Meanwhile one is punched,
+and later calls use the punched one.
 """
 
 import asyncio
@@ -145,7 +145,7 @@ class Road:
         return line
 
     async def better(self) -> Line | str:
-        """Wait until the channel's connection is one that is not punched, then look until there is a better one."""
+        """Wait until the channel has a connection that is not punched, and then look until a better way is found."""
         while True:
             await self._is_open.wait()
             found = await self._ways.better()

@@ -1,8 +1,8 @@
 """Microbatches in the synchronous setting: replicas are equal, and a round is a known range of ids.
 
-A microbatch is computed with the weights of its round, so any peer's numbers are as good as another's: a repeat is
-answered with what is known. What was acknowledged is kept until the round is over, for it may have to be taken out
-again; and a round closes with what was acknowledged alone.
+A microbatch is computed with the weights of its round, so all peers compute the same numbers, and a repeat is answered
+with the known result. Acknowledged computations are kept until the round is over, because they may have to be taken out
+again. A round closes with acknowledged microbatches only.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from swarm.training.microbatch import Microbatch
 from swarm.training.round_member import RoundResult
 
 REPLAY_GAP_SECONDS = 1.0
-"""How long a replay that counts at a peer waits before it is offered to it again: the peer may have been told to give
-it up meanwhile."""
+"""A replay of a microbatch that counts at a peer is offered to this peer again after so long. In the meantime the peer
+may have had to drop the microbatch."""
 
 
 class SynchronousSetting(Setting):
@@ -47,8 +47,8 @@ class SynchronousSetting(Setting):
     def check(self, microbatch: Microbatch) -> None:
         """Raise if a microbatch is not admitted.
 
-        Microbatches of the last round are admitted, with that round's weights, though they no longer count here: a
-        stage that lost all its peers and came back from a checkpoint has to do that round again.
+        Microbatches of the last round are admitted, with that round's weights, though they no longer count here. A
+        stage that lost all its peers and came back from a checkpoint needs them, because it has to do that round again.
         """
         round_of = microbatch.index // self._microbatches_per_round
         if round_of != microbatch.round:
@@ -68,8 +68,8 @@ class SynchronousSetting(Setting):
     def _check_round(self, microbatch: Microbatch) -> None:
         number, is_next = self._round.number, microbatch.round > self._round.number
         is_closed = self._weights.round.closed
-        # Later stages take whatever stage 0 admitted, and wait for their own commit if they must. But a peer that
-        # downloads takes longer, so the microbatch has to wait elsewhere.
+        # Later stages take everything that stage 0 admitted, and wait for their own commit if necessary. But a peer
+        # that downloads the state takes longer, so the microbatch has to wait elsewhere.
         if is_next and self._round.is_behind:
             raise Overloaded(f"this peer is at round {number} and catches up", retry_after_seconds=0.25)
         # Once its stage's leader has committed a round, it grants the next one. The commit comes here in a moment if
@@ -81,15 +81,16 @@ class SynchronousSetting(Setting):
             raise Overloaded(f"round {number} is being averaged", retry_after_seconds=0.05)
 
     def _check_replay(self, microbatch: Microbatch) -> None:
-        """Refuse a replay of what counts here. That the leader asks for it shows that it hears nothing of this peer, so
-        another peer has to do the replay."""
+        """Refuse a replay of a microbatch that counts here. The leader would not have granted the replay if it got this
+        peer's reports, so another peer has to do it."""
         entry = self._ledger.find(microbatch.index) if microbatch.accumulate_only_at == self._stage else None
         if entry is not None and entry.state is EntryState.COMMITTED:
             raise Overloaded("it counts here: another peer has to replay it", retry_after_seconds=REPLAY_GAP_SECONDS)
 
     def queue_of(self, round_number: int) -> int:
-        """Give each round slots of its own, so that what waits for the next round takes none of this one's."""
-        # All later rounds share one number: otherwise callers could make ever more sets of slots by naming ever more
+        """Give each round slots of its own, so that microbatches that wait for the next round take none of this round's
+        slots."""
+        # All later rounds share one number. Otherwise callers could create any number of sets of slots by naming new
         # rounds.
         return min(round_number, self._round.number + 1)
 
@@ -143,10 +144,11 @@ class SynchronousSetting(Setting):
         return Start(microbatch=microbatch, accumulate=True, instead_of=known)
 
     def _already_counted(self, microbatch: Microbatch) -> Microbatch:
-        """What is left to do for a microbatch that counts here already: compute it, but accumulate it nowhere else.
+        """Return the microbatch that still has to be computed if it counts here already: later stages are not to
+        accumulate it.
 
-        Later stages were told that it counts, and have what they lost replayed. If they accumulated it again, it would
-        only have to be taken out. At stage 0 nothing is left to do, because no stage before it needs a gradient.
+        Later stages got the acknowledgement, and what they lost is replayed. If they accumulated it again, it would
+        have to be taken out. At stage 0 nothing is left to do, because no stage before it needs a gradient.
         """
         if self._stage == 0 and microbatch.accumulate_only_at is None:
             raise StaleMicrobatch(f"microbatch {microbatch.index} counts already")
@@ -159,7 +161,7 @@ class SynchronousSetting(Setting):
         self._ledger.commit(microbatch.index, microbatch.round, keep_computation=True)
 
     def may_be_joined(self, computation: Computation) -> bool:
-        # A trainer retries at another peer of stage 0: what is still running at this one is of no use to it.
+        # At stage 0 a computation that still runs is of no use, because the trainer retries at another peer.
         return computation.done or self._stage > 0
 
     # -- rounds ------------------------------------------------------------------------------------------------------
@@ -168,7 +170,8 @@ class SynchronousSetting(Setting):
         return self._ledger.committed(self._round.number)
 
     def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
-        """Undo what was never acknowledged, and what another member counts."""
+        """Return the microbatches that were never acknowledged, and those that another member counts; they are
+        undone."""
         # From now on nothing that arrives is accumulated.
         self._weights.seal()
         doubles = [entry for entry in map(self._ledger.find, drop) if entry is not None]

@@ -24,7 +24,7 @@ class SynchronousWeights(StageWeights):
 
     def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str) -> None:
         self._earlier: Version | None
-        """The weights of the round before, once a microbatch has been computed with them."""
+        """The weights of the last round, once a microbatch was computed with them."""
         super().__init__(
             config,
             module,
@@ -71,7 +71,7 @@ class SynchronousWeights(StageWeights):
         return self.num_unstepped_samples
 
     def seal(self) -> None:
-        """Let nothing begin that would join the sum, until the round commits or is reopened.
+        """Let no computation begin that would join the sum, until the round commits or is reopened.
 
         It runs on any thread, so that it need not wait for a long microbatch on the compute thread.
         """
@@ -94,7 +94,7 @@ class SynchronousWeights(StageWeights):
         factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
         gradients = {name: self._staging.upload(value) for name, value in average.items()}
         if factor != 1.0:
-            # What is clipped gets memory of its own, because others may still fetch the average.
+            # The clipped gradients get memory of their own, because others may still fetch the average.
             clipped = self._memory.like(gradients)
             for name, value in gradients.items():
                 torch.mul(value, factor, out=clipped[name])
