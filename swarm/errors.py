@@ -14,11 +14,13 @@
     |-- TryLater                     the same peer may do it in a moment; nothing is wrong
     |   `-- Overloaded               answered Busy; `retry_after_seconds` says when to ask again
     `-- Fatal                        give up: repeating the request changes nothing
-        |-- MalformedMessage wrong shape, dtype, size, NaN, or a field that makes no sense |-- ConfigMismatch two
-        configurations of one run differ; the message names the field |-- CorpusMismatch two machines hold different
-        text under one dataset name |-- StaleMicrobatch its round has committed: the microbatch is not wanted any more
-        |-- RoundGone no peer holds the weights of a round any more |-- IntegrityError bytes do not match their digest
-        or their signature `-- RetriesExhausted every allowed attempt failed; the message names the last cause
+        |-- MalformedMessage         wrong shape, dtype, size, NaN, or a field that makes no sense
+        |-- ConfigMismatch           two configurations of one run differ; the message names the field
+        |-- CorpusMismatch           two machines hold different text under one dataset name
+        |-- StaleMicrobatch          its round has committed: the microbatch is not wanted any more
+        |-- RoundGone                no peer holds the weights of a round any more
+        |-- IntegrityError           bytes do not match their digest or their signature
+        `-- RetriesExhausted         every allowed attempt failed; the message names the last cause
 
 One peer that calls a request malformed may itself be at fault: the hop asks a second one before it gives up. For a
 user's mistakes in options or configuration, ValueError or a SwarmError is raised. The programs print either as one

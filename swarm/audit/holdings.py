@@ -145,7 +145,7 @@ class Holdings:
             self._buckets.clear()
             return
         if event.carried and not is_member:
-            # Nothing of this process is in the result: it goes on with all that it has learnt.
+            # The result has nothing of this process, so all its steps are carried over.
             self._check_carried(event.carried)
             return
         fragment = event.round % len(self._bases)

@@ -14,7 +14,7 @@ from swarm.training.round_member import Progress, Snapshot
 from swarm.types import LARGEST_COUNT
 
 PAST = 16
-"""A peer sends others the lineages of so many rounds before its own."""
+"""The number of earlier rounds whose lineages a peer sends to others."""
 LONGEST_ID = 64
 """The most characters of a lineage or a peer's id. Bounded, because even those of strangers are kept in memory."""
 

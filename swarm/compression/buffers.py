@@ -50,7 +50,7 @@ def check_finite(vector_N: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def clamp_scales(scales_R: torch.Tensor) -> torch.Tensor:
-    """The scales as they may travel: at most LARGEST_SCALE, and zero below SMALLEST_SCALE."""
+    """Bring scales into the range that may be sent: at most LARGEST_SCALE, and zero below SMALLEST_SCALE."""
     return torch.where(scales_R < SMALLEST_SCALE, 0.0, scales_R.clamp(max=LARGEST_SCALE))
 
 

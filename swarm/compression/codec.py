@@ -1,9 +1,9 @@
 """Codecs: how a vector of float32 becomes bytes for averaging, and back.
 
-The interface, and the choice that a run's configuration makes. Used by averaging/, and by stage/boundary for int8. A
-codec is stateless and handles one part of a vector at a time. Decoders trust no sender: they refuse wrong lengths and
-non-finite numbers, and allocate memory only in proportion to the expected vector. docs/protocol.md has every layout
-byte by byte.
+This file has the interface, and chooses codecs by a run's configuration. Used by averaging/, and by stage/boundary for
+int8. A codec is stateless and handles one part of a vector at a time. Decoders trust no sender: they refuse wrong
+lengths and non-finite numbers, and allocate memory only in proportion to the expected vector. docs/protocol.md has
+every layout byte by byte.
 
 Shapes: N elements of the part.
 """

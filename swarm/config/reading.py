@@ -65,7 +65,7 @@ def load_preset(name: str) -> RunConfig:
 def from_json(text: str, *, source: str) -> RunConfig:
     """Read JSON, such as the canonical form that another peer published.
 
-    No value is converted: `true` is not taken for 1, nor "4" for 4.
+    No value is converted: `true` is not taken for 1, and "4" is not taken for 4.
 
     Raises:
         ValueError: one line naming `source`, the field and the fault, for unknown keys too.

@@ -16,7 +16,8 @@ _PIECE_TOKENS = 1 << 20
 
 def random_tokens(vocab_size: int) -> Iterator[TokenIds]:
     """Yield pieces of tokens that are uniform and independent."""
-    # numpy promises for this generator that it gives the same numbers in every release; for newer ones it does not.
+    # numpy promises that this generator gives the same numbers in every release. It does not promise this for newer
+    # generators.
     generator = np.random.RandomState(0)
     for _ in range(_NUM_TOKENS // _PIECE_TOKENS):
         yield generator.randint(0, vocab_size, _PIECE_TOKENS, dtype=token_dtype(vocab_size).type)

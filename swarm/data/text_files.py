@@ -105,7 +105,7 @@ def _last_word(line: str) -> int:
 
 
 def _named(dataset: str, unreadable: dict[Path, str]) -> list[Path]:
-    # Path.expanduser would raise for an unknown user; this leaves such a name as it is.
+    # Not Path.expanduser, which raises for an unknown user: this function leaves such a name as it is.
     path = Path(os.path.expanduser(dataset)).absolute()
     if path.is_dir():
         return _walk(path, unreadable)

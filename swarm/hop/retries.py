@@ -47,8 +47,8 @@ PEERS_TO_SEND_ON = 4
 """A microbatch may be left to others once for each group of this many peers at the stage. If there are few peers, each
 sender gets replies from all of them often enough to choose well itself, unless a round is only a few microbatches."""
 FEW_EACH = 2
-"""A round of at most this many microbatches for each peer of the stage is short: then it matters which peer gets two of
-them, and no sender knows what the other senders have just sent."""
+"""A round with at most this many microbatches for each peer of the stage is short. In a short round it matters which
+peer gets one microbatch more, and no sender knows what the others have just sent."""
 AS_FAST = 2.0
 """A peer that takes at most this many times as long as another one finishes a microbatch no later than that one would
 finish a second one."""

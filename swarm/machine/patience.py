@@ -19,7 +19,7 @@ JOIN_SECONDS = 25.0
 RETRY_SECONDS = 0.5
 """Time between two attempts."""
 FIRST_SECONDS = 2.0
-"""After this time a line of the log says what is waited for, and for how long at most."""
+"""After this time a line in the log names what is waited for, and the longest wait."""
 
 logger = logging.getLogger(__name__)
 

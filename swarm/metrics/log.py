@@ -62,7 +62,8 @@ class StepMetrics:
     exchange_time: float | None = _figure("averaging/exchange_time", default=None)
     """Seconds of the slowest stage's exchange."""
     wait_time: float | None = _figure("averaging/wait_time", default=None)
-    """The longest time in seconds that a stage's round was closed before and after its exchange."""
+    """The longest time, in seconds, for which a stage's round was closed without being exchanged, before and after the
+    exchange."""
     contribution_norm: float | None = _figure("averaging/contribution_norm", default=None)
     """The norm of the contributions of one peer of each stage, before averaging."""
     attempts: int | None = _figure("averaging/attempts", default=None)

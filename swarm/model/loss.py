@@ -38,9 +38,9 @@ _VOCABULARY_BLOCK = 16_384
 def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
     """Cross entropy in nats, summed over all targets: a scalar, float32 or wider.
 
-    Matrix products are in autocast's type, or without autocast in that of the hidden state. All else, and the sum of
-    the weight's gradient over positions, is in float32 or wider. The forward computes the gradients that are wanted, so
-    the backward can be run only once.
+    Matrix products are computed in autocast's type, or without autocast in the hidden state's type. Everything else is
+    computed in float32 or wider, including the sum of the weight's gradient over positions. The forward already
+    computes the gradients, so the backward can run only once.
 
     Args:
         hidden_BTD: the hidden state after the final norm.

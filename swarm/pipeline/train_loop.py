@@ -157,8 +157,8 @@ class TrainLoop(HopListener):
                 reply.close()
                 self._work.release(work)
                 return
-            # All of this comes before the ack, since the ack may let the round commit, and this microbatch has to be in
-            # its step's report. Another microbatch can begin meanwhile.
+            # Counted before the ack is sent: the ack may let the round commit, and the report of its step must include
+            # this microbatch. Another microbatch can begin while the ack is under way.
             self._num_failures = 0
             self._answered(microbatch, reply, samples.amount(batch).targets)
             self._events.write(Ack(microbatch=microbatch.index))

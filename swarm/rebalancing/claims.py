@@ -14,7 +14,8 @@ from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 
 def comes_before(one: ClaimRecord, other: ClaimRecord) -> bool:
-    """Whether `one` comes before `other`, so that the peer of `other` counts `one` (by state, then age, then id)."""
+    """Whether `one` comes before `other` in the order by state, then age, then id. If so, the peer of `other` counts
+    `one`."""
     return _order(one) < _order(other)
 
 

@@ -61,8 +61,8 @@ class Judgement:
         return choose_stage(layout, num_before=len(newcomers_before(claims, own, layout)), closed=closed)
 
     def _without_own(self, records: Records) -> Records:
-        """The records without those of this peer's id. A newcomer has none: they are left from a process that was
-        killed, and whose stage may be the very one that needs a peer."""
+        """The records without those of this peer's id. A newcomer has no record yet, so such a record is from a killed
+        process, whose stage may now be the one that needs a peer."""
         return {stage: [r for r in row if r.peer_id != self._own_id] for stage, row in records.items()}
 
     # -- moving ------------------------------------------------------------------------------------------------------

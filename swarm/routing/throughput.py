@@ -83,13 +83,12 @@ class Link:
 class SecondsPerSample:
     """One peer's expected seconds per sample: waiting in its queue, computing, and the link to it.
 
-    Why the sum: by Little's law, shares in inverse proportion to the time that a sample spends with a peer keep equally
-    much of our work in flight at every peer. While queues are short, equal peers differ by their links, and the nearer
-    one gets more. A link costs no throughput as long as enough is in flight. When the near peers are saturated their
-    queues grow until the far ones look as good, so no capacity stays unused because it is far away. A full line to a
-    peer acts as a queue, though the peer knows of none: everything sent there takes longer, until the peer's share is
-    what the line carries. If our own line is full, all peers seem equally far away, and get equal shares until queues
-    form at the slower ones.
+    The three times are added for this reason. Shares are in inverse proportion to the sum, so by Little's law an equal
+    amount of our work is in flight at every peer. While queues are short, equal peers differ only by their links, and
+    the nearer one gets more. A link costs no throughput as long as enough work is in flight. When the near peers are
+    saturated, their queues grow until the far ones are as good. So no far peer stays unused. A full line to a peer acts
+    like a queue: everything sent there takes longer, until the peer's share is what the line carries. If our own line
+    is full, all peers seem equally far away, and get equal shares until queues form at the slower ones.
     """
 
     def __init__(self) -> None:

@@ -114,7 +114,7 @@ async def shown_certificate(host: str, port: int) -> str:
     # With an earlier TLS a locked run's server would refuse us before it has shown anything.
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols(["h2"])
-    # With a post-quantum key the offer would fill a packet, and `passes_long` needs a message that is short.
+    # A post-quantum key would make the first TLS message fill a packet, but `passes_long` needs a short message.
     context.set_ecdh_curve("prime256v1")
     _, writer = await asyncio.open_connection(host, port, ssl=context)
     try:

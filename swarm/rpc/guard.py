@@ -49,7 +49,7 @@ FOR_TRAINERS_AT_STAGE_0 = frozenset(
 )
 """Calls that trainers may make at stage 0 alone: later stages take activations only from peers."""
 SMALL_BYTES = 64 << 10
-"""The bytes of a request or an answer up to this size are not counted: all that may be under way are little."""
+"""Requests and answers up to this size are not counted, because all that can be under way take little memory."""
 PIECE_SECONDS = 120.0
 """How long a caller may take to receive one piece of an average or download: a whole group may share a slow line."""
 
@@ -86,7 +86,7 @@ class Guard(grpc.aio.ServerInterceptor):
     callers: Callers
     clock: Clock
     stage: Callable[[], int]
-    """Tells which stage this peer serves now."""
+    """Gives the stage that this peer serves now."""
     _num_refused: Counter[Caller] = field(default_factory=Counter, init=False)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:

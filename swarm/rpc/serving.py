@@ -28,7 +28,8 @@ SERVER_OPTIONS: Options = (
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Have a server, made with SERVER_OPTIONS, listen. Port 0 takes a free one; without credentials there is no TLS.
+    """Let a server, made with SERVER_OPTIONS, listen on a port. Port 0 takes a free port. Without credentials there is
+    no TLS.
 
     Args:
         host: an IP address; empty for all addresses of this machine, IPv4 and IPv6.

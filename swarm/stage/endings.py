@@ -1,9 +1,9 @@
 """Ends computations: they are acknowledged, or undone.
 
-    acknowledged the microbatch counts here from now on, and the acknowledgement is passed on abandoned its call is
-    gone: it is kept for a while, for a retry, and then discarded discarded forgotten in the ledger at once, stopped
-    here and downstream, then undone undone on the compute thread: it hands its gradient over, which is taken out of the
-    sum
+    acknowledged    the microbatch counts here from now on, and the acknowledgement is passed on downstream
+    abandoned       its call is gone: it is kept for a while, for a retry, and then discarded
+    discarded       it is removed from the ledger at once, stopped here and downstream, and then undone
+    undone          on the compute thread: its gradient, if there is one, is taken out of the sum
 
 Used by stage/servicer and stage/stage. Begins no computation. Runs on the event loop.
 """

@@ -44,7 +44,7 @@ def _num_bytes(specs: Mapping[str, TensorSpec]) -> int:
 
 
 class Incoming:
-    """The messages of one request."""
+    """Reads one request's messages."""
 
     def __init__(self, context: Context, caller: Caller, callers: Callers) -> None:
         self._context = context

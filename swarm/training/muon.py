@@ -30,7 +30,7 @@ class Cut(Protocol):
     """How parameters are cut over several processes. Each has a part of every parameter, and all call it alike."""
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The tensor of which every process has such a part; blocks until all of them ask for it."""
+        """Put a tensor together from the parts of all processes. Blocks until all of them call it."""
         ...
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ RESULTS_BYTES = 2 << 30
 LOOK_SECONDS = 1.0
 """How often a donor looks for snapshots that no peer asks for any more."""
 REACH_SECONDS = 8.0
-"""How long an offer waits until this peer is at the round that is asked for."""
+"""The longest time that an offer waits for this peer to reach the wanted round."""
 REACH_LOOK_SECONDS = 0.02
 RESULTS_FACTOR = 4
 """The results that are kept may take this multiple of a snapshot's size, or RESULTS_BYTES if that is more."""

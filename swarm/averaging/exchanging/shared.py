@@ -47,7 +47,8 @@ class SharedBlocks:
         """The averages of shared blocks, encoded, by round, stage and digest."""
 
     def is_due(self, round_number: int) -> bool:
-        """Whether this round averages the shared blocks: every one does, or, with fragments, the first of each turn."""
+        """Whether this round averages the shared blocks. Without fragments every round does. With fragments only the
+        first round of each turn through all fragments does."""
         return bool(self._shapes) and round_number % self._num_fragments == 0
 
     def partners(self, round_number: int) -> set[int]:

@@ -86,8 +86,8 @@ def has_quorum(
 
 
 def unfinished(begun: Begun) -> pb.Prepared | None:
-    """The newest result of an earlier attempt, if it may have been decided; else None. It may, unless a member of its
-    exchange denies that."""
+    """The newest result of an earlier attempt, if it may have been decided; else None. It cannot have been decided if a
+    member of its exchange did not prepare it."""
     prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
     if not prepared:
         return None

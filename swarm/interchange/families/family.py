@@ -85,7 +85,8 @@ class Keys:
         return name in self._values
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """Raise ValueError if a key is there with another value than these: other values are not supported."""
+        """Raise ValueError if a key is there and its value is not among `allowed`, because other values are not
+        supported."""
         self._unread.discard(name)
         value = self._values.get(name, allowed[0])
         if value not in allowed:

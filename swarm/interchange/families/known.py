@@ -18,8 +18,8 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
     """The family and our configuration of a model, from its config.json.
 
     Raises:
-        ValueError: one line, for a file that is missing or no JSON, an architecture that is not supported, or a key
-            that is not known or has a value that is not supported.
+        ValueError: one line. The file is missing or no JSON, the architecture is not supported, or a key is not known
+            or has a value that is not supported.
     """
     values = json_file.read_object(path)
     if values.get("quantization_config"):

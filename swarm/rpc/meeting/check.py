@@ -69,7 +69,7 @@ class _Target:
 
     @property
     def is_strange(self) -> bool:
-        """Whether the address that was dialled may be another machine's than the caller's."""
+        """Whether the dialled address may belong to another machine than the caller's."""
         return bool(self.addresses) and not self.is_observed
 
 

@@ -2,9 +2,9 @@
 in use, a better one is looked for.
 
 Used by channels, for peers that have more than one endpoint, or are reached through a meeting point. The bytes of a
-connection that is opened here are copied once on their way to gRPC. To avoid that for later calls, gRPC then dials a
-direct endpoint that works itself. A connection that a meeting point carries is there at once. Meanwhile one is punched,
-and later calls use the punched one.
+connection that is opened here are copied once on their way to gRPC. To avoid that for later calls, gRPC itself then
+dials a direct endpoint that works. A connection that a meeting point carries is there at once. Meanwhile one is
+punched, and later calls use the punched one.
 """
 
 import asyncio
