@@ -43,7 +43,8 @@ class Codec(Protocol):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the codec keeps only some of the elements, so that a sum of vectors takes more bytes than each."""
+        """Whether the codec keeps only some of the elements, so that a sum of vectors takes more bytes than a single
+        vector."""
         ...
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:

@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 
 class Line:
-    """Calls to other peers, on the connections for bulk transfers."""
+    """Makes calls to other peers, on the connections for bulk transfers."""
 
     def __init__(self, run_id: str, channels: ChannelPool, *, own_id: str) -> None:
         self._run_id = run_id

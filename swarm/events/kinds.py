@@ -60,7 +60,7 @@ class Hop(Event):
     stage: int
     peer: str
     attempt: int
-    """1 until a peer that this hop asked has failed."""
+    """The number of the hop's attempt. It is 1 until a peer that this hop asked has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,8 @@ def _config(config: RunConfig, family: Family, dtype: torch.dtype) -> dict[str, 
 
 
 def _with_ends(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -> ModelConfig:
-    """The model with end tokens: if it names none, those of its tokenizer's files, since transformers needs numbers."""
+    """The model with end tokens, because transformers needs their numbers. If the model names none, they come from its
+    tokenizer's files."""
     if model.eos_token_ids:
         return model
     ends = sorted(token for token in end_tokens(model, [folder], tokenizer) if token < model.vocab_size)

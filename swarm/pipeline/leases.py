@@ -1,10 +1,10 @@
 """Leases: which trainer runs which microbatches.
 
-The leader of a stage's group grants them: stage 0's leader hands out new microbatches, and in the synchronous setting
-each stage's leader those that its stage has lost. A lease expires unless its trainer renews it, so a dead trainer's
-microbatches go to another trainer. If a trainer renews but gets nothing done, its microbatches go to another trainer
-that has nothing else to do. A trainer's claim to hold a microbatch counts only if the trainer was granted it.
-`LeaseTable` decides and is pure; lease_service sends its answers.
+The leader of a stage's group grants them. Stage 0's leader grants new microbatches. In the synchronous setting each
+stage's leader also grants the microbatches that its stage has lost. A lease expires unless its trainer renews it, so a
+dead trainer's microbatches go to another trainer. If a trainer renews but gets nothing done, its microbatches go to
+another trainer that has nothing else to do. A trainer's claim to hold a microbatch counts only if the trainer was
+granted it. `LeaseTable` decides and is pure; lease_service sends its answers.
 """
 
 import math
@@ -233,7 +233,8 @@ class LeaseTable:
         return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at, all_granted=all_granted)
 
     def _grant_endless(self, view: RoundView, count: int, told: Collection[int]) -> Grant:
-        """Grant new ids. None is granted twice, not even if it is given back: another leader may have granted it again.
+        """Grant new ids. No id is granted twice, even if a trainer gives it back, because another leader may have
+        granted it too.
 
         Args:
             told: ids that the trainer claims to hold, from any leader.

@@ -72,8 +72,8 @@ class Bans:
         return ban is not None and ban.until > now
 
     def announced(self, peer_id: PeerId, announced_at: float, now: float) -> bool:
-        """End or shorten a peer's ban because of a new announcement. An unreachable peer stays banned, because it may
-        still be out of reach."""
+        """End or shorten a peer's ban because of a new announcement. If the peer did not answer, and its process was
+        not gone, the ban stays, because the peer may still be out of reach."""
         ban = self._bans.get(peer_id)
         if ban is None or announced_at <= ban.announced_at:
             return False

@@ -16,7 +16,8 @@ from swarm.routing.throughput import Link, Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
 MOST_SILENT_SECONDS = 120.0
-"""A peer that has just vanished from the directory was silent for no longer than this, as no record lasts longer."""
+"""A peer that has just vanished from the directory was silent for no longer than this, because no record lasts
+longer."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
 """How the addresses of this machine begin. In an open run all of its processes are one caller, and must not wait for
 each other."""
 _TUNNELLED = "127.77."
-"""Callers that a meeting point connects come from addresses that begin like this, each from one of its own."""
+"""Callers that come through a meeting point have loopback addresses that begin like this. Each has an address of its
+own."""
 
 
 class Callers:

@@ -166,7 +166,8 @@ class StageBackend:
             forward._inputs, loss = self._graph(forward)
             forward._outputs = loss
             self.budget.keep()
-            # Waits for the device, but only once: a loss that is not finite must have no effect.
+            # Checked before the backward, so that a loss that is not finite has no effect. This waits for the device
+            # only once.
             loss_on_cpu = loss.detach().cpu() / max(1, samples.amount(wire_inputs).targets)
             require_in_range("loss", loss_on_cpu)
             gradient, accumulated = self._collect(forward, loss, None, accumulate=accumulate, only_at=only_at)

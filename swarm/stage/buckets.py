@@ -196,7 +196,7 @@ class Buckets:
         self._buckets: list[GradientBucket] = []
 
     def open(self) -> GradientBucket:
-        """Give the bucket that the next gradient goes into: the first that is not full, or a new one.
+        """Return the bucket for the next gradient: the first that is not full, or a new one.
 
         The first may be older than others, if a gradient was taken out of it again.
         """

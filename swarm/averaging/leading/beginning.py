@@ -31,7 +31,7 @@ TELL_SECONDS = 10.0
 
 @dataclass(eq=False)
 class Beginning:
-    """The beginnings of one leader's attempts."""
+    """Begins one leader's attempts."""
 
     context: Context
     watch: RoundWatch

@@ -174,7 +174,7 @@ class DilocoWeights(StageWeights):
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
         """What inner steps have added to parameters since their last average.
 
-        Zero if it is not finite, because a peer must drop weights that diverged.
+        Empty if it is not finite, because a peer must drop weights that diverged.
 
         Args:
             num_samples: the samples that these steps have used. With fragments all may be of earlier rounds, which
