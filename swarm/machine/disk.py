@@ -106,7 +106,7 @@ def _lock(descriptor: int, path: Path, waits: bool) -> None:
     except BlockingIOError:
         raise ValueError(f"{path} is being written by another process: name another folder, or wait") from None
     except OSError:
-        # The file system has no locks, so nobody is kept out.
+        # The file system has no locks, so no other process can be kept out.
         return
 
 

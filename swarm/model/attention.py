@@ -60,8 +60,8 @@ def rotary_frequencies(model: ModelConfig, device: torch.device) -> Tensor:
 def _scaled_as_in_llama3(model: ModelConfig, frequencies_J: Tensor, slowed_J: Tensor) -> Tensor:
     """Scale as Llama 3.1's apply_scaling does.
 
-    Waves that are long beside the sequences of the first training are stretched, short waves stay, and between the two
-    both are mixed in proportion to how often a wave fits into such a sequence.
+    Waves are compared with the length of the sequences in the first training. Long waves are stretched, and short waves
+    stay. In between, both are mixed, in proportion to how often a wave fits into such a sequence.
     """
     low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
     wavelengths_J = 2 * math.pi / frequencies_J

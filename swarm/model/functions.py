@@ -2,7 +2,7 @@
 
 Tensors that one or two multiplications can compute again are not kept, which saves a quarter of a layer's activations.
 The results are those of the formulas, up to rounding, and the same bits whether or not there will be a backward. There
-is no gradient of a gradient. torch.compile gets the plain formulas, since it saves as much by itself, and fuses them
+is no gradient of a gradient. torch.compile gets the plain formulas, because it saves as much by itself, and fuses them
 with the operations around them. Called by layers.py and stage_module.py.
 
 Shapes: B samples, T positions, D model width, E outputs, H heads, K head width, J half a head's width, F feed-forward

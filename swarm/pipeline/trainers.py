@@ -15,7 +15,7 @@ from swarm.machine.clock import Clock
 
 DOUBT_SECONDS = 1.5
 """Synchronous: a trainer that has been silent for this long may have died. Its microbatches go to another trainer that
-has nothing else to do, since at the end of a round everybody would wait for them."""
+has nothing else to do, because at the end of a round all trainers would wait for them."""
 KNOWN_SECONDS = 0.5
 """A trainer that asked for work within this time counts as wanting some: trainers with room ask all the time."""
 LEAST_PATIENCE_SECONDS, FIRST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 20.0, 60.0, 600.0

@@ -153,7 +153,7 @@ async def passes_long(channel: grpc.aio.Channel, endpoint: str = "") -> bool:
     with TLS gRPC does not even connect, because the key that it offers fills a packet.
 
     Args:
-        channel: may be broken afterwards, since on such a path nothing follows a long message.
+        channel: may be broken after this call, because on such a path no message arrives after a long one.
         endpoint: HOST:PORT of the peer's server, whose certificate is a short message; empty without TLS.
 
     Raises:

@@ -71,7 +71,7 @@ class Admission:
         return self._shortage.fault
 
     async def gives_up(self) -> None:
-        """Return once this peer cannot go on, for want of memory."""
+        """Return once this peer cannot go on, because it lacks memory."""
         await self._has_given_up.wait()
 
     # -- for calls ---------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Admission:
         self._slots[slot.queue].give_back(slot.caller)
 
     def ran_out_of_memory(self, error: Exception, slot: Slot) -> None:
-        """Note that a microbatch with this slot failed for want of memory: admit fewer from now on, or give up."""
+        """Note that a microbatch with this slot failed for lack of memory. Admit fewer from now on, or give up."""
         in_flight = self._slots_of(slot.queue).num_held
         self._shortage.failed(error, num_reductions=slot.num_reductions, in_flight=in_flight)
         if self._shortage.fault is not None:

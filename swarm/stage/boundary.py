@@ -58,7 +58,7 @@ class Boundary:
         """The inverse of `encode`: float32 (B, T, R) on the device.
 
         Raises:
-            MalformedMessage: `wire` is the encoding of no tensor.
+            MalformedMessage: `wire` is not a valid encoding.
         """
         shape = (num_samples, length, self.width)
         if self.encoding == _FP16.name:

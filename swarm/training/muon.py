@@ -111,7 +111,7 @@ def orthogonal(matrix: torch.Tensor, *, same_bits: bool) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     for _ in range(NUM_ITERATIONS):
         gram = product(values, values.T)
-        # Products and sums are separate operations here, since torch.addmm may round once where these round twice.
+        # Products and sums are separate operations here, because torch.addmm may round once where these round twice.
         polynomial = product(gram, gram).mul_(c).add_(gram.mul_(b))
         values = product(polynomial, values).add_(values.mul_(a))
     result = values.T if wide is not matrix else values

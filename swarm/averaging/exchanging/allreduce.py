@@ -117,8 +117,8 @@ async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]
             running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
     except BaseException as error:
         side.fail(MemberFailed(own_id, "the exchange was given up", noticed_by=own_id))
-        # A cancellation does leave the group, and would make two reference cycles: the error's traceback holds the
-        # group's frame, which holds the error; and the group holds the task that ends with the error.
+        # A cancellation leaves the group, and would make two reference cycles. The error's traceback refers to the
+        # group's frame, which refers to the error. And the group refers to the task that ends with the error.
         error.__traceback__ = None
         raise
     finally:

@@ -3,9 +3,9 @@
     idle -> begun -> exchanging -> prepared -> (committed: the next round, idle)
 
 Used by exchanging/participant and catching_up/advance. Attempts are ordered by ballot, as in Paxos: a member obeys the
-highest that it has promised and refuses lower ones. A prepared result outlives its attempt's leader: it is given up
-only for the exchange of a higher attempt, by its own leader's abort, by an abort of a higher attempt that voids earlier
-results, by a commit or by a download.
+highest ballot that it has promised, and refuses lower ones. A prepared result is kept even if its attempt's leader
+dies. It is dropped in these cases only: the exchange of a higher attempt begins, its own leader aborts, a higher
+attempt aborts and voids earlier results, or a commit or a download takes its place.
 """
 
 from dataclasses import dataclass

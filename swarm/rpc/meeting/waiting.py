@@ -103,7 +103,8 @@ class Waiting:
 
     async def _stay(self, point: Entry, tasks: asyncio.TaskGroup) -> None:
         """Wait at one meeting point for as long as that is possible."""
-        # After a long wait the next attempt comes at once: this machine, and not the meeting point, may have been away.
+        # Set at the beginning, so that after a long wait the next attempt comes at once: this machine may have been
+        # away, and not the meeting point.
         self._avoided_until[point] = self.clock.monotonic() + AGAIN_SECONDS
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
