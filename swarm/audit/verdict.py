@@ -27,7 +27,7 @@ class StageReport:
     first_attempt: int
     """How many of these rounds succeeded in their first attempt."""
     microbatches: int
-    """Microbatches in them; with fragments, in those of one fragment on average."""
+    """The number of microbatches in these rounds. With fragments it is the mean over the fragments."""
     lost: int
     """DiLoCo: microbatches that were acknowledged somewhere, but are in no round of this stage."""
 

@@ -48,7 +48,7 @@ class Dropout(nn.Module):
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None) -> Tensor:
         """Drop elements of hidden_BTD, or of streams_NBTD."""
-        # The site is read last: compiled code that depends on it holds for a single layer.
+        # The site is read last, because compiled code that depends on it is valid only for a single layer.
         if key is None or self.probability == 0.0:
             return hidden_BTD
         shape, device = hidden_BTD.shape[-3:], hidden_BTD.device

@@ -84,7 +84,7 @@ def decide(
         return None
     plan = _Plan(layout, own, rates, near=0.0 if waited else policy.near)
     target, best_value, best_gain, lost, num_moves = None, 0.0, 0.0, 0.0, 0
-    # The plan goes on as long as it could still gain more than the figures may be wrong.
+    # The plan goes on as long as the gain that is still possible is larger than the possible error of the figures.
     while most >= best_gain + least and plan.take_step():
         if plan.target in closed:
             break

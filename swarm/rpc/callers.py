@@ -81,14 +81,15 @@ class Callers:
         """Count a call that begins, until `leave`.
 
         Args:
-            num_entries: entries of the lists in its request; every ENTRIES_PER_CALL of them count as one more call.
+            num_entries: the number of entries of the lists in its request. Every ENTRIES_PER_CALL of them count as one
+                more call.
 
         Returns:
             The seconds that the call has to wait before it is served, because of the caller's earlier calls.
 
         Raises:
-            Overloaded: too many calls of the caller are under way; or the request has many entries, and the calls
-                before it wait so long already that its entries cannot all be counted.
+            Overloaded: too many calls of the caller are under way. Or the request has many entries, and the caller's
+                earlier calls already wait so long that these entries cannot all be counted.
         """
         if self._num_calls[caller] >= self._max_calls:
             raise Overloaded(f"{self._max_calls} calls of this caller are under way", retry_after_seconds=RETRY_SECONDS)

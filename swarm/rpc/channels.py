@@ -176,7 +176,7 @@ class ChannelPool:
             found = await opened.road.better()
             better = self._open(key, found, None) if isinstance(found, str) else self._open(key, "", ways, first=found)
             is_ready = False
-            # The new channel is used only once it is connected: else its peer would seem to be out of reach.
+            # The new channel is used only once it is connected. Otherwise its peer would seem to be out of reach.
             with suppress(TimeoutError):
                 async with asyncio.timeout(READY_SECONDS):
                     await better.channel.channel_ready()

@@ -22,7 +22,7 @@ HOLD_SECONDS = 3.0
 TURN_SECONDS = 600.0
 """The longest turn while others wait: a peer that downloads slowly, or pretends to, must not hold them up for ever."""
 RETRY_SECONDS = 1.0
-"""How long a peer that waits for its turn waits before it asks again."""
+"""The time after which a peer that waits for its turn asks again."""
 KEPT_SECONDS = 5.0
 """A peer that waits for its turn keeps its place for this long without asking."""
 MOST_WAITING = 64

@@ -48,8 +48,8 @@ WAY_BACK = 6.0
 """The way back through the stages before may take this many times as long as the way there: a backward is the work of
 two forwards, or of three if the forward is computed again, and each stage first finishes what it has begun."""
 LONGEST_ACK_SECONDS = 3600.0
-"""The longest wait for an acknowledgement, even if the way took longer. (The microbatch may have waited for a stage
-without peers.)"""
+"""The longest wait for an acknowledgement, even if the microbatch's way here took longer, for example because it waited
+for a stage without peers."""
 
 
 class StageServicer(StageServiceServicer):

@@ -128,7 +128,7 @@ class Donor:
             self._prune()
 
     def jumped(self) -> None:
-        """Let go of everything: this peer installed another state, to which the kept results do not lead."""
+        """Drop everything, because this peer installed another state, which does not follow from the kept results."""
         self._pins.clear()
         self._log.clear()
 

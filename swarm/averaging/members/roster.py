@@ -160,9 +160,10 @@ class Roster:
         return one > other if self._branches_yield else one.round > other.round
 
     def leader(self, own: Standing) -> PeerId:
-        """The leader of the peers that serve, are not suspected, and stand where this one does, or ahead of it.
+        """The leader of the peers that serve, are not suspected, and stand at the same place as this peer or ahead of
+        it.
 
-        This peer is one of them, unless another one is ahead of it. A peer on another branch never is.
+        This peer is one of them, unless another one is ahead of it. A peer on another branch is never one of them.
         """
         there, ahead = {self._own_id}, set[PeerId]()
         for peer_id in self.contacts.serving():

@@ -51,7 +51,8 @@ def _known(value: Any, what: str, default: int, vocab_size: int) -> tuple[int, .
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """Transformers' keys for these tokens, null for "no token": without a key, some classes would use a default."""
+    """Transformers' keys for these tokens. "No token" is written as null, because without a key some classes would use
+    a default."""
     ends = list(model.eos_token_ids)
     return {
         "bos_token_id": model.bos_token_id if model.bos_token_id >= 0 else None,
