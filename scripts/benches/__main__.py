@@ -1,8 +1,8 @@
 """scripts/bench NAME [--json] [options]: run a bench and print its figures.
 
 A bench is a module beside this one, with a class `Options`, a function `run(options) -> figures`, and JUDGED, which
-figures `compare` judges. `others_cpu_share` is in the figures of every bench: the share of this machine's cores that
-processes other than the bench's used meanwhile.
+figures `compare` judges. The figures of every bench have `others_cpu_share`: the share of this machine's cores that
+other processes used during the bench.
 """
 
 import sys
@@ -20,7 +20,7 @@ BENCHES = {
 
 
 def main() -> int:
-    """Run the bench that the command line names; gives the exit code."""
+    """Run the bench that the command line names, and return the exit code."""
     return run_named(PROG, "benches", BENCHES, module_of, measuring=MEASURING)
 
 

@@ -1,10 +1,10 @@
-"""Every bench after the other, into one file that `scripts/bench compare` reads.
+"""Runs every bench, one after another, and writes their figures into a file that `scripts/bench compare` reads.
 
     scripts/bench all --json --out FILE
 
-Each bench is a process of its own, with its usual options. The file is written after each of them, and figures that it
-holds already are kept, with the version that they are of, so a run that was stopped goes on. A bench that failed is
-tried again.
+Each bench is a process of its own, with its default options. The file is written after each bench. Figures that the
+file already has are kept, together with the version of the code that they were measured with. So a run that was stopped
+continues where it was. A bench that failed is tried again.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Run the benches that the file lacks; returns all that it then holds."""
+    """Run the benches that the file lacks, and return all that the file then holds."""
     entries = figures_file.read(options.out) if options.out.exists() else {}
     # A file that cannot be written is noticed before any bench runs.
     figures_file.write(options.out, entries)
@@ -58,12 +58,13 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def exit_code(figures: Mapping[str, Any]) -> int:
-    """1 if a bench in the file ended with an error; whether one got worse is for `compare` to say."""
+    """1 if a bench in the file ended with an error, else 0. `compare` says whether a bench got worse."""
     return int(any("error" in entry for entry in figures["benches"].values()))
 
 
 def _wanted(options: Options) -> Sequence[str]:
-    """The benches to run. Some make sense with one text only, which has to be named, and some need a GPU."""
+    """The benches to run. A bench is left out if it needs a text of its own that was not named, or a GPU that is not
+    there."""
     wanted = []
     for name in options.only or tuple(MEASURING):
         if options.dataset == BenchOptions.dataset and _dataset_is_required(name):
@@ -83,7 +84,7 @@ def _origin(entry: dict[str, Any]) -> str:
 
 
 def _measure(name: str, dataset: str) -> dict[str, Any]:
-    """A bench's figures, or why it has none."""
+    """Run a bench, and return its figures, or the reason why it has none."""
     say(f"{name} begins")
     started_at = time.monotonic()
     command = [sys.executable, "-m", "scripts.benches", *arguments_of(name, dataset)]

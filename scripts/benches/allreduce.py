@@ -1,22 +1,24 @@
 """Four processes average 20 M float32 parameters over this machine's loopback: ours against hivemind's averager.
 
-Both sides' processes have one torch thread. A repetition is one round of each arm, in turn: ours with int8, hivemind's
-Uniform8BitQuantization, ours with fp16, hivemind's Float16Compression; every second one the other way round. Speedups
-are of the rounds of one repetition.
+The processes of both sides have one torch thread. A repetition is one round of each arm, in turn: ours with int8,
+hivemind's Uniform8BitQuantization, ours with fp16, hivemind's Float16Compression. Every second repetition has them in
+the opposite order. A speedup compares rounds of the same repetition.
 
-`round_speedup_*` are of all that a round takes, until the last member has applied it. Ours goes from the start of the
-round over reports, Begin, exchange and Commit to the digest of what was applied, over TLS; hivemind's is its step with
-its matchmaking. `speedup_*` are not judged, because they favour ours. hivemind's is all from the trigger of a group
-that has found itself before until its step returns, when the average has been added to the tensors. Ours is
-`Exchanges.run` alone, of the member that takes longest for it. That leaves out making one vector of the tensors,
-hearing of Begin and Average and answering them, making tensors of the average, and Commit, which copies it into what
-the member holds.
+`round_speedup_*` compare whole rounds, until the last member has applied the result. Our time begins with the start of
+the round. It includes reports, Begin, the exchange, Commit and the digest of what was applied, over TLS. hivemind's
+time is its step with its matchmaking.
 
-In the end one member of each side is killed with -9 when half of a round's bytes are on the wire, and the survivors are
-asked what they hold.
+`speedup_*` are not judged, because they favour ours. hivemind's time begins when a group that has already been found is
+triggered, and ends when its step returns and the average has been added to the tensors. Our time is that of
+`Exchanges.run` alone, at the slowest member. It leaves out several things: making one vector of the tensors, receiving
+and answering Begin and Average, making tensors of the average, and Commit, which copies the average into the member's
+tensors.
 
-Errors are distances to the exact mean of the known values, in shares of its norm. Loopback bytes are the kernel's
-count, so other work on the machine that uses the loopback adds to them.
+At the end one member of each side is killed with kill -9 when half of a round's bytes have been sent. Then each
+survivor is asked which values it holds.
+
+An error is the distance to the exact mean of the known values, over the norm of the mean. Loopback bytes are counted by
+the kernel, so other programs that use the loopback add to them.
 """
 
 import statistics
@@ -40,14 +42,14 @@ from swarm.compression.codec import contribution_codec, result_codec
 from swarm.errors import DeadlineExceeded, IntegrityError
 
 LEAD_SECONDS = 0.3
-"""Time between the order to start and the start, so that all processes have read it."""
+"""Time between the order to start and the start itself. Until then all processes have read the order."""
 POLL_SECONDS = 0.002
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """The environment of both sides: one thread, as in swarm-peer."""
 MAX_ERROR = 0.3
-"""An arm with a larger error has not averaged, and its time is worth nothing."""
+"""An arm with a larger error has not averaged, so its time does not count."""
 SAME = 1e-2
-"""Survivors closer to a mean than this hold it; it is far less than any two means differ by."""
+"""A survivor that is closer to a mean than this holds that mean. Any two of the means are much further apart."""
 HALF_SECONDS = 300.0
 """Longest wait for half of a round's bytes, which takes seconds."""
 
@@ -69,7 +71,7 @@ class Options(OutputOptions):
     peers: int = 4
     """Processes of each side."""
     repetitions: int = 5
-    """Rounds of each arm that are measured, after one that is not."""
+    """Measured rounds of each arm, after one that does not count."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"parameters": 1, "peers": 3, "repetitions": 1})
@@ -77,7 +79,7 @@ class Options(OutputOptions):
 
 @dataclass(frozen=True)
 class Arm:
-    """One side with one codec, which is named as the side's processes name it."""
+    """One side with one codec. The codec has the name that the side's processes use."""
 
     side: str
     codec: str
@@ -116,7 +118,8 @@ class Round:
 
     @property
     def payload_bytes(self) -> float:
-        """The bytes that members say they have sent. (Each byte is also counted by the member that receives it.)"""
+        """The bytes that all members together have sent, by their own counts. (Sender and receiver both count a
+        byte.)"""
         return sum(float(reply["bytes_sent"] + reply["bytes_received"]) for reply in self.finished) / 2
 
     @property
@@ -138,7 +141,7 @@ class Group:
     num_orders: int = 0
 
     def start(self, numbers: Sequence[int], *arguments: str) -> list[dict[str, Any]]:
-        """Start processes; returns their messages when they are ready."""
+        """Start processes, and return their messages when they are ready."""
         for number in numbers:
             name, folder = f"{self.side}-{number}", self._folder(number)
             folder.mkdir(parents=True)
@@ -168,7 +171,7 @@ class Group:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all arms; gives the figures."""
+    """Measure all arms, and return the figures."""
     rounds: dict[Arm, list[Round]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory(prefix="bench-allreduce-") as name, Supervisor(Path(name) / "logs") as children:
         groups = _start_groups(options, children, Path(name))
@@ -193,14 +196,14 @@ def _start_groups(options: Options, children: Supervisor, folder: Path) -> dict[
     contacts = ours.start(numbers, *(arm.codec for arm in ARMS if arm.side == ours.side))
     ours.ask("meet", contacts=contacts)
     theirs = Group("hivemind", "scripts.benches.sides.hivemind_averager", options, children, folder)
-    # The first one has to be there before others can join it.
+    # The first process must run before others can join it.
     (first,) = theirs.start(numbers[:1])
     theirs.start(numbers[1:], *first["addresses"])
     return {group.side: group for group in (ours, theirs)}
 
 
 def _begin(group: Group, arm: Arm) -> int:
-    """Have a group start a round; returns the loopback's count before it."""
+    """Make a group start a round. Return the loopback's byte count before the round."""
     group.ask("prepare", codec=arm.codec)
     before = loopback_bytes()
     group.order("start", at=time.monotonic() + LEAD_SECONDS)
@@ -213,14 +216,14 @@ def _round(group: Group, arm: Arm) -> Round:
     moved = loopback_bytes() - before
     compared = group.ask("compare", means={"all": list(group.members)})
     measured = Round(finished=finished, compared=compared, loopback_bytes=moved)
-    # It is not known how many took part in a round that failed, or was downloaded from another member.
+    # `num_members` is missing if the round failed, or if its result was downloaded from another member.
     if any(reply.get("num_members") != len(group.members) for reply in finished) or measured.error > MAX_ERROR:
         raise IntegrityError(f"{arm.name} has not averaged: {finished}, error {measured.error:.2g}")
     return measured
 
 
 def _killed_round(group: Group, arm: Arm, half_bytes: int) -> dict[str, Any]:
-    """Kill the last member when half of a round's bytes are on the wire; returns what the others hold afterwards."""
+    """Kill the last member when half of a round's bytes have been sent, and return what the others hold afterwards."""
     everybody = list(group.members)
     before = _begin(group, arm)
     until_sent(before + half_bytes, group.children)
@@ -242,7 +245,7 @@ def _killed_round(group: Group, arm: Arm, half_bytes: int) -> dict[str, Any]:
 
 
 def until_sent(total_bytes: int, children: Supervisor, *, timeout_seconds: float = HALF_SECONDS) -> None:
-    """Wait until this machine has sent itself this many bytes in all.
+    """Wait until the loopback's byte count reaches this number.
 
     Raises:
         PeerUnavailable: some child ended meanwhile.
@@ -298,7 +301,8 @@ def _figures(options: Options, rounds: dict[Arm, list[Round]]) -> dict[str, Any]
 
 
 def formula_bytes(codec: str, options: Options) -> int:
-    """What all members together have to send: each part to its owner, and its average back, by N - 1 members."""
+    """The bytes that all members together have to send. For each part, N - 1 members send it to its owner, and the
+    owner sends the average back to each of them."""
     config = averaging_config(codec, options.peers).averaging
     one_way = (c.num_bytes(options.parameters) for c in (contribution_codec(config), result_codec(config)))
     return (options.peers - 1) * sum(one_way)

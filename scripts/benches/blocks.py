@@ -1,9 +1,9 @@
-"""What it costs a model in loss that the shards of its layers exchange less.
+"""Measures how much a model's loss rises when the shards of its layers exchange less.
 
-nanoGPT's Shakespeare model for a CPU (`nanogpt` has its configuration) is trained in one process, with the shards of
-its four layers as each block type has them, from the same initial weights and with the same batches. Figures are
-held-out losses in nats, and how many sums over the shards a step takes. The text has to be named: --dataset
-tinyshakespeare.txt.
+nanoGPT's Shakespeare model for a CPU (the bench `nanogpt` has its configuration) is trained in one process, once for
+each block type. Its four layers are cut into shards as the block type says. The initial weights and the batches are
+always the same. Figures are held-out losses in nats, and the number of sums over the shards in a step. The text has to
+be named: --dataset tinyshakespeare.txt.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train every arm; gives the figures."""
+    """Train every arm, and return the figures."""
     compute_like_peers()
     figures: dict[str, Any] = {}
     for name in options.blocks:

@@ -1,6 +1,6 @@
-"""The benches that measure something, by name, and what each is for.
+"""The benches that measure something, by name, each with a line that says what it is for.
 
-Used by __main__, which runs one, by all, which runs every one, and by compare, which asks them what is judged.
+Used by __main__, which runs one bench, by all, which runs every bench, and by compare, which reads each bench's JUDGED.
 """
 
 from importlib import import_module
@@ -39,5 +39,5 @@ MEASURING = {
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of a bench; of one that measures nothing, too."""
+    """The module of a bench, or of `all` or `compare`."""
     return import_module(f"scripts.benches.{name.replace('-', '_')}")

@@ -1,9 +1,9 @@
-"""Where does a DiLoCo run lose against one process? One thing is changed at a time, in one process and without a swarm.
+"""Finds what a DiLoCo run loses against one process, cause by cause: one thing is changed at a time, without a swarm.
 
-Each row trains the same small model on the same samples, from the same initial weights, and names the row from which it
-differs in one thing. The model, the optimizers and the outer step are the swarm's own. A row's `share` is what the
-change costs of the other row's held-out loss, with the same seed. These are short trainings of a small model: what
-counts is the order, and not the size, of a difference.
+Each row trains the same small model on the same samples, from the same initial weights. It differs in one thing from
+another row, which it names. The model, the optimizers and the outer step are the swarm's own code. A row's `share` is
+the rise of the held-out loss that the change causes, relative to the other row's loss with the same seed. The trainings
+are short and the model is small, so only the order of the differences means something, and not their size.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ BATCH = 12
 SEQUENCE_LENGTH = 32
 WARMUP_ITERATIONS = 50
 MEAN = (1.0, 0.0)
-"""Outer rate and momentum with which a round ends with the workers' mean."""
+"""Outer rate and momentum with which a round's result is the mean of the workers' weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,10 @@ class Row:
         batch: samples of a step.
         steps: the steps that a worker takes between two averages.
         outer: rate and momentum of the outer step.
-        delayed: whether gradients are of the weights before the last step, as with PipeDream-2BW (arXiv 2006.09503).
-        corrected: whether a step also makes up for the last one, which came from a late gradient: the difference
-            between this delayed step and the last one is added (like error feedback, arXiv 2606.30634).
+        delayed: whether gradients are computed with the weights before the last step, as in PipeDream-2BW (arXiv
+            2006.09503).
+        corrected: whether a step also corrects the last one, which used a late gradient. The difference between this
+            delayed step and the last one is added (like error feedback, arXiv 2606.30634).
     """
 
     against: str = ""
@@ -120,7 +121,7 @@ class Delayed:
         return self._reference.weights
 
     def step(self, number: int) -> float:
-        """Train round `number`; gives its mean loss."""
+        """Train round `number`, and return its mean loss."""
         newest = _copies(self.weights)
         self._reference.load(self._before)
         loss, num_targets = self._reference.accumulate_mean(
@@ -143,7 +144,7 @@ def _copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train every row with every seed; gives the figures."""
+    """Train every row with every seed, and return the figures."""
     compute_like_peers()
     losses: dict[str, list[float]] = {name: [] for name in options.rows}
     for seed in range(options.seeds):
@@ -172,7 +173,7 @@ def run_config(options: Options, row: Row, seed: int) -> RunConfig:
             held_out_fraction=0.1,
         ),
         rounds=RoundsConfig(
-            # No two processes need the same bits.
+            # There is only one process, so no two need the same bits.
             setting="diloco",
             round_samples=row.workers * row.steps * row.batch,
             inner_batch_samples=row.batch,
@@ -190,7 +191,7 @@ def run_config(options: Options, row: Row, seed: int) -> RunConfig:
 
 
 def train(row: Row, config: RunConfig) -> float:
-    """Train on as many samples as every row does; gives the held-out loss."""
+    """Train on as many samples as every row does, and return the held-out loss."""
     config, data = with_corpus(config)
     training = _training(row, config, data)
     for number in range(config.optimizer.total_samples // config.rounds.round_samples):
@@ -205,7 +206,7 @@ def _training(row: Row, config: RunConfig, data: Microbatches) -> Training:
 
 
 def summary(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """By row, its loss over the seeds, and what its change costs where the other row was trained as well."""
+    """For each row, its loss over the seeds, and what its change costs, if the other row was trained as well."""
     found: dict[str, Any] = {}
     for name, by_seed in losses.items():
         found[name] = {"loss": statistics.mean(by_seed), "losses": list(by_seed), **dataclasses.asdict(ROWS[name])}

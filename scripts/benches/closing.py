@@ -1,10 +1,10 @@
 """Does a large stage close and commit without holding up its compute thread or its event loop?
 
 Two members of a stage, each a process of its own (sides/closing_stage.py), train a few microbatches a round and average
-over gRPC with TLS, in both settings. Of each commit: the seconds of the compute thread, those of the optimizer's step
-within, and what is left. Of each process: by how long its event loop was late, and for how long one callback computed
-at most. Seconds of the compute thread and of callbacks are the processor's, with one thread, so that other work on the
-machine counts for little; those of the clock are given beside them.
+over gRPC with TLS, in both settings. For each commit the bench measures three times: of the compute thread, of the
+optimizer's step in it, and of the rest. For each process it measures by how long the event loop was late at most, and
+the longest time that one callback computed. These are processor seconds, with one thread, so that other work on the
+machine counts for little. Seconds of the clock stand beside them.
 """
 
 import sys
@@ -24,21 +24,21 @@ SETTINGS = ("synchronous", "diloco")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread, as in swarm-peer."""
 CASE_SECONDS = 900.0
-"""A case that takes longer than this will never end."""
+"""A case that takes longer than this is stuck."""
 
 JUDGED = {"settings.*.commit_beyond_step_cpu_seconds": LESS, "settings.*.loop_held_seconds": LESS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OutputOptions):
-    """Measure what the end of a round holds up, of a large stage."""
+    """Measure for how long the end of a round blocks a large stage."""
 
     d_model: int = 1024
     """Width of the model; a multiple of 128."""
     layers: int = 8
     """Layers of the stage, which is the whole model: with the usual width it has 100 million parameters."""
     rounds: int = 4
-    """Rounds to commit; the first one, in which memory is taken, does not count."""
+    """Rounds to commit. The first one does not count, because memory is allocated in it."""
 
     def __post_init__(self) -> None:
         require_multiple("d-model", self.d_model, 128)
@@ -46,7 +46,7 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Run both settings; gives their figures."""
+    """Run both settings, and return their figures."""
     figures: dict[str, Any] = {}
     for setting in SETTINGS:
         members = run_case(run_config(setting, options), options.rounds)
@@ -72,7 +72,7 @@ def run_config(setting: str, options: Options) -> RunConfig:
 
 
 def run_case(config: RunConfig, num_rounds: int) -> list[dict[str, Any]]:
-    """Run one setting in two fresh processes; gives its figures."""
+    """Run one setting in two fresh processes, and return its figures."""
     with tempfile.TemporaryDirectory(prefix="bench-closing-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")

@@ -1,12 +1,13 @@
 """How small, how exact and how fast are the codecs that averaging can use?
 
-Error and size of `topk` with 2-bit values and Elias-Fano indices, at 64 of 4096: on pseudo-gradients of a small model,
-trained in this process on two stretches of text from one shared point, and on tensors of normal and of Student's t
-distribution. The yardstick is the format of the templar trainer, here in our own words: the same elements, four levels
-from the statistics of each tensor. It is 146 times smaller than float32, if its codes and indices are packed.
+Error and size are measured for `topk` with 2-bit values and Elias-Fano indices, at 64 of 4096. It compresses
+pseudo-gradients of a small model, which this process trains on two stretches of text from one shared point, and tensors
+of normal and of Student's t distribution. It is compared with the format of the templar trainer, in an implementation
+of our own. That format keeps the same elements, with four levels from the statistics of each tensor, and is 146 times
+smaller than float32 if its codes and indices are packed.
 
-Speed of that codec on one thread: against hivemind's uniform 8 bits, in turns. The other codecs get a table. Seconds
-are those of the processor, so that other work on the machine counts for little.
+Speed is measured on one thread: `topk` and hivemind's uniform 8 bits take turns. A table has the other codecs. Seconds
+are processor seconds, so that other work on the machine counts for little.
 """
 
 import copy
@@ -64,13 +65,13 @@ class Options(BenchOptions):
     """Measure the codecs, against hivemind's and templar's format."""
 
     warm_up_steps: int = 60
-    """AdamW steps before the point that both pseudo-gradients start from."""
+    """AdamW steps before the point from which both pseudo-gradients start."""
     inner_steps: int = 60
     """AdamW steps that make up a pseudo-gradient."""
     num_elements: int = 20_000_000
     """Elements of the vector that is timed."""
     repetitions: int = 5
-    """Times that each is measured, after one that does not count."""
+    """How often each is measured, after a first time that does not count."""
 
     def __post_init__(self) -> None:
         least = {"warm_up_steps": 1, "inner_steps": 1, "num_elements": 1, "repetitions": 1}
@@ -78,7 +79,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all codecs; gives the figures."""
+    """Measure all codecs, and return the figures."""
     compute_like_peers()
     tensors = [_compare(name, parts) for name, parts in _tensors(options)]
     vector_N = torch.randn(options.num_elements, generator=torch.Generator().manual_seed(0))
@@ -98,7 +99,7 @@ def _config(options: Options) -> RunConfig:
 
 
 def _tensors(options: Options) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """The sets of tensors that are compressed, by name; each set would be averaged together."""
+    """The sets of tensors that are compressed, by name. The tensors of a set are compressed as one vector."""
     for order, gradient in enumerate(_pseudo_gradients(options), start=1):
         yield f"pseudo-gradient {order}, the model", gradient
         for name in sorted(gradient):
@@ -112,7 +113,8 @@ def _tensors(options: Options) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
 
 
 def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
-    """Old weights minus new ones of two peers, after inner steps from one point, each on its own stretch of text."""
+    """The pseudo-gradients of two peers (old weights minus new weights). Both start from one point, and take inner
+    steps on different stretches of text."""
     config, data = with_corpus(_config(options))
     say(f"{options.warm_up_steps} steps to a shared point")
     shared = Reference(config, data)
@@ -128,12 +130,14 @@ def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
 
 
 def _compare(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Compare our codec on all tensors as one vector with the templar quantiser on the elements kept of each tensor."""
+    """Compare our codec on all tensors as one vector with the templar quantiser, which gets the kept elements of each
+    tensor."""
     vector_D = layout.flatten(tensors, torch.empty(sum(tensor.numel() for tensor in tensors.values())))
     codec = contribution_codec(OURS)
     encoded = codec.encode(vector_D)
     decoded_D = codec.decode(encoded, vector_D.numel())
-    # The vector begins with each tensor's full tiles; what is left of all of them counts as one more tensor.
+    # The vector begins with the full tiles of each tensor. The remaining elements of all tensors count as one more
+    # tensor.
     matrices = [tensors[name] for name in sorted(tensors) if tensors[name].ndim == 2]
     sizes = [TILE * math.prod(length // SIDE for length in matrix.shape) for matrix in matrices]
     pieces = torch.split(vector_D, [*sizes, vector_D.numel() - sum(sizes)])
@@ -149,7 +153,8 @@ def _compare(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _templar_error(vector_N: Tensor) -> float:
-    """Squared error of the templar format: it keeps each tile's largest elements, in four levels for all together."""
+    """Squared error of the templar format, which keeps the largest elements of each tile and rounds all of them to four
+    levels."""
     tiles_TE = torch.nn.functional.pad(vector_N, (0, -vector_N.numel() % TILE))
     tiles_TE = tiles_TE.view(tiles_TE.numel() // TILE, TILE)
     indices_TK = tiles_TE.abs().topk(TOP_K).indices
@@ -159,7 +164,7 @@ def _templar_error(vector_N: Tensor) -> float:
 
 
 def _speed_ratios(vector_N: Tensor, repetitions: int) -> dict[str, Any]:
-    """Seconds of our codec and of hivemind's 8 bits in turns, and how many times faster ours is."""
+    """Seconds of our codec and of hivemind's 8 bits, measured in turns, and how many times faster ours is."""
     ours, theirs = contribution_codec(OURS), Uniform8BitQuantization()
     info = CompressionInfo.from_tensor(vector_N)
     our_bytes, their_bytes = ours.encode(vector_N), theirs.compress(vector_N, info)
@@ -206,7 +211,7 @@ def _measure(name: str, config: AveragingConfig, vector_N: Tensor, repetitions: 
 
 
 def _in_turns(actions: Mapping[str, Callable[[], object]], repetitions: int) -> paired.Turns:
-    """Processor seconds of each, after a first time that does not count."""
+    """Processor seconds of each action, after a first time that does not count."""
 
     def timed(action: Callable[[], object], number: int) -> float:
         start = time.process_time()

@@ -1,10 +1,10 @@
-"""Two files of figures, side by side: what changed, and what got worse.
+"""Compares two files of figures: what changed, and what got worse.
 
     scripts/bench compare OLD NEW
 
-The files are those of `scripts/bench all` (with --only NAME for a single bench). Judged is what a bench declares in its
-JUDGED (shared/judged.py); everything else is shown where it changed. A bench that has failed, and a judged figure that
-is gone or no longer finite, are worse.
+The files are those of `scripts/bench all` (with --only NAME for a single bench). Only the figures that a bench declares
+in its JUDGED (shared/judged.py) are judged. Other figures are shown if they changed. A bench that fails, and a judged
+figure that is missing or no longer finite, count as worse.
 """
 
 import math
@@ -33,7 +33,7 @@ class Options(OutputOptions):
     files: Annotated[tuple[Path, Path], tyro.conf.Positional]
     """The earlier figures, and the later ones."""
     tolerance: float = 0.05
-    """Changes up to this are noise: relative to the larger value, or as they are where a figure is a difference."""
+    """Changes up to this are noise: relative to the larger value, or absolute if the figure is a difference."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
@@ -94,7 +94,7 @@ def _compare_errors(bench: str, before: Mapping[str, Any], after: Mapping[str, A
 
 
 def _judged(bench: str, names: Iterable[str]) -> dict[str, Judgement]:
-    """Which of a bench's figures are judged, and how."""
+    """The figures of a bench that are judged, and how."""
     patterns: Mapping[str, Judgement] = module_of(bench).JUDGED if bench in MEASURING else {}
     return {
         name: judgement

@@ -1,8 +1,9 @@
 """What does a GPU stage gain from copies that it does not wait for?
 
-A middle stage, its compute thread and the tensors that cross it are the swarm's own. Only the network is missing: the
-gradient of a microbatch's output is there at once. Some microbatches are always under way. In turns the stage copies as
-the swarm does (swarm/stage/staging.py), and in the plain way, on the compute thread, which waits for each copy.
+A middle stage, its compute thread and its staging are the swarm's own code. Only the network is missing: the gradient
+of a microbatch's output is there at once. Several microbatches are always under way. The stage takes turns at copying
+in two ways: as the swarm does (swarm/stage/staging.py), and in the plain way, in which the compute thread waits for
+each copy.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ class Options(OutputOptions):
 
 
 class BlockingStaging(Staging):
-    """Copies on the compute thread, each of which waits for all that the GPU has to do."""
+    """Copies on the compute thread. Each copy waits until the GPU has done all its work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,12 +73,12 @@ class BlockingStaging(Staging):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Medians of the turns; raises ValueError where there is no GPU."""
+    """Measure both ways in turns, and return the medians. Raises ValueError if there is no GPU."""
     if not torch.cuda.is_available():
         raise ValueError("this bench needs a GPU, and PyTorch finds none: run it on a machine that has one")
     device, config = torch.device("cuda"), config_of(options)
     stagings = {"swarm": CudaStaging(device), "blocking": BlockingStaging(device)}
-    # cuBLAS keeps memory for each thread that used it, which must not count for either side.
+    # cuBLAS keeps memory for each thread that has used it. That memory must not count for either side.
     Side(config, device, BlockingStaging(device)).tokens_per_second(1)
     gc.collect()
     sides, device_bytes = {}, {}
@@ -150,7 +151,7 @@ class Side:
         self._tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int32)
 
     def tokens_per_second(self, num_microbatches: int) -> float:
-        """Compute this many microbatches; returns the rate."""
+        """Compute this many microbatches, and return the rate."""
         runtime = Runtime(queue_capacity=IN_FLIGHT, stopwatch=self._staging.stopwatch)
         runtime.start()
         try:

@@ -1,8 +1,8 @@
 """What do rarer and smaller averages cost? Validation loss and bytes of each way to average, at equal tokens.
 
-Every arm (sides/diloco/arms.py has the table) trains the same small model on the same samples, a process for each arm
-and seed; the averaging code is the swarm's own, over calls instead of gRPC. Takes long: `--arms` and `--seeds` take
-less.
+Every arm (sides/diloco/arms.py has the table) trains the same small model on the same samples, with a process for each
+arm and seed. The averaging code is the swarm's own, but peers call each other directly and not over gRPC. This takes
+long; `--arms` and `--seeds` reduce the work.
 """
 
 import itertools
@@ -36,7 +36,8 @@ COMPARISONS = {
     "overlap_cost": ("overlap", "h50", 0.01),
     "sparse_vs_int8": ("sparse-h10", "int8-h10", 0.01),
 }
-"""Differences in loss: whose, from whose, and the bound below which the goal is reached."""
+"""Differences in loss, by name: an arm, the arm from which it differs, and the bound below which the goal is
+reached."""
 H_CURVE = ("h10", "h50", "h200")
 REPORTED_RISE = 0.1188
 """The rise of the perplexity from H = 10 to H = 200 that the diloco-swarm project (2025) reports: 27.95 to 31.27."""
@@ -55,14 +56,14 @@ class Options(BenchOptions):
     seeds: int = 3
     """Seeds of data and initial weights: 0, 1, ..."""
     arms: tuple[str, ...] = tuple(ARMS)
-    """Which to train; goals that compare others are left out."""
+    """Arms to train. Goals that need other arms are left out."""
     rounds_at_200: int = 20
-    """Outer steps of the arm with H = 200; it fixes the tokens of all of them."""
+    """Outer steps of the arm with H = 200. They determine the number of tokens for all arms."""
     jobs: int = 2
     """Processes at once, of one thread each."""
     keep: Path | None = None
-    """Keep each arm's and seed's figures in this folder, and do not train again what is there; it has to be of the
-    same rounds and text."""
+    """Keep the figures of each arm and seed in this folder, and do not train again what is already there. All must have
+    the same rounds and text."""
 
     def __post_init__(self) -> None:
         cli.require_known(self, "arms", ARMS)
@@ -70,7 +71,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train all arms with all seeds; gives the figures."""
+    """Train all arms with all seeds, and return the figures."""
     # Errors of an arm or of the text are reported before any process starts.
     for name in options.arms:
         config = run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset)
@@ -108,7 +109,7 @@ def _train_all(
     while waiting or running:
         while waiting and len(running) < options.jobs:
             arm, seed = waiting.popleft()
-            # The tree may change while an arm is trained.
+            # The version is read now, because the source tree may change while an arm is trained.
             version = figures_file.version()
             child = children.start(f"{arm}-{seed}", _command(arm, seed, options))
             running[child.name] = child, arm, seed, version
@@ -130,7 +131,7 @@ def _command(arm: str, seed: int, options: Options) -> list[str]:
 
 
 def summary(runs: Sequence[Figures]) -> dict[str, Any]:
-    """One arm's figures over its seeds: the loss's mean and spread, the mean curve, and means of what was counted."""
+    """One arm's figures over its seeds: mean and spread of the loss, the mean curve, and the means of all counts."""
     losses = [figures["val_loss"] for figures in runs]
     curves = zip(*(figures["curve"] for figures in runs), strict=True)
     counted = runs[0].keys() - {"val_loss", "curve"}
@@ -143,9 +144,10 @@ def summary(runs: Sequence[Figures]) -> dict[str, Any]:
 
 
 def goals(by_arm: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
-    """What the arms are compared for, as far as they were trained, and which goals are reached.
+    """The comparisons of arms that were trained, and whether the goals are reached.
 
-    A difference is the mean, over the seeds, of one arm's loss relative to the other's with that seed.
+    For each seed the loss of one arm is compared with the other's, relative to the latter. A difference is the mean of
+    this over the seeds.
     """
     losses = {name: [figures["val_loss"] for figures in runs] for name, runs in by_arm.items()}
     found: dict[str, Any] = {"spread": {}, "reached": {}}

@@ -1,9 +1,9 @@
 """Does every microbatch count exactly once at each stage, whatever fails?
 
-Real processes train in the synchronous setting while peers are killed and replaced, one by one or two neighbours at
-once, or while the network loses replies and acknowledgements and lets bytes pass one way only. Losses and every peer's
-final weights are compared with a single process's, and the event logs of all processes, the dead ones' too, are
-audited. Copies of these logs, into which a duplicate and a loss were planted, show that the audit would notice.
+Real processes train in the synchronous setting. Meanwhile peers are killed and replaced, one by one or two neighbours
+at once, or the network loses replies and acknowledgements and lets bytes pass in one direction only. Losses and every
+peer's final weights are compared with those of a single process. The event logs of all processes, dead ones included,
+are audited. A duplicate and a loss are planted in copies of these logs, to show that the audit would find them.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Options(BenchOptions):
     steps: int = 40
     """Optimizer steps to train; something fails in every second one."""
     round_microbatches: int = 144
-    """Microbatches of a step. It should last as long as a peer takes to join, half at least."""
+    """Microbatches of a step. A step should last at least half as long as a peer takes to join."""
     seed: int = 0
     """Seed of the choice of victims and moments."""
 
@@ -67,7 +67,7 @@ FAULTS: dict[Scenario, Callable[[FaultySwarm], bool]] = {
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train in all scenarios; gives the figures."""
+    """Train in all scenarios, and return the figures."""
     torch.set_num_threads(1)
     config, data = with_corpus(_config(options))
     say(f"reference: {options.steps} steps in one process")
@@ -106,7 +106,7 @@ def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, refer
         swarm = SwarmProcesses(config, children, Path(name) / scenario, logs_events=True)
         say(f"{scenario}: {options.stages} x {options.peers_per_stage} peers start")
         for _ in range(options.peers_per_stage):
-            # Peers are not all started at once, because each takes seconds of a core.
+            # Peers are started one after another, because each start takes several seconds of a core.
             swarm.start_peers(range(options.stages))
         serve(swarm, swarm.peers)
         faulty = FaultySwarm(swarm, random.Random(f"{options.seed} {scenario}"))
@@ -144,7 +144,7 @@ def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, refer
 
 
 def _was_put_to_test(faulty: FaultySwarm) -> bool:
-    """Whether all planned faults came: a swarm without faults shows nothing."""
+    """Whether all planned faults happened. A swarm without faults would prove nothing."""
     return faulty.faults.total() > 0 and faulty.owed == 0
 
 
@@ -158,7 +158,7 @@ async def _weights(swarm: SwarmProcesses, steps: int) -> list[dict[str, torch.Te
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """Where in a file it says that the process contributed a microbatch to a committed round."""
+    """The place in a file that says that the process contributed a microbatch to a committed round."""
 
     path: Path
     stage: int
@@ -194,7 +194,7 @@ def _held(path: Path) -> list[_Held]:
 
 
 def _plant(logs: Sequence[Path], folder: Path, rng: random.Random) -> dict[str, int]:
-    """How many duplicates and losses an audit finds in copies of the logs into which one of each was planted."""
+    """Plant one duplicate and one loss in copies of the logs, and return how many of each the audit finds."""
     everything = [held for path in logs for held in _held(path)]
     stolen = rng.choice(everything)
     beside = [h for h in everything if (h.stage, h.round) == (stolen.stage, stolen.round) and h.path != stolen.path]

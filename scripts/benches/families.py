@@ -1,9 +1,10 @@
-"""Do models of Hugging Face compute here what they compute there, and come back as they went?
+"""Do models of Hugging Face compute the same here as there, and are they unchanged after import and export?
 
-For each family that swarm-model reads, transformers makes a small model with random weights and saves it. It is
-imported into a run folder, computed in three stages, each of which reads its own layers, and exported again.
-`max_logit_diff` and `kl` are the largest over all positions, in float32, against transformers; `roundtrip_exact` says
-whether every tensor has the bits that it had, and transformers loads the result without a missing or unexpected key.
+For each family that swarm-model reads, transformers makes a small model with random weights and saves it. The model is
+imported into a run folder, computed in three stages that each read their own layers, and exported again.
+`max_logit_diff` and `kl` compare with transformers: the largest values over all positions, in float32.
+`roundtrip_exact` says whether every exported tensor has the same bits as before, and whether transformers loads the
+result without a missing or unexpected key.
 """
 
 import tempfile
@@ -35,16 +36,16 @@ JUDGED = {"families.*.max_logit_diff": LESS, "families.*.kl": LESS}
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OutputOptions):
-    """Compare every family with transformers, and send it there and back."""
+    """Compare every family with transformers, before and after import and export."""
 
     d_model: int = 128
     """Width of the models; a multiple of 32."""
     num_layers: int = 6
-    """Their layers, at least three."""
+    """Layers of each model, at least three."""
     positions: int = 64
     """Tokens of each of four samples."""
     vocabulary: int = 512
-    """Tokens that they know."""
+    """Size of their vocabulary."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"d_model": 32, "num_layers": NUM_STAGES, "positions": 2, "vocabulary": 2})
@@ -53,7 +54,7 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all families; gives the figures."""
+    """Measure all families, and return the figures."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     found = {}
@@ -129,7 +130,7 @@ def _measure(model: Any, options: Options, folder: Path) -> dict[str, Any]:
 
 
 def _logits(config: RunConfig, folder: Path, tokens_BT: Tensor) -> Tensor:
-    """The logits that the stages compute one after the other, each with the weights that it has read itself."""
+    """The logits of all stages, computed one after the other. Each stage reads its own weights."""
     weights = run_folder.open_weights(folder, config)
     hidden = tokens_BT
     for stage in range(NUM_STAGES):

@@ -1,13 +1,14 @@
 """How fast does a swarm write text, and what does that cost its training?
 
-transformers makes a Llama with random weights, which is imported into a run of three stages. In turns, each writes as
-many tokens after the same prompt, greedily: three peers of this machine, and transformers' own `generate` in one
-process. Both use all cores; in a swarm one stage works while the others wait. `same_tokens` says whether both wrote the
-same. In a longer text, a token at position 900 looks back at nine times as much as one at 100.
+transformers makes a Llama with random weights, which is imported into a run of three stages. Two sides take turns:
+three peers of this machine, and transformers' own `generate` in one process. Each writes the same number of tokens
+after the same prompt, greedily. Both use all cores; in a swarm one stage works while the others wait. `same_tokens`
+says whether both wrote the same text. In a longer text, a token at position 900 attends to nine times as many positions
+as a token at 100.
 
-Then a small swarm trains, once while a text is written with it and once beside a process that takes as much of the
-cores as the text did: the CPU seconds that the peers use for a token by itself, times the tokens that were written in
-a second.
+Then a small swarm trains twice: once while it writes a text, and once beside a process that uses as much of the cores
+as the text did. That amount is the CPU seconds that the peers need for one token when nothing else runs, times the
+tokens that were written in a second.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ GREEDY = Sampling(temperature=0.0)
 NUM_STAGES = 3
 PROMPT_TOKENS = 32
 EARLY, LATE, AROUND = 100, 900, 64
-"""Positions that are compared, each with so many after it."""
+"""Two positions that are compared, and the number of tokens after each that is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,11 @@ class Options(BenchOptions):
     num_layers: int = 12
     """Layers of the model, at least three."""
     vocabulary: int = 8192
-    """Tokens that it knows."""
+    """Size of its vocabulary."""
     tokens: int = 128
     """Tokens that each turn writes."""
     repetitions: int = 3
-    """Times that each side has its turn."""
+    """How many turns each side has."""
     steps: int = 4
     """Rounds that are trained in each turn."""
 
@@ -77,7 +78,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all of it; gives the figures."""
+    """Measure all of it, and return the figures."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     compute_like_peers(torch.get_num_threads())
@@ -170,7 +171,7 @@ async def _engine(swarm: SwarmProcesses) -> AsyncIterator[SwarmEngine]:
 
 
 async def _early_and_late(swarm: SwarmProcesses, prompt: Sequence[int]) -> tuple[float, float]:
-    """Median seconds for a token, from each of the two positions on."""
+    """The median seconds for a token, after each of the two positions."""
     came_at = [time.perf_counter()]
     async with _engine(swarm) as engine, aclosing(engine.generate(prompt, GREEDY, LATE + AROUND)) as stream:
         came_at += [time.perf_counter() async for _ in stream]
@@ -240,7 +241,7 @@ while True:
 
 
 def _cpu_seconds_a_token(swarm: SwarmProcesses, count: int = 200) -> float:
-    """CPU seconds of all peers together for a token, while nothing is trained."""
+    """The CPU seconds that all peers together need for a token while nothing is trained."""
     ours = _ours(swarm, torch.zeros((1, 8), dtype=torch.long), count)
     ours()
     pids = [peer.child.pid for peer in swarm.peers]
@@ -250,7 +251,7 @@ def _cpu_seconds_a_token(swarm: SwarmProcesses, count: int = 200) -> float:
 
 
 async def _train_and_write(swarm: SwarmProcesses, trainer: str, steps: int) -> tuple[float, float]:
-    """Tokens/s of a training, and of a text that is being written all the while."""
+    """The tokens/s of a training, and of the text that is written during all of it."""
     num_written, began_at = 0, time.perf_counter()
 
     async def write() -> None:

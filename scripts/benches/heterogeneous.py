@@ -1,16 +1,17 @@
-"""Does every peer do as much as it can, when peers are unequal and come and go?
+"""Does every peer do as much as it can, if peers are unequal and come and go?
 
-Two stages of three peers and a trainer, real processes over TLS on this machine. Computing is a pause of fixed length
-(sides/paced_stage.py), so that each peer has a capacity of its own: at either stage one is three times slower than its
-mates. Those of stage 1 are twice as fast as those of stage 0, so stage 0 is the poorest all the time, and what the
-swarm can do rises and falls with its peers. What they commit is counted three times in a row:
+Two stages of three peers and a trainer are real processes over TLS on this machine. Computing is a pause of fixed
+length (sides/paced_stage.py), so that each peer has a capacity of its own. At each stage one peer is three times slower
+than the other two. The peers of stage 1 are twice as fast as those of stage 0. So stage 0 always limits the swarm,
+whose possible throughput rises and falls with the peers of stage 0. The microbatches that these commit are counted
+three times in a row:
 
     all         all peers that were there at the start
     joined      from the moment that another peer serves stage 0, without waiting for anything
     left        from the moment that a peer of stage 0 is told to leave
 
-All of it is done by the queue of the project and, in turn, by processes that choose peers in turn or at random
-(sides/routing_program.py); slots and Busy answers are the same in all three.
+The three measurements are made with the project's queue, and then with processes that choose peers in turn or at random
+(sides/routing_program.py). Slots and Busy answers are the same with all three.
 """
 
 import asyncio
@@ -37,18 +38,18 @@ from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, Stage
 from swarm.errors import DeadlineExceeded
 
 SLOWNESS = 3.0
-"""By how much the slow peer of a stage is slower."""
+"""How many times slower the slow peer of a stage is."""
 ADVANTAGE = 2.0
-"""By how much the peers of stage 1 are faster: more than a joiner adds to stage 0."""
+"""How many times faster the peers of stage 1 are. They stay faster even when a peer joins stage 0."""
 SAMPLES = 2
 """Samples of a microbatch."""
 GOAL = 0.95
 """The share of the capacity that is to be reached."""
 LEAST_WORK, MOST_WORK = 0.75, 1.3
-"""The bounds of a peer's work, relative to the part that its capacity gives it. A peer that gets less is starved: for a
-quarter of the time in which its mates have work it has none. A third more than its part is work that others were
-waiting for. Closer bounds would find fault with counting (a slow peer does about a hundred) and with the seconds until
-a newcomer is known."""
+"""The bounds of a peer's work, relative to its share by capacity. A peer with less is starved: for a quarter of the
+time it has no work while the others have. A peer with a third more does work for which others were waiting. Narrower
+bounds would fail because of rounding (a slow peer does about a hundred microbatches), and because it takes seconds
+until a new peer is known."""
 
 JUDGED = {"passed": MORE, "share_of_capacity": MORE, "work_over_capacity_min": MORE, "work_over_capacity_max": LESS}
 
@@ -67,9 +68,9 @@ class Options(BenchOptions):
     warm_up_seconds: float = 20.0
     """Training before the first of the three measurements."""
     seconds: float = 30.0
-    """Length of each of them."""
+    """Length of each measurement."""
     repetitions: int = 1
-    """Times that each policy has its turn."""
+    """How many turns each policy has."""
 
     def __post_init__(self) -> None:
         cli.require_positive(self, ("microbatch_seconds", "warm_up_seconds", "repetitions"))
@@ -80,7 +81,7 @@ class Options(BenchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A peer, and how much it manages."""
+    """A peer and its capacity."""
 
     serving: ServingPeer
     microbatches_per_second: float
@@ -88,7 +89,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one peer of the poorest stage did in one of the three measurements."""
+    """The work of one peer of the slowest stage in one of the three measurements."""
 
     peer: str
     capacity: float
@@ -97,7 +98,7 @@ class Work:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all policies in turn; gives the figures."""
+    """Measure all policies in turn, and return the figures."""
     measured: dict[Policy, list[list[list[Work]]]] = {policy: [] for policy in options.policies}
     with tempfile.TemporaryDirectory(prefix="bench-heterogeneous-") as name:
         for repetition in range(options.repetitions):
@@ -137,13 +138,13 @@ def judge(share: float | None, ratios: Sequence[float]) -> dict[str, Any]:
 
 
 def share_of_capacity(phases: Sequence[Sequence[Work]]) -> float:
-    """The work that the peers did in measurements of equal length, over the work that they could have done."""
+    """The work that the peers did, over the work that they could have done, in measurements of equal length."""
     done = sum(work.rate for phase in phases for work in phase)
     return done / sum(work.capacity for phase in phases for work in phase)
 
 
 def work_over_capacity(phases: Sequence[Sequence[Work]]) -> list[float]:
-    """The work of each peer over its part by capacity, in the measurements in which it was there.
+    """The work of each peer over its share by capacity, in the measurements during which it was there.
 
     Raises:
         DeadlineExceeded: no peer did anything.
@@ -172,7 +173,8 @@ def _config(options: Options, policy: Policy) -> RunConfig:
             setting="diloco",
             inner_batch_samples=16 * SAMPLES,
             round_samples=NEVER * SAMPLES,
-            # Peers are to compute all the time: the bench measures which peer gets the work, not what is learnt.
+            # Peers should always have something to compute, because the bench measures which peer gets the work, not
+            # what is learnt.
             max_staleness=3,
         ),
     )
@@ -204,7 +206,7 @@ def _measure(options: Options, policy: Policy, folder: Path) -> list[list[Work]]
         swarm.peers.append(swarm.until_ready(joining, 0))
         poor.append(Peer(serving=swarm.peers[-1], microbatches_per_second=1 / options.microbatch_seconds))
         phases.append(_watch(options, swarm, poor))
-        # The first peer stays, because the others came to know each other through it.
+        # The first peer is not the one that leaves, because the others found each other through it.
         leaving = poor.pop(1).serving
         swarm.peers.remove(leaving)
         os.kill(leaving.child.pid, signal.SIGTERM)

@@ -1,11 +1,16 @@
-"""Activations to a stage that does no work, and a gradient back, 8 MiB and 16 KiB: the hop against hivemind.moe.
+"""Measures the hop against hivemind.moe: activations to a stage that does no work, and a gradient back, 8 MiB and 16
+KiB.
 
-Ours: a swarm-peer serves the last of two stages over TLS, and this process, in the place of stage 0, hands it
-microbatches with `Hop.train` and acknowledges them. Its module gives the first two channels of its input as logits of
-a vocabulary of two; the loss over all tokens and its gradient, zero elsewhere, take a few milliseconds with 8 MiB, and
-those count for us. Theirs: hivemind.moe's Server with a torch.nn.Identity, called from this process through
-RemoteExpert, forward and then backward. Both take turns of several calls, one after another; a turn's figure is the
-median of its calls, and ratios are of the turns of one repetition.
+Our side: a swarm-peer serves the last of two stages over TLS. This process acts as stage 0: it hands over microbatches
+with `Hop.train` and acknowledges them. The served module returns the first two channels of its input as logits of a
+vocabulary of two. Computing the loss over all tokens, and its gradient (zero in the other channels), takes a few
+milliseconds with 8 MiB. These count as our time.
+
+hivemind's side: hivemind.moe's Server has a torch.nn.Identity, and this process calls it through RemoteExpert, forward
+and then backward.
+
+Both sides take turns of several calls, one after another. A turn's figure is the median of its calls, and a ratio
+compares turns of the same repetition.
 """
 
 import asyncio
@@ -69,10 +74,10 @@ class Shape:
 
 SHAPES = {"8 MiB": Shape(8, 256, 1024), "16 KiB": Shape(1, 16, 256)}
 TIMES_AS_MANY = {"8 MiB": 1, "16 KiB": 10}
-"""Calls of each size in a turn, for one of the largest."""
+"""How many calls of each size a turn has, relative to the calls of the largest size."""
 
 ATTEMPTS = 3
-"""Calls of hivemind.moe, one after another, that may fail before the bench does."""
+"""The bench fails if this many calls of hivemind.moe in a row fail."""
 
 JUDGED = {"ratio_to_hivemind_moe": MORE, "small_ratio_to_hivemind_moe": MORE}
 
@@ -93,12 +98,12 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure both sides; gives the figures."""
+    """Measure both sides, and return the figures."""
     compute_like_peers()
     configs = {size: with_corpus(_config(options, shape))[0] for size, shape in SHAPES.items()}
     with tempfile.TemporaryDirectory(prefix="bench-hop-") as name, Supervisor(Path(name) / "logs") as children:
         say("hivemind.moe's servers and our peers start")
-        # All calls of hivemind's side come before any of ours: hivemind forks, and gRPC must not be loaded then.
+        # hivemind's side starts first: it forks, and gRPC must not be loaded yet when it does.
         theirs = {size: _connect_expert(shape, children, Path(name) / size) for size, shape in SHAPES.items()}
         with asyncio.Runner() as runner:
             turns: dict[str, paired.Turns] = {}
@@ -124,7 +129,7 @@ def run(options: Options) -> dict[str, Any]:
 def _measure(
     options: Options, size: str, ours: Callable[[], float], theirs: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Seconds of each side's call, the median of every turn."""
+    """For each side, the median seconds of a call in every turn."""
     sides = {"ours": ours, "hivemind_moe": theirs}
     for call in sides.values():
         for _ in range(options.warm_up):
@@ -175,7 +180,7 @@ class OurHop:
     num_called: int = 0
 
     async def call(self) -> float:
-        """Hand over the next microbatch, get its gradient and acknowledge it; gives the seconds."""
+        """Hand over the next microbatch, get its gradient and acknowledge it. Return the seconds that this took."""
         index, self.num_called = self.num_called, self.num_called + 1
         microbatch = Microbatch(index=index, round=0, num_samples=len(self.hidden_BTD))
         start = time.perf_counter()
@@ -213,9 +218,9 @@ class TheirExpert:
     num_failed: int = 0
 
     def call(self) -> float:
-        """Forward, then backward; gives the seconds.
+        """Forward, then backward, and return the seconds.
 
-        Now and then hivemind loses the second half of a stream: such a call is counted and made again.
+        Sometimes hivemind loses the second half of a stream. Such a call is counted and repeated.
         """
         for _ in range(ATTEMPTS):
             try:

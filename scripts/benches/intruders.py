@@ -1,9 +1,9 @@
-"""What honest traffic loses to an intruder: its rate beside one, over that beside an equally busy harmless process.
+"""Measures what honest traffic loses to an intruder, compared with a harmless process that is equally busy.
 
-A swarm-peer of a locked run serves the last of two stages. This process, as the stage before, hands it microbatches,
-several at a time. Beside it runs a process with a token of its own that misuses the peer as fast as it can; then, for
-as long, one that only computes, for the same share of a core as the intruder was seen to take. Both take turns. An
-intruder that the peer turns away at the door would prove nothing, and is an error.
+A swarm-peer of a locked run serves the last of two stages. This process acts as the stage before: it hands over
+microbatches, several at a time. Beside it runs a second process with a token of its own, which misuses the peer as fast
+as it can. Then, for the same time, a process runs that only computes, and uses the same share of a core as the intruder
+did. Both take turns. If the peer rejects every call of an intruder, nothing would be proved, so that is an error.
 """
 
 import asyncio
@@ -47,9 +47,10 @@ KINDS = ("malformed", "opens", "idle", "slow")
 IN_FLIGHT = 3
 JUDGED = {"worst_ratio": MORE}
 REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAVAILABLE"}
-"""Outcomes of calls with an invalid token, of calls that the peer does not have, and of calls without a connection."""
+"""Outcomes of calls that are rejected at once: with an invalid token, to a method that the peer does not have, or
+without a connection."""
 OWN_FAULTS = {"UsageError", "InvalidStateError", "InternalError"}
-"""Errors of using a call that has ended already; the call's end is counted elsewhere."""
+"""Errors that gRPC raises for a call that has already ended. The end of the call itself is counted elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all kinds; gives the figures."""
+    """Measure all kinds, and return the figures."""
     torch.set_num_threads(1)
     now = datetime.datetime.now(datetime.UTC)
     owner = new_owner(now)
@@ -130,7 +131,7 @@ def _config(options: Options, owner: str) -> RunConfig:
 
 
 def require_let_in(kind: str, num_calls: int, outcomes: Mapping[str, int]) -> None:
-    """Raise IntegrityError if an intruder has done no harm: it made no call, or every call was turned away."""
+    """Raise IntegrityError if an intruder made no call, or if every call was rejected at once."""
     ends = outcomes.keys() - OWN_FAULTS
     if num_calls == 0 or (ends and ends <= REFUSALS):
         raise IntegrityError(f"the {kind} intruder does no harm: of its {num_calls} calls ended {dict(outcomes)}")
@@ -141,9 +142,9 @@ class Beside:
     """The other process beside the honest traffic."""
 
     tally: Path
-    """Where an intruder counts its calls."""
+    """The file in which an intruder counts its calls."""
     used: Callable[[], float]
-    """Gives the processor seconds that it has taken."""
+    """Returns the processor seconds that the process has used."""
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
     name = f"{kind}-{time.monotonic_ns()}"
     tally = file.with_name(f"{name}.json")
     child = children.start(name, [sys.executable, "-m", "scripts.benches.sides.intruder", kind, str(file), str(tally)])
-    # The process's imports are no part of the measurement.
+    # The imports of the process do not belong to the measurement.
     time.sleep(4.0)
     began = proc.cpu_seconds(child.pid)
     try:

@@ -1,21 +1,21 @@
-"""What does it cost a run when several peers join at once through one donor behind a slow line?
+"""What does it cost a run if several peers join at once through one donor behind a slow line?
 
-Two stages with one peer each and a trainer, each on a host of its own in a small internet (shared/internet.py), over
-real TCP: the peer of stage 1, the donor, is behind a line of `--megabits` each way. Its computing is a pause of fixed
-length (sides/paced_stage.py), and what a microbatch sends takes most of a step: it is the line that is measured.
-Then `--joiners` peers join stage 1 at the same moment, by their invite, and the donor has to send each of them its
-state, some of it by way of those that have it already.
+There are two stages with one peer each and a trainer. Each process is on a host of its own in a small internet
+(shared/internet.py), and they talk over real TCP. The peer of stage 1, the donor, is behind a line of `--megabits` in
+each direction. Computing is a pause of fixed length (sides/paced_stage.py), and sending a microbatch takes most of a
+step, so the bench measures the line. Then `--joiners` peers join stage 1 at the same moment, by their invite. The donor
+has to send its state to each of them; some of it may come from joiners that already have it.
 
-`slowdown` is the time of a step while they join, over that before. `serves_seconds` is from their start until each
-serves; with null for one that does not. `num_bans` counts the looks of swarm-status at which anybody left the donor
-alone (`bans` has who, and why), and `num_silent` those at which it did not answer. `proven` is what the audit says of
-all event logs at the end.
+`slowdown` is the time of a step while they join, over the time of a step before. `serves_seconds` has for each joiner
+the time from its start until it serves, or null if it does not come to serve. `num_bans` counts the views of
+swarm-status in which anybody had banned the donor (`bans` has who, and why), and `num_silent` the views in which the
+donor did not answer. `proven` is the audit's verdict on all event logs at the end.
 
-Where a joiner does not come to serve, or the audit refutes the run, the logs of all its processes stay, in the folder
-that `logs` names; with `--folder` they always do.
+If a joiner does not come to serve, or if the audit refutes the run, the logs of all processes are kept in the folder
+that `logs` names. With `--folder` they are always kept.
 
-With `--joiners 1 --joiner-megabits 1` it is the joiner that is too slow, and `said` has what it tells of that. Needs
-root, iproute2 and nftables.
+With `--joiners 1 --joiner-megabits 1` the joiner's line is the slow one, and `said` has what the joiner logs about it.
+Needs root, iproute2 and nftables.
 """
 
 import json
@@ -44,7 +44,7 @@ MANY_STEPS = 1_000_000
 SECONDS_PER_SAMPLE = 0.005
 """How long each stage computes for a sample."""
 TOLD = ("behind", "take part", "takes part", "installed the snapshot", "looks again")
-"""Words of the log lines in which a joiner says how it gets on."""
+"""Words that mark the log lines in which a joiner reports its progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,11 @@ class Options(BenchOptions):
     round_samples: int = 256
     """Samples of a round, in microbatches of 8 with 128 tokens."""
     before_seconds: float = 40.0
-    """Training that is measured before anybody joins, and after all have."""
+    """How long training is measured before the joiners start, and after all of them serve."""
     limit_seconds: float = 300.0
-    """How long joiners are waited for."""
+    """How long to wait for joiners."""
     folder: Path | None = None
-    """Where the files of its processes go, to be kept."""
+    """Folder in which the files of all processes are kept."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"joiners": 1})
@@ -81,7 +81,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The figures. Raises OSError if this machine cannot have network namespaces."""
+    """Run the bench, and return its figures. Raises OSError if this machine cannot have network namespaces."""
     if lack := missing():
         raise OSError(f"no network namespaces: {lack}")
     folder, figures = options.folder or Path(tempfile.mkdtemp(prefix="bench-joining-")), dict[str, Any]()
@@ -99,7 +99,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def config_of(options: Options) -> RunConfig:
-    """A run whose stages have one layer each, and cost next to no computing."""
+    """A run whose stages have one layer each, and compute next to nothing."""
     return RunConfig(
         run="bench-joining",
         model=ModelConfig(
@@ -131,7 +131,7 @@ class _Run:
         self._metrics = hosted.folder / "trainer" / "metrics.jsonl"
 
     def figures(self) -> dict[str, Any]:
-        """Make the run; gives its figures."""
+        """Make the run, and return its figures."""
         options, invite = self._options, self._start()
         before = self._steps_within(options.before_seconds)
         looks = self._hosted.start(self._home, "status", "status", [invite, "--watch", "--json"])
@@ -153,7 +153,7 @@ class _Run:
         }
 
     def _start(self) -> str:
-        """Start two peers and a trainer; gives the invite."""
+        """Start two peers and a trainer, and return the invite."""
         file, options = self._hosted.folder / "run.toml", self._options
         write_config(self._config, file)
         first = self._hosted.serving_peer(self._home, "first", ["--config", file, "--stage", 0])
@@ -174,7 +174,8 @@ class _Run:
         return self._hosted.peer(host, f"joiner-{number}", [invite, "--stage", 1, *allowed])
 
     def _until_all_serve(self, joiners: Sequence[Child], began_at: float) -> dict[str, float]:
-        """Wait until all joiners serve; returns when each began to, without those that did not in time."""
+        """Wait until all joiners serve. Return for each the time when it began to serve; joiners that were too late are
+        left out."""
         served: dict[str, float] = {}
         while len(served) < len(joiners) and time.monotonic() - began_at < self._options.limit_seconds:
             fail_on_exit(self._hosted.children)
@@ -196,7 +197,8 @@ class _Run:
         return step_seconds
 
     def _step_seconds(self, first: int, seconds: float) -> float:
-        """The seconds of the steps from one on. A time without a step counts as a step."""
+        """The seconds of a step, over the steps from number `first` on. If there is no step, the whole time counts as
+        one."""
         return seconds / max(1, self._num_steps() - first)
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -207,7 +209,7 @@ class _Run:
         return len(self._rows())
 
     def _of_donor(self, looks: Child) -> dict[str, Any]:
-        """What swarm-status shows of the donor, look by look."""
+        """The figures about the donor, from all views of swarm-status."""
         lines = looks.log.read_text(encoding="utf-8").splitlines()[:-1]
         views = [json.loads(line) for line in lines if line.startswith("{")]
         num_bans, num_silent, reasons = 0, 0, set[str]()

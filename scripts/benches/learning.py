@@ -1,14 +1,14 @@
 """Does a swarm learn as it should? Held-out loss at equal tokens and at equal seconds, against plain training.
 
-A swarm of real processes with default options, two peers a stage, trains a small model on a text; so do a process
-that does the same without a swarm (`plain`: the steps of the synchronous setting, or DiLoCo with as many workers as a
-stage has peers) and one that takes a step on every 16 samples, as the synchronous setting does (`single`), each with
-all cores, on the same samples from the same initial weights. Peers keep the anchor of every so many rounds, and all
-losses are measured afterwards, on the same held-out samples. Seconds are those of training alone.
+A swarm of real processes with default options, two peers a stage, trains a small model on a text. Two other sides train
+on the same samples, from the same initial weights, with all cores. `plain` is one process that does the same as the
+swarm: the steps of the synchronous setting, or DiLoCo with as many workers as a stage has peers. `single` is one
+process that takes a step on every 16 samples, as the synchronous setting does. Peers keep the anchors of some rounds,
+and all losses are measured afterwards, on the same held-out samples. Seconds are those of training alone.
 
-`seconds_to_loss` asks for the seconds until the loss that plain training has after four fifths of its tokens, as a
-ratio to plain training in the same run. Lines may be long: `--round-trips-ms 0 100` puts every process behind one that
-adds so much to a call and its answer. From --d-model 384 on calls weigh little beside computing.
+`seconds_to_loss` is the time until a side reaches the loss that `plain` has after four fifths of its tokens, over the
+time that `plain` needs in the same run. Lines may be long: `--round-trips-ms 0 100` puts every process behind a line
+that adds this time to a call and its answer. From --d-model 384 on, calls take little time compared with computing.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ ROUND_SAMPLES, BATCH_SAMPLES, MICROBATCH_SAMPLES = 512, 16, 8
 POINTS = 20
 """Points of a curve."""
 SHARE_OF_TOKENS = 0.8
-"""After this share of plain training's tokens, its loss is what every side has to reach."""
+"""The loss that every side has to reach is that of plain training after this share of its tokens."""
 
 JUDGED = {"*.seconds_to_loss": LESS, "*.final_loss": LESS}
 
@@ -68,22 +68,22 @@ class Options(BenchOptions):
     seeds: int = 3
     """Seeds of data and initial weights: 0, 1, ..."""
     tokens: int = 1 << 20
-    """Tokens to train on, at least."""
+    """The least number of tokens to train on."""
     d_model: int = 128
-    """Width of the model, but for tiny; a multiple of 32."""
+    """Width of the model, except for tiny; a multiple of 32."""
     num_layers: int = 4
     """Layers of the model."""
     sequence_length: int = 64
     """Tokens of its samples."""
     round_trips_ms: tuple[int, ...] = (0,)
-    """Milliseconds that a call and its answer between any two processes of the swarm take longer."""
+    """Milliseconds that are added to a call and its answer between any two processes of the swarm."""
     optimizer: Literal["auto", "adamw", "muon"] = "auto"
     """The optimizer of all sides."""
     inner_batch_samples: int = BATCH_SAMPLES
-    """DiLoCo: samples of an inner step. With 8 the two peers of a stage take as many steps one after the other as one
-    process does that steps on every 16."""
+    """DiLoCo: samples of an inner step. With 8, each of the two peers of a stage takes as many steps as one process
+    that takes a step on every 16 samples."""
     max_staleness: int = -1
-    """DiLoCo: rounds.max_staleness, if it is not to be the default."""
+    """DiLoCo: rounds.max_staleness; -1 keeps the default."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"seeds": 1, "tokens": 1, "num_layers": 2, "sequence_length": 1})
@@ -95,7 +95,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train everything; gives the figures by setting."""
+    """Train everything, and return the figures by setting."""
     found: dict[str, Any] = {}
     for setting in options.settings:
         runs = [_train(options, setting, seed) for seed in range(options.seeds)]
@@ -135,7 +135,8 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
 
 
 def single_config(config: RunConfig) -> RunConfig:
-    """The run of one process that takes a step on every batch of the synchronous setting, with the same optimizer."""
+    """The configuration of the side `single`: one process that takes a step on every 16 samples, with the same
+    optimizer."""
     rounds = RoundsConfig(setting="synchronous", round_samples=BATCH_SAMPLES)
     return dataclasses.replace(config, rounds=rounds, optimizer=config.gradient_step)
 
@@ -146,7 +147,7 @@ def num_rounds(config: RunConfig, tokens: int) -> int:
 
 
 def _train(options: Options, setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
-    """Train all sides with one seed; returns their curves and other figures."""
+    """Train all sides with one seed, and return their curves and other figures."""
     config, data = with_corpus(run_config(options, setting, seed))
     sides: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-learning-") as name:
@@ -214,7 +215,8 @@ def _swarm(config: RunConfig, held_out: HeldOut, tokens: int, folder: Path, roun
 
 
 def inner_steps(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """How inner steps went, by stage, at the peers that a trainer asked: one for each stage and round. DiLoCo only."""
+    """Figures about inner steps, by stage, from the peers that a trainer asked: one for each stage and round. DiLoCo
+    only."""
     intended = config.rounds.round_samples / (PEERS_A_STAGE * config.rounds.inner_batch_samples)
     found = []
     for stage in range(0 if config.rounds.synchronous else config.stages.num_stages):
@@ -239,7 +241,7 @@ def inner_steps(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> list[di
 
 
 def seconds_until(curve: Sequence[Point], loss: float) -> float | None:
-    """Seconds until a curve is at a loss, between two points on a straight line; None if it never is."""
+    """Seconds until a curve reaches a loss, interpolated linearly between two points; None if it never reaches it."""
     before: Point | None = None
     for point in curve:
         if point[2] <= loss:

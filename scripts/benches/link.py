@@ -1,16 +1,16 @@
 """Is training starved while a round is exchanged over slow links?
 
-Two stages with two peers each and a trainer, real processes over TLS, each behind a home line of so many Mb/s up and
-as many down (shared/throttle.py), train the same model in three ways, in turn. Computing is a pause of fixed length
-(sides/paced_stage.py), so that it is the lines that are measured and not what else the processor does:
+Two stages with two peers each and a trainer are real processes over TLS. Each is behind a home line of so many Mb/s up
+and as many down (shared/throttle.py). They train the same model in three ways, in turn. Computing is a pause of fixed
+length (sides/paced_stage.py), so the bench measures the lines and not the processor:
 
     normal      rounds so long that none ends
     overlap     round after round is averaged, and the peers go on training meanwhile
     wait        likewise, with peers that take no inner step while a round is exchanged
 
-A round is complete again when the last one is committed, so an exchange is under way most of the time. Tokens/s are
-those of microbatches that the peers of stage 0 committed, start-up and warm-up left out; delays are those of a short
-call, like a heartbeat, from another such line to every peer.
+When a round is committed, the next one is already complete, so an exchange is under way most of the time. Tokens/s
+count the microbatches that the peers of stage 0 committed, without start-up and warm-up. Delays are those of a short
+call, like a heartbeat, from a further line of the same kind to every peer.
 """
 
 import asyncio
@@ -56,7 +56,8 @@ class Options(BenchOptions):
     parameters: int = 6_000_000
     """Parameters of each stage."""
     d_model: int = 256
-    """Width of the activations: what a sample sends over a line, in about the time of sides/paced_stage.py."""
+    """Width of the activations. With the default, sending a sample takes about as long as its pause in
+    sides/paced_stage.py."""
     microbatch_size: int = 8
     """Samples in a microbatch, of 128 tokens."""
     codec: Literal["fp32", "fp16", "int8"] = "int8"
@@ -66,13 +67,13 @@ class Options(BenchOptions):
     overlap_steps: int = 1000
     """Inner steps that a peer may take while a round is exchanged."""
     arms: tuple[Arm, ...] = ("normal", "overlap", "wait")
-    """What to measure; the ratios need `normal`."""
+    """Ways to measure; the ratios need `normal`."""
     warm_up_seconds: float = 10.0
     """Training before each measurement."""
     seconds: float = 60.0
     """Length of each measurement."""
     repetitions: int = 3
-    """Times that each arm has its turn."""
+    """How many turns each arm has."""
 
     def __post_init__(self) -> None:
         counts = ("parameters", "d_model", "microbatch_size", "round_samples", "overlap_steps", "repetitions")
@@ -83,7 +84,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all arms in turn; gives the figures."""
+    """Measure all arms in turn, and return the figures."""
     with (
         tempfile.TemporaryDirectory(prefix="bench-link-") as name,
         Throttle(options.megabits * 1e6 / 8) as throttle,
@@ -128,7 +129,7 @@ def _config(options: Options, arm: Arm) -> RunConfig:
         rounds=RoundsConfig(
             setting="diloco",
             inner_batch_samples=2 * options.microbatch_size,
-            # Peers are to compute all the time: what is measured is the lines, and not what is learnt.
+            # Peers should always have something to compute, because the bench measures the lines, not what is learnt.
             max_staleness=3,
             round_samples=NEVER * options.microbatch_size if arm == "normal" else options.round_samples,
         ),
@@ -149,7 +150,7 @@ def _start(options: Options, arm: Arm, children: Lines, folder: Path) -> SwarmPr
 
 
 def _measure(options: Options, swarm: SwarmProcesses, name: str) -> Sample:
-    """Have a trainer feed the swarm for a while, and watch."""
+    """Let a trainer feed the swarm for a while, and measure meanwhile."""
     trainer = swarm.launch_trainer(name, NEVER)
     watched = asyncio.run(watch(swarm, warm_up_seconds=options.warm_up_seconds, seconds=options.seconds))
     swarm.children.kill9(trainer)
@@ -186,7 +187,8 @@ def _sample(options: Options, tokens: int, watched: Sequence[Watched]) -> Sample
 
 
 def _summary(samples: Sequence[Sample]) -> Sample:
-    """The median of each figure, except that faults are summed up, and of longest times the longest is taken."""
+    """The median of each figure over the samples. Counts of faults are summed up instead, and for longest times the
+    longest is taken."""
     summary = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
@@ -200,7 +202,7 @@ def _summary(samples: Sequence[Sample]) -> Sample:
 
 
 def _ratio(samples: Mapping[Arm, Sequence[Sample]], arm: Arm) -> float | None:
-    """Median over the repetitions of the arm's tokens/s over those of `normal`."""
+    """The arm's tokens/s over those of `normal`: the median over the repetitions."""
     if not {arm, "normal"} <= samples.keys():
         return None
     pairs = zip(samples[arm], samples["normal"], strict=True)

@@ -1,19 +1,19 @@
-"""How much memory does a stage peer take, and where does it go? What arithmetic says, against what processes took.
+"""How much memory does a stage peer take, and for what? Compares arithmetic with what processes took.
 
-Each case is a stage between two others with two members, each a process of its own (sides/memory_stage.py), in the
-synchronous setting and with DiLoCo, with graphs kept and with forwards computed again. Bytes are those of the process
-above what it had before the stage was made: while microbatches are in flight, at the peak of training, at the peak of a
-round's averaging with all that goes on meanwhile, and after it with nothing in flight. A snapshot's are its own.
+Each case is a middle stage with two members, each a process of its own (sides/memory_stage.py). There are cases for the
+synchronous setting and for DiLoCo, with graphs kept and with forwards computed again. Bytes are those of the process
+beyond what it had before the stage was made. They are measured at four moments: while microbatches are in flight, at
+the peak of training, at the peak of a round's averaging (with everything that goes on meanwhile), and after it with
+nothing in flight. The bytes of a snapshot are given separately.
 
-A peer has the C library keep what was freed, for its next use. So every case is run twice: as peers are
-(`usual`), and with memory given back to the system at once (`returning`), which is slower and shows what is really
-held.
+A peer makes the C library keep freed memory for its next use. So every case is run twice: as peers run (`usual`), and
+with freed memory given back to the system at once (`returning`), which is slower and shows what is really held.
 
-With `--lora-rank` adapters are trained beside weights that are frozen, and `bytes_per_frozen_parameter` is what one of
-these takes after a round.
+With `--lora-rank` adapters are trained beside frozen weights. `bytes_per_frozen_parameter` is the memory for one frozen
+parameter after a round.
 
-With `--vocabulary` the stage is the last one, and what its loss takes is measured instead (sides/memory_loss.py): once,
-at 4,096 tokens.
+With `--vocabulary` the bench measures something else: the memory that the loss of a last stage takes, once, at 4,096
+tokens (sides/memory_loss.py).
 """
 
 import sys
@@ -47,14 +47,14 @@ from swarm.stage.boundary import HIDDEN
 
 SETTINGS = ("synchronous", "diloco")
 GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
-"""What a peer may keep of graphs, in each mode."""
+"""The bytes of graphs that a peer may keep, in each mode."""
 TURNS = 9
-"""Microbatches of each mode whose CPU time is taken."""
+"""Microbatches of each mode whose CPU time is measured."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread, as in swarm-peer."""
 
 MALLOC: Mapping[str, Mapping[str, str]] = {"usual": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
-"""The C library's settings, beside those that peers make where there are none; see mallopt(3)."""
+"""The C library's settings for each way to allocate; see mallopt(3). Where there are none, peers make their own."""
 
 JUDGED = {
     "recompute_seconds_ratio": LESS,
@@ -80,7 +80,7 @@ class Options(OutputOptions):
     lora_rank: int = 0
     """Train adapters of this rank, beside weights that are frozen in bfloat16; 0 trains the weights."""
     vocabulary: int = 0
-    """Measure the last stage's loss instead, with a vocabulary of so many tokens."""
+    """Measure the last stage's loss instead, with a vocabulary of this many tokens."""
 
     def __post_init__(self) -> None:
         require_multiple("d-model", self.d_model, 128)
@@ -90,7 +90,7 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Run all cases, or that of the loss; gives their figures."""
+    """Run all cases, or the case of the loss, and return their figures."""
     if options.vocabulary:
         return loss_figures(loss_config(options))
     cases: dict[str, dict[str, Any]] = {}
@@ -119,7 +119,8 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def run_config(setting: str, options: Options) -> RunConfig:
-    """A run in which each member computes WAVES times as many microbatches a round as it has in flight."""
+    """A run in which each member has `options.in_flight` microbatches in flight, and computes WAVES times as many in a
+    round."""
     wave_samples = 2 * options.in_flight
     return RunConfig(
         run="bench-memory",
@@ -131,14 +132,14 @@ def run_config(setting: str, options: Options) -> RunConfig:
             setting="synchronous" if setting == "synchronous" else "diloco",
             round_samples=MEMBERS * WAVES * wave_samples,
             inner_batch_samples=wave_samples,
-            # A wave is always in flight, while another one's gradients are accumulated.
+            # One wave is always in flight while the gradients of another wave are summed up.
             max_staleness=1,
         ),
     )
 
 
 def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) -> dict[str, Any]:
-    """Run one case in two fresh processes; gives the figures of the first one."""
+    """Run one case in two fresh processes, and return the figures of the first one."""
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")
@@ -168,7 +169,8 @@ def loss_config(options: Options) -> RunConfig:
 
 
 def loss_figures(config: RunConfig) -> dict[str, Any]:
-    """The peak of a last stage's memory for a microbatch, above what the stage holds, and the loss's part of it."""
+    """The peak of a last stage's memory for a microbatch, beyond what the stage holds, and the part of it that the loss
+    takes."""
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")
@@ -194,7 +196,7 @@ def loss_figures(config: RunConfig) -> dict[str, Any]:
 
 
 def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dict[str, Any]:
-    """One case's bytes by arithmetic, its bytes as measured with each way to allocate, and their ratio."""
+    """The bytes of one case: by arithmetic, as measured with each way to allocate, and the ratio of the two."""
     return {
         "expected_bytes": dict(expected),
         "measured_bytes": {malloc: {name: figures[name] for name in expected} for malloc, figures in measured.items()},
@@ -219,7 +221,7 @@ def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> d
     wave_settled = num_in_flight * sizes.settled_bytes(config, STAGE)
     again = 0 if is_kept else sizes.graph_bytes(config, STAGE)
     in_flight = state + delayed + waiting + wave_settled
-    # At the end of a synchronous round nothing is in flight; with DiLoCo it goes on.
+    # At the end of a synchronous round nothing is in flight. With DiLoCo microbatches stay in flight.
     meanwhile = state + (WAVES * wave_settled if config.rounds.synchronous else delayed + waiting)
     return {
         "in_flight": in_flight,

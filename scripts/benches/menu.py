@@ -1,10 +1,10 @@
 """The command line of a program with many things to run: PROG NAME [--json] [options].
 
-Used by scripts/bench and scripts/simulate. Progress goes to stderr; with --json the last line of stdout is one JSON
-object, else a table follows. Each thing to run is a module with a class `Options` and a function
-`run(options) -> figures`. The exit code is 1 if the figures say that it has not `passed`, unless the module has an
-`exit_code(figures)` of its own. SIGTERM ends it as Ctrl-C does, so that it removes what it has made. Never measures
-anything.
+Used by scripts/bench and scripts/simulate. Each thing to run is a module with a class `Options` and a function
+`run(options) -> figures`. Progress goes to stderr. The figures go to stdout: with --json one JSON object as the last
+line, otherwise a table. The exit code is 1 if the figures say that the run has not `passed`, unless the module has an
+`exit_code(figures)` of its own. SIGTERM ends the program as Ctrl-C does, so that it removes its temporary files.
+Measures nothing itself.
 """
 
 import json
@@ -25,13 +25,14 @@ def run_named(
     prog: str, kind: str, known: Mapping[str, str], module_of: Callable[[str], ModuleType], *,
     measuring: Collection[str] = (),
 ) -> int:  # fmt: skip
-    """Run what the command line names; gives the exit code.
+    """Run what the command line names, and return the exit code.
 
     Args:
         kind: what the things are called, in the plural.
         known: the names of the things, and what each is for.
         module_of: imports the module of a name.
-        measuring: those whose figures depend on what else this machine does; `others_cpu_share` is put beside them.
+        measuring: the names of things whose figures depend on what else this machine does. Their figures also get
+            `others_cpu_share`.
     """
     name, *arguments = sys.argv[1:] or [""]
     if name not in known:
@@ -55,7 +56,7 @@ def run_named(
 
 
 def _exit_code(figures: Mapping[str, Any]) -> int:
-    # A bench that was not judged has None, or no such figure.
+    # `passed` is None, or missing, if the bench has no goal to reach.
     return int(figures.get("passed") is False)
 
 

@@ -1,10 +1,12 @@
-"""The ways to train, on the same model, data and tokens: how fast, how large, and what each does when a worker dies.
+"""Compares the ways to train, with the same model, data and tokens: speed, memory, and what happens when a worker dies.
 
-One process (`single`), `swarm-static` with two workers (data parallel, also with compressed gradients; FSDP; tensor and
-pipeline parallel), torch's own DDP loop (`ddp_loop`), and a swarm of two stages with two peers each, in both settings.
-Every process has one thread. Steps are batches of 16 samples; a round of DiLoCo has as many samples as 16 of these. In
-a second, shorter training a worker is killed (kill -9) once it has gone well for a while. Last, data parallel training
-and torch's own loop take turns, for how fast the one is beside the other.
+The ways are: one process (`single`); `swarm-static` with two workers (data parallel, also with compressed gradients;
+FSDP; tensor and pipeline parallel); torch's own DDP loop (`ddp_loop`); and a swarm of two stages with two peers each,
+in both settings. Every process has one thread. A step has a batch of 16 samples, and a round of DiLoCo has the samples
+of 16 steps.
+
+In a second, shorter training a worker is killed (kill -9) after a third of the steps. At the end data-parallel training
+and torch's own loop take turns, to compare their speed.
 """
 
 import functools
@@ -43,16 +45,16 @@ METHODS = (*STATIC, "ddp_loop", *SWARMS)
 BATCH_SAMPLES, BATCHES_A_ROUND = 16, 16
 """Samples of a step, and steps of a round of DiLoCo."""
 SMOOTHED = 16
-"""Steps over which a loss is a mean."""
+"""The number of steps over which losses are averaged."""
 SHARE_OF_STEPS = 0.8
-"""After this share of its steps, `single` has the loss that all are to reach."""
+"""The loss that all methods have to reach is that of `single` after this share of its steps."""
 WARM_UP = 5
 """Steps that do not count for rates."""
 TURNS, TURN_STEPS = 4, 64
 """How often `dp` and `ddp_loop` take turns, and the steps of a turn."""
 POLL_SECONDS = 0.1
 KILL_SECONDS = 180.0
-"""A training that makes no progress for this long is taken for stuck."""
+"""A training that makes no progress for this long counts as stuck."""
 
 JUDGED = {"methods.*.scaling_efficiency": MORE, "dp_over_ddp_loop": MORE}
 
@@ -64,13 +66,13 @@ class Options(BenchOptions):
     """Compare the ways to train."""
 
     methods: tuple[str, ...] = METHODS
-    """Which; figures that compare others are left out."""
+    """Methods to measure. Figures that need other methods are left out."""
     steps: int = 240
     """Batches of 16 samples; a multiple of 16."""
     d_model: int = 128
     """Width of the model, which has four layers; a multiple of 32."""
     kill: bool = True
-    """Kill a worker of each in a training of its own."""
+    """Kill a worker of each method, in a separate training."""
 
     def __post_init__(self) -> None:
         cli.require_known(self, "methods", METHODS)
@@ -80,7 +82,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train with each method; gives the figures by method."""
+    """Train with each method, and return the figures by method."""
     started_at = time.monotonic()
     rows: dict[str, Rows] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -122,7 +124,7 @@ def run_config(options: Options, method: str) -> RunConfig:
     rounds = RoundsConfig(setting="synchronous", round_samples=BATCH_SAMPLES)
     if method == "swarm_diloco":
         samples = BATCH_SAMPLES * BATCHES_A_ROUND
-        # Two peers then take as many steps one after the other as the other methods do.
+        # With this, each of the two peers takes as many steps as the other methods do.
         rounds = RoundsConfig(setting="diloco", round_samples=samples, inner_batch_samples=BATCH_SAMPLES // 2)
     return RunConfig(
         run="bench-methods",
@@ -187,7 +189,7 @@ class Training:
         return [row["step"] for row in self._rows() if "train/loss" in row]
 
     def to_the_end(self) -> tuple[Rows, int]:
-        """Wait for the end of the training; returns its figures, and the most memory that one of its processes held.
+        """Wait for the end of the training. Return its figures, and the most memory that one of its processes held.
 
         Raises:
             DeadlineExceeded: a process failed.
@@ -205,7 +207,7 @@ class Training:
         return self._rows(), most_bytes
 
     def with_a_kill(self) -> dict[str, Any]:
-        """Kill a worker when a third is trained; returns what became of the training."""
+        """Kill a worker after a third of the steps, and return how the training went on."""
         self._until(lambda: len(self._steps()) >= self._rounds // 3)
         victim = self._victim()
         before, killed_at = self._steps(), time.monotonic()
@@ -227,7 +229,7 @@ class Training:
         return process if self._method == "single" else process.children()[-1]
 
     def _until(self, condition: Callable[[], bool]) -> bool:
-        """Wait for a condition. Returns False if training ended first, or made no progress."""
+        """Wait for a condition. Return False if the training ended before, or made no progress."""
         deadline = time.monotonic() + KILL_SECONDS
         while not condition():
             if time.monotonic() > deadline or any(end.name == self._child.name for end in self._children.exits()):
@@ -237,7 +239,7 @@ class Training:
 
 
 def figures(config: RunConfig, rows: Rows, memory_bytes: int) -> dict[str, Any]:
-    """The figures in the lines of one training."""
+    """The figures of one training, from its lines of metrics."""
     steps = [row for row in rows if "train/loss" in row]
     batches = config.rounds.round_samples // BATCH_SAMPLES
     counted = steps[-(-WARM_UP // batches) :]
@@ -267,10 +269,10 @@ def compare(found: Mapping[str, dict[str, Any]], rows: Mapping[str, Rows]) -> No
 
 
 def curve(rows: Rows) -> list[tuple[float, float]]:
-    """Seconds of training, and the mean of the last losses then."""
+    """Pairs of the seconds of training and the mean of the last losses at that time."""
     steps = [row for row in rows if "train/loss" in row]
     seconds, points = 0.0, list[tuple[float, float]]()
-    # A row of DiLoCo is a round, and its loss is a mean already.
+    # With DiLoCo a row is a round, and its loss is already a mean.
     width = min(SMOOTHED, max(1, len(steps) // 10))
     for number, row in enumerate(steps):
         seconds += row["train/step_time"]

@@ -1,10 +1,10 @@
-"""nanoGPT's Shakespeare configuration for a CPU, as a swarm of two stages with two peers each.
+"""Trains nanoGPT's Shakespeare configuration for a CPU in a swarm of two stages with two peers each.
 
-4 layers, 4 heads, width 128, context 64, 2,000 iterations of 12 samples, AdamW from 1e-3 to 1e-4 by cosine; nanoGPT's
-README gives 1.88 for its validation loss. Real processes over TLS train it in the synchronous setting, and with DiLoCo
-on as many samples, in inner batches of 6, so that each of two peers takes as many steps one after the other. The text
-has to be named: --dataset tinyshakespeare.txt. The last tenth of it is held out, as in nanoGPT; tokens are bytes, which
-for this text are its characters.
+The configuration has 4 layers, 4 heads, width 128, context 64, and 2,000 iterations of 12 samples; AdamW's rate falls
+from 1e-3 to 1e-4 by a cosine. nanoGPT's README gives 1.88 as its validation loss. Real processes over TLS train it in
+the synchronous setting, and with DiLoCo on the same number of samples. DiLoCo has inner batches of 6 samples, so that
+each of the two peers takes as many steps as one process. The text has to be named: --dataset tinyshakespeare.txt. Its
+last tenth is held out, as in nanoGPT. Tokens are bytes, which are characters in this text.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Options(BenchOptions):
     """Train nanoGPT's Shakespeare model over a swarm."""
 
     dataset: str = field()
-    """nanoGPT's Shakespeare text, a file: its loss means nothing for another one."""
+    """nanoGPT's Shakespeare text, a file. With another text the loss could not be compared."""
 
     iterations: int = 2000
     """Batches of 12 samples."""
@@ -63,7 +63,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train in each setting; gives the figures."""
+    """Train in each setting, and return the figures."""
     figures: dict[str, Any] = {"nanogpt_validation_loss": NANOGPT_LOSS, "samples": BATCH * options.iterations}
     for setting in options.settings:
         config, _ = with_corpus(_config(options, setting))

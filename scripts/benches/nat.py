@@ -1,10 +1,10 @@
 """Peers behind routers: how soon do they serve, by which way are they reached, and how fast is it?
 
-Each arrangement is a small internet of network namespaces. A public peer begins a run, and another one joins from
-behind a router, by its invite and no other option: `serves_seconds` is from its start until it serves. `way` is how a
-caller, who is behind a router in the arrangements with a plus, reaches a peer there in the end. `hop_ratio_to_direct`
-compares pieces of 1 MiB on this way with the same pieces to a public peer; the lines of the caller, the meeting point
-and the peer all have the same rate. Needs root, iproute2 and nftables.
+Each arrangement is a small internet of network namespaces. A public peer begins a run, and another peer joins from
+behind a router, with the invite and no other option. `serves_seconds` is the time from the start of this peer until it
+serves. `way` is how a caller finally reaches the peer. In arrangements with a plus, the caller is behind a router, too.
+`hop_ratio_to_direct` compares the rate of pieces of 1 MiB on this way with the rate to a public peer. The lines of the
+caller, the meeting point and the peer have the same rate. Needs root, iproute2 and nftables.
 """
 
 import json
@@ -34,12 +34,12 @@ class Options(OutputOptions):
     """Measure peers behind routers."""
 
     arrangements: tuple[str, ...] = (*KINDS, *PAIRS)
-    """How the peer is connected, and behind a plus its caller, if not by a public address: none, full-cone,
+    """How the peer is connected, and after a plus its caller, which otherwise has a public address: none, full-cone,
     restricted, symmetric, cgnat, udp-blocked, ipv6, dual-stack."""
     mbit: int = 50
     """Rate of every line, in megabits per second."""
     seconds: float = 8.0
-    """How long pieces are sent on each way."""
+    """How many seconds pieces are sent on each way."""
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"mbit": 1})
@@ -49,7 +49,8 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The figures by arrangement. Raises OSError if this machine cannot have network namespaces."""
+    """Measure all arrangements, and return their figures. Raises OSError if this machine cannot have network
+    namespaces."""
     if lack := missing():
         raise OSError(f"no network namespaces: {lack}")
     results: dict[str, Any] = {}
@@ -88,7 +89,7 @@ class _World:
         return seconds
 
     def line(self, options: Options) -> dict[str, Any]:
-        """The way by which pieces reach the peer, and how fast they do, compared with a public peer."""
+        """The way on which pieces reach the peer, and their rate compared with the rate to a public peer."""
         for host in (self._public, self._other_public, self._peer, self._caller):
             self._internet.limit(host, options.mbit)
         points = [host.address if self._has_ipv4 else host.address6 for host in (self._public, self._other_public)]

@@ -1,9 +1,10 @@
 """Does a swarm in the synchronous setting follow the trajectory of one process?
 
-Real processes over TLS train; their losses and their final weights, downloaded from every peer, are compared with the
-single-process reference: in stages, as one stage, and in stages that share a tied embedding. With --lora it is the
-adapters of a model of transformers, and peft's own layers in one process. Two references that are wrong on purpose,
-with a microbatch of an early round left out or counted twice, show that the comparison would notice.
+Real processes over TLS train. Their losses and their final weights, which are downloaded from every peer, are compared
+with a single process that trains the same. The swarm is compared in three shapes: in several stages, as one stage, and
+in stages that share a tied embedding. With --lora the swarm trains adapters of a model of transformers, and the single
+process uses peft's own layers. Two further references are wrong on purpose: a microbatch of an early round is left out,
+or counted twice. They show that the comparison would notice such a fault.
 """
 
 import asyncio
@@ -47,12 +48,12 @@ from swarm.types import PROTOCOL_VERSION, PeerRecord
 BOUND = 1e-4
 """Largest relative difference that passes."""
 CONTROL_BOUND = 1e-3
-"""Least relative difference that each negative control must show."""
+"""Smallest relative difference that each wrong reference must show."""
 CONTROL_MICROBATCH = 19
-"""The microbatch that the controls leave out or count twice: in the middle of the third round."""
+"""The microbatch that the wrong references leave out or count twice. It is in the middle of the third round."""
 MICROBATCHES_PER_ROUND = 8
 COMMIT_SECONDS = 30.0
-"""Longest wait for a member to commit the last round: others may be ahead of it by a moment."""
+"""Longest wait for a member to commit the last round, which other members may already have committed."""
 ANSWER_SECONDS = 10.0
 
 JUDGED = {"passed": MORE, "exactly_once": MORE}
@@ -82,7 +83,7 @@ class Options(BenchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a training run left behind."""
+    """The results of a training."""
 
     losses: Sequence[float]
     """Mean loss of each step."""
@@ -93,7 +94,7 @@ class Trained:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train all swarms and references; gives the figures."""
+    """Train all swarms and references, and return the figures."""
     compute_like_peers()
     with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder, Supervisor(Path(folder) / "logs") as children:
         return (_compare_adapters if options.lora else _compare)(options, children, Path(folder))
@@ -131,7 +132,7 @@ def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> d
 
 @dataclass(frozen=True, kw_only=True)
 class _References:
-    """Two references of the same run: a right one, and a wrong one."""
+    """References of the same run, right and wrong."""
 
     plain: Trained
     dropped: Trained
@@ -153,8 +154,8 @@ def _figures(
     """The figures that are reported.
 
     Args:
-        shapes: by name, the differences of swarms of other shapes.
-        committed: by their stages.
+        shapes: by name, the differences of the swarms with other shapes.
+        committed: the microbatches that the stages of those swarms have committed.
     """
     expected = len(references.plain.losses) * MICROBATCHES_PER_ROUND
     figures = differences(swarm, references.plain)
@@ -219,7 +220,7 @@ def _train_swarm(
 async def _inspect(
     config: RunConfig, records: Sequence[PeerRecord], steps: int
 ) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
-    """Every peer's weights after `steps` rounds, and what each stage has committed."""
+    """Every peer's weights after `steps` rounds, and the number of microbatches that each stage has committed."""
     weights = []
     committed = [0] * config.stages.num_stages
     channels = ChannelPool()
@@ -266,7 +267,7 @@ def differences(trained: Trained, reference: Trained) -> dict[str, float]:
 
 
 def _weight_difference(trained: Trained, reference: Trained) -> float:
-    """Norm of the difference over norm of the reference, of the worst tensor at any peer."""
+    """The relative error of the worst tensor at any peer: the norm of the difference over the norm of the reference."""
     (expected,) = reference.weights
     assert {name for weights in trained.weights for name in weights} == expected.keys(), "the stages make up the model"
     return largest_of(

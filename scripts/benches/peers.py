@@ -1,15 +1,16 @@
-"""Two stages of a swarm, against what a user would pick instead.
+"""Compares two stages of a swarm with what a user would otherwise choose.
 
-Three sides train the same two-stage model on the same microbatches with the same optimizer, one thread a stage, in
-turns. A turn is one round of 40 microbatches, one optimizer step:
+Three sides take turns at training the same two-stage model, on the same microbatches and with the same optimizer. Each
+stage has one thread. A turn is one round of 40 microbatches, which is one optimizer step:
 
     swarm     two stage peers and a trainer, over TLS; any of them may drop at any moment
     moe       two servers of hivemind.moe, driven through RemoteExpert (sides/moe_stage.py, sides/moe_trainer.py)
     static    torch.distributed.pipelining, 1F1B over gloo (sides/static_stage.py), which tolerates nothing
 
-A server of hivemind.moe runs the forward again for a backward (ModuleBackend.backward), a third more computing; the
-other two sides keep graphs. Start-up, a first turn of each side, whose memory is all new, and the first step of each
-trainer of the swarm are not measured. Ratios are of the turns of one repetition.
+A server of hivemind.moe computes the forward again in the backward (ModuleBackend.backward), which is a third more
+computing. The other two sides keep graphs. Three things are not measured: start-up, a first turn of each side (in which
+it allocates its memory), and the first step of each trainer of the swarm. A ratio compares turns of the same
+repetition.
 """
 
 import sys
@@ -64,7 +65,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all sides; gives the figures."""
+    """Measure all sides, and return the figures."""
     config, _ = with_corpus(_config(options))
     tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as name, Supervisor(Path(name) / "logs") as children:
@@ -108,7 +109,7 @@ def _config(options: Options) -> RunConfig:
             dataset=options.dataset, sequence_length=256, microbatch_size=options.microbatch_size, max_tokens=4_000_000
         ),
         rounds=RoundsConfig(setting="synchronous", round_samples=options.microbatch_size * options.microbatches),
-        # There is no clipping by the norm over all stages, since the other sides have none.
+        # Gradients are not clipped by their norm over all stages, because the other sides do not clip.
         optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=0.0),
     )
 
@@ -143,7 +144,7 @@ def _start_moe(folder: Path, steps: int, children: Supervisor) -> Worker:
 
 
 def _turn(workers: Sequence[Worker]) -> float:
-    """Let a side have its turn; returns the seconds that its slowest process took."""
+    """Let a side have its turn, and return the seconds of its slowest process."""
     for worker in workers:
         worker.begin()
     return max(worker.seconds() for worker in workers)

@@ -1,16 +1,16 @@
 """How much of two cores does a pipeline of two stages use?
 
-Three sides train the same model with the same rounds, microbatches and optimizer steps, in turn:
+Three sides take turns at training the same model, with the same rounds, microbatches and optimizer steps:
 
     swarm     two stage peers with one compute thread each, and a trainer that feeds them, over TLS
     limit     two independent processes with one thread each, the whole model in both: the sum of their tokens/s
     single    one process with two threads
 
-Only one side works at a time: a whole-model process is stopped by signal while it waits, and two peers that no trainer
-feeds take less than 2 % of a core away from the other sides. A whole-model process computes only some of a round's
-microbatches, and its time is scaled up to the whole round, since each takes as long as any other; the swarm trains
-whole rounds. Start-up, every trainer's first step and its evaluation are not measured, nor the first rounds of the
-swarm, in which its peers' memory still grows. A ratio compares turns of the same repetition.
+Only one side works at a time. A whole-model process is stopped by a signal while it waits, and two peers that no
+trainer feeds take less than 2 % of a core. A whole-model process computes only some microbatches of a round, and its
+time is scaled up to the whole round, because all microbatches take equally long. The swarm trains whole rounds. Not
+measured are start-up, every trainer's first step and evaluation, and the first rounds of the swarm, in which the memory
+of its peers still grows. A ratio compares turns of the same repetition.
 """
 
 import sys
@@ -46,20 +46,22 @@ class Options(BenchOptions):
     d_model: tuple[int, ...] = (384, 768)
     """Widths of the model to measure; multiples of 64."""
     num_layers: int = 0
-    """Layers of the model, half of them at each stage; 0: one for each 64 of its width, as GPT-2 small has, which is
-    12 at 768, and nanoGPT's smallest, which is 6 at 384. What crosses the wire is the same for any number."""
+    """Layers of the model, half of them at each stage. 0 takes one layer for each 64 of the width: 12 at 768, as in
+    GPT-2 small, and 6 at 384, as in nanoGPT's smallest model. The number does not change what crosses the wire."""
     microbatch_size: int = 0
-    """Samples of 256 tokens in a microbatch; 0: 4 at 768 and 8 at 384, so that as much crosses the wire. That is as
-    many tokens as a configuration has that says nothing (1,024), and as the preset `small` has (2,048)."""
+    """Samples of 256 tokens in a microbatch. 0 takes 4 at width 768 and 8 at 384, so that the same number of bytes
+    crosses the wire. These are the 1,024 tokens of a configuration's default, and the 2,048 tokens of the preset
+    `small`."""
     setting: Setting = "diloco"
-    """`diloco`, as runs are if nothing else is said: the pipeline is never drained. `synchronous`: it fills and drains
-    in every round, which with n microbatches leaves n / (n + 1) of the limit at best."""
+    """`diloco`, the default of runs: the pipeline is never drained. `synchronous`: it fills and drains in every round,
+    so with n microbatches it reaches at best n / (n + 1) of the limit."""
     microbatches: int = 12
-    """Microbatches in a round, which is one optimizer step, with DiLoCo one inner and one outer step."""
+    """Microbatches in a round. A round is one optimizer step; with DiLoCo, one inner and one outer step."""
     sampled: int = 4
-    """How many of these the other sides compute: a microbatch of theirs takes as long as any other."""
+    """How many of these microbatches the other sides compute. There all microbatches take equally long."""
     warm_up: int = 1
-    """Rounds of the swarm before the first repetition, whose trainer begins with one more that does not count."""
+    """Rounds of the swarm before the first repetition. The trainer of each repetition begins with one more round that
+    does not count."""
     steps: int = 1
     """Rounds that each repetition measures."""
     repetitions: int = 3
@@ -77,7 +79,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure every width; gives the figures."""
+    """Measure every width, and return the figures."""
     started_at = time.monotonic()
     turns = {str(width): _measure(options, width) for width in options.d_model}
 
@@ -116,7 +118,7 @@ def _config(options: Options, d_model: int) -> RunConfig:
             dataset=options.dataset, sequence_length=256, microbatch_size=microbatch_size, max_tokens=4_000_000
         ),
         rounds=RoundsConfig(setting=options.setting, round_samples=round_samples, inner_batch_samples=round_samples),
-        # The rate is low, because with one inner step a round DiLoCo's momentum makes it many times larger.
+        # The learning rate is low, because with one inner step a round DiLoCo's momentum multiplies it many times.
         optimizer=OptimizerConfig(learning_rate=3e-5, clip_norm=1.0),
     )
 
@@ -129,7 +131,7 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
         folder = Path(name)
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
-        # All start at once, so that none has a core to itself while it imports torch and warms up.
+        # All processes start at once, so that each has the same share of the cores while it imports torch and warms up.
         limit = [_whole_model(f"limit-{number}", 1, options, children, folder) for number in range(2)]
         single = [_whole_model("single", 2, options, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
@@ -163,7 +165,7 @@ def _whole_model(name: str, threads: int, options: Options, children: Supervisor
 
 
 def _train_at_once(processes: Sequence[Worker], tokens: int) -> float:
-    """Train on these processes at once; gives their tokens/s together."""
+    """Train on these processes at once, and return their tokens/s together."""
     for process in processes:
         process.begin()
     return sum(tokens / process.seconds() for process in processes)

@@ -1,9 +1,10 @@
-"""What knowing many peers costs: the CPU time of a choice, the memory of the table, the traffic of the directory.
+"""Measures what it costs to know many peers: the CPU time of a choice, the memory of the table, the directory's
+traffic.
 
-The router is the one that trainers and stage peers use, with as many peers as a stage might have; sizes take turns, and
-each choice is followed by what its outcome teaches. `record_bytes` and what follows from it is arithmetic: a record as
-it is signed for the DHT, times how often it is renewed and read. What real DHT nodes use is measured by
-sides/routing_dht.py, in swarms as large as fit here.
+The router is the one of trainers and stage peers, with as many peers as a stage might have. Sizes take turns, and after
+each choice the router learns its outcome. `record_bytes` and the figures that follow from it are computed: the size of
+a record as it is signed for the DHT, times how often it is renewed and read. sides/routing_dht.py measures what real
+DHT nodes use, in swarms as large as fit on this machine.
 """
 
 import random
@@ -34,18 +35,19 @@ JUDGED = {"cost_*_over_*": LESS}
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OutputOptions):
-    """What a choice among many peers costs, and what it costs to know them."""
+    """Measure what a choice among many peers costs, and what it costs to know them."""
 
     sizes: tuple[int, ...] = (100, 1000, 10000)
     """Peers of a stage; the first and the last are compared."""
     num_choices: int = 20000
     """Choices in each repetition, at each size."""
     repetitions: int = 7
-    """Medians are taken over these."""
+    """Repetitions over which medians are taken."""
     dht_sizes: tuple[int, ...] = (2, 4, 8, 16, 24)
-    """Peers with a DHT node each, from few to many; the largest are extrapolated, and must not take all of the CPU."""
+    """Numbers of peers with a DHT node each, from few to many. Larger swarms are extrapolated from the largest ones,
+    which must not use all of the CPU."""
     dht_stages: int = 1
-    """Stages that these peers serve, in turn; each peer reads all of them."""
+    """Stages that these peers serve in turn. Each peer reads the records of all stages."""
     dht_seconds: float = 30.0
     """How long the DHT is observed, at each size."""
     seed: int = 0
@@ -115,7 +117,7 @@ class _Table:
         self._router.update(0, self._records)
 
     def choose(self, count: int) -> float:
-        """Make this many choices, and report how each went; returns the CPU seconds."""
+        """Make this many choices, and report the outcome of each to the router. Return the CPU seconds."""
         router, clock, all_seconds = self._router, self._clock, self._seconds
         began = time.process_time()
         for _ in range(count):
@@ -131,7 +133,7 @@ class _Table:
         return time.process_time() - began
 
     def update(self) -> float:
-        """Take over the whole directory, as happens every few seconds; returns the CPU seconds."""
+        """Give the router the whole directory, as happens every few seconds. Return the CPU seconds."""
         began = time.process_time()
         self._router.update(0, self._records)
         return time.process_time() - began

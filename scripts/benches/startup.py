@@ -1,10 +1,11 @@
-"""How soon is each command of use, and what does that cost?
+"""How soon after its start is each command useful, and what does the start cost?
 
-A new swarm for each repetition: a first peer, one of another stage, a trainer until its first step is done, a peer
-that joins the trained stage, and swarm-status, which asks that peer or enters the DHT itself. Seconds are those of the
-clock until a peer serves, a trainer has taken its step or a program has answered; CPU seconds are those of all its
-processes until then, p2pd included. Importing a command's program is what it costs before it does anything. Machines
-differ, so `cpu_over_import` gives CPU seconds over those of importing what a command cannot do without.
+Each repetition starts a new swarm: a first peer, a peer of another stage, a trainer until its first step is done, a
+peer that joins the trained stage, and swarm-status, which asks that peer or enters the DHT itself. Seconds are those of
+the clock until a peer serves, a trainer has taken its step, or a program has answered. CPU seconds are those of all its
+processes until then, p2pd included. The time to import a command's program is the cost before it does anything.
+Machines differ, so `cpu_over_import` is a ratio: the CPU seconds of a command over those of importing the libraries
+that it needs.
 """
 
 import resource
@@ -47,9 +48,10 @@ PROGRAMS = {
 }
 """The module of each program."""
 YARDSTICKS = {"torch": "import torch", "hivemind": "import torch, hivemind"}
-"""What CPU seconds are compared with, measured in the same repetition: `torch`, but for those below."""
+"""The imports with which CPU seconds are compared, measured in the same repetition: `torch`, except for the names in
+IN_THE_DHT."""
 IN_THE_DHT = ("first_peer_serving", "joiner_serving", "trainer_first_step", "status_dht")
-"""The moments for which hivemind is needed as well."""
+"""The moments that need hivemind as well."""
 
 JUDGED = {"cpu_over_import.*": LESS}
 
@@ -85,7 +87,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _over_import(turns: paired.Turns) -> dict[str, paired.Ratio]:
-    """CPU seconds of every command, and of importing its program, over those of its yardstick."""
+    """The CPU seconds of every command, and of importing its program, over those of its import in YARDSTICKS."""
     found = {}
     for name in turns:
         command = name.removesuffix("_cpu_seconds")
@@ -108,7 +110,7 @@ def _starts(swarm: SwarmProcesses) -> dict[str, float]:
     figures = _serves(swarm, 0, "first_peer")
     _serves(swarm, 1, "second_peer")
     figures |= first_step(swarm)
-    # The joiner downloads what the second peer has learnt.
+    # The joiner downloads the state of the second peer.
     figures |= _serves(swarm, 1, "joiner")
     joiner = swarm.peers[-1]
     for way, where in (("status", ["--peer", _entry(joiner)]), ("status_dht", ["--initial-peers", joiner.dht_address])):
@@ -123,7 +125,7 @@ def _serves(swarm: SwarmProcesses, stage: int, name: str) -> dict[str, float]:
     peer = swarm.until_ready(child, stage)
     cpu_seconds = proc.cpu_seconds_of_all(child.pid)
     swarm.peers.append(peer)
-    # The peer itself writes down when it serves.
+    # The peer itself records the time at which it serves.
     seconds = peer.record.announced_at - began_at
     return {f"{name}_serving_cpu_seconds": cpu_seconds, f"{name}_serving_seconds": seconds}
 
@@ -147,7 +149,8 @@ def first_step(swarm: SwarmProcesses) -> dict[str, float]:
 
 
 def _to_the_end(command: Sequence[str]) -> tuple[float, float]:
-    """CPU seconds of a command and all that it waited for, and seconds of the clock."""
+    """Run a command to its end, and return its CPU seconds, with those of its children, and the seconds of the
+    clock."""
     began_at, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

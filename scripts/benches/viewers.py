@@ -1,12 +1,12 @@
-"""What do people who look at a dashboard cost the swarm, and the machine that the dashboard is on?
+"""What do the viewers of a dashboard cost the swarm, and the machine of the dashboard?
 
-Two stages train, and a dashboard looks at them as always, every two seconds. In turns nobody watches, and `--viewers`
-do: each holds a WebSocket and reads all that it is told, as a browser does, but draws nothing. Turns are short, so that
-neighbours see the same of what else the machine does, and begin and end with a step. `throughput` is steps per second
-with viewers over those without. Everything shares this machine's cores here; so it is also given what each part takes
-of a core: the peers, which pay for the looks and for nothing else, wherever the dashboard is; the dashboard; and the
-viewers. `peers_cpu_per_step` is what a step costs the peers with viewers over without. `intervals` has, for both, where
-the median is with 95 %.
+Two stages train, and a dashboard takes a view of them every two seconds, as usual. Turns with `--viewers` viewers and
+turns without any alternate. Each viewer holds a WebSocket and reads all messages, as a browser does, but draws nothing.
+Turns are short, so that two neighbouring turns see about the same of what else the machine does. They begin and end
+with a step. `throughput` is the steps per second with viewers over those without. Everything shares this machine's
+cores here, so the bench also says how much of a core each part uses: the peers (which only pay for the views, wherever
+the dashboard runs), the dashboard, and the viewers. `peers_cpu_per_step` is the peers' CPU time for a step with viewers
+over that without. `intervals` has, for both ratios, the interval that holds the median with 95 %.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
 MOST_STEPS = 1_000_000
-"""More steps than are taken while the bench measures."""
+"""More steps than the trainer takes while the bench measures."""
 SETTLE_SECONDS = 1.0
-"""Time after viewers have come, until what they cost is counted."""
+"""Time after the viewers have connected until their cost is measured."""
 
 STEP_POLL_SECONDS = 0.01
 
@@ -77,7 +77,7 @@ class Turn:
     dashboard_cpu: float
     viewers_cpu: float
     messages_per_second: float
-    """The messages per second that all viewers together were told."""
+    """The messages per second that all viewers together received."""
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _columns(turns: Sequence[Turn]) -> Mapping[str, Sequence[float]]:
 
 
 def _start_dashboard(swarm: SwarmProcesses) -> tuple[Child, str]:
-    """Start a dashboard of the swarm; gives it, and the address of its page."""
+    """Start a dashboard of the swarm. Return its process, and the address of its page."""
     record = swarm.peers[0].record
     options = DashboardOptions(
         peer=(str(Entry(PeerId(record.peer_id), record.endpoint)),), port=0, history=swarm.folder / "history"
@@ -153,7 +153,7 @@ async def _turn(swarm: SwarmProcesses, dashboard: Child, url: str, num_viewers: 
             told += 1
 
     async def spent() -> list[float]:
-        """The resources spent so far, read as a step ends."""
+        """The resources that were spent so far, read when a step ends."""
         metrics = swarm.metrics("trainer")
         size = metrics.stat().st_size
         while metrics.stat().st_size == size:

@@ -1,16 +1,18 @@
-"""What is left of a swarm's throughput over long and slow lines, for layers of three sizes?
+"""How much of its throughput does a swarm keep over long and slow lines, for layers of three sizes?
 
-Two stages of one peer and a trainer, real processes over TLS, each behind a line of so many Mb/s up and as many down
-(shared/throttle.py), so long that a call and its answer between any two of them take so much longer. Computing is a
-pause of fixed length (sides/paced_stage.py). How many microbatches are in flight is what the trainer and the peers find
-out. A swarm goes through all round trips, the shortest first: what it has learnt is too little for the next one, never
-too much.
+Two stages of one peer and a trainer are real processes over TLS. Each is behind a line with a rate in each direction
+(shared/throttle.py). The lines add a fixed time to a call and its answer between any two of them. Computing is a pause
+of fixed length (sides/paced_stage.py). The trainer and the peers find out themselves how many microbatches to keep in
+flight. One swarm goes through all round trips, the shortest first, so that it has never learnt to keep more in flight
+than the next round trip needs.
 
 The rows are those of the SWARM paper's table of GPU utilisation over round trips (arXiv 2301.11913, at 500 Mb/s and
-without overlap), with the compute and the transfers that the study `utilisation` reads off it
-(simulate/studies/utilisation.py). So that this machine's CPU is not what limits, the lines of the two rows that are
-bound to them carry a fraction of the row's bytes at the same fraction of the speed, and several microbatches make one:
-that is a microbatch of as many more samples, in SWARM's share as well.
+without overlap). Their compute and transfer times are those that the study `utilisation` reads off the table
+(simulate/studies/utilisation.py).
+
+This machine's CPU must not be the limit. So in the two rows whose lines would be too fast for it, lines carry only a
+fraction of the row's bytes, at the same fraction of the speed. Also, several microbatches are merged into one, in
+SWARM's share as well: a microbatch with as many times more samples.
 """
 
 import asyncio
@@ -33,9 +35,9 @@ from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, Stage
 ACTIVATION_BYTES = 2
 """Bytes of one element on the wire."""
 SAMPLES, TOKENS = 4, 32
-"""Samples and tokens of a microbatch: few, since what the wire carries is the width."""
+"""Samples and tokens of a microbatch. They are few, because the width makes up the bytes on the wire."""
 ENOUGH = 100
-"""Microbatches to count, at least about: one more or less is then a hundredth."""
+"""About how many microbatches to count at least, so that one more or less changes a rate by a hundredth."""
 
 JUDGED = {"gpt3_share_at_100ms": MORE, "worst_over_swarm": MORE_OF_DIFFERENCE, "rows.*.share": MORE}
 
@@ -51,13 +53,14 @@ class Options(BenchOptions):
     megabits: tuple[float, ...] = (500.0, 200.0, 80.0)
     """Mb/s of each process's line, up and down."""
     round_trips_ms: tuple[int, ...] = (0, 20, 100, 200)
-    """Milliseconds that a call and its answer take longer; 0 is what the others are compared with."""
+    """Milliseconds that are added to a call and its answer. 0 must be among them, because the others are compared with
+    it."""
     warm_up_seconds: float = 25.0
-    """Training before each measurement: the trainer finds out how many microbatches to keep in flight."""
+    """Training before each measurement, in which the trainer finds out how many microbatches to keep in flight."""
     seconds: float = 20.0
-    """Length of each measurement; more where so long is too little for a hundred microbatches."""
+    """Length of each measurement. It is longer if that is needed for a hundred microbatches."""
     repetitions: int = 1
-    """Times that each row and line has its turn."""
+    """How many turns each row and line has."""
 
     def __post_init__(self) -> None:
         cli.require_positive(self, ("warm_up_seconds", "repetitions"))
@@ -76,9 +79,9 @@ class Row:
 
     layers: Layers
     num_merged: int = 1
-    """SWARM's microbatches in one of ours."""
+    """How many of SWARM's microbatches are merged into one of ours."""
     scale: float = 1.0
-    """How many times smaller than the row's the lines, and what goes over them, are."""
+    """By how many times the lines' rate, and the bytes that go over them, are smaller than in the paper's row."""
 
     @property
     def compute_seconds(self) -> float:
@@ -91,12 +94,12 @@ class Row:
         return self.num_merged * self.layers.tensor_bytes
 
     def share(self, megabits: float, round_trip_seconds: float) -> float:
-        """What SWARM, without overlap, keeps of its throughput without a round trip."""
+        """The share of its throughput that SWARM, without overlap, keeps with this round trip."""
         seconds = self.compute_seconds + 2 * self.tensor_bytes * 8 / (megabits * 1e6)
         return seconds / (seconds + round_trip_seconds)
 
     def limit(self, megabits: float) -> float:
-        """Microbatches per second at most: either the compute or the line, in either direction, is always busy."""
+        """The most microbatches per second: then the processor, or the line in one direction, is always busy."""
         return min(1 / self.compute_seconds, megabits * 1e6 / 8 / self.tensor_bytes)
 
 
@@ -107,12 +110,13 @@ def _layers(column: str) -> Layers:
 ROWS: dict[RowName, Row] = {
     "base": Row(layers=_layers("base"), num_merged=8, scale=4.0),
     "xxlarge": Row(layers=_layers("xxlarge"), num_merged=2, scale=4.0),
-    # GPT-3's row sends little, so its lines are as fast as SWARM's: HTTP/2's windows bind here if they are too small.
+    # GPT-3's row sends little, so its lines are as fast as SWARM's. If HTTP/2's windows were too small, this row would
+    # show it.
     "gpt3": Row(layers=_layers("GPT-3")),
 }
 SWARM_BEST = Row(layers=_layers("Ours"))
-"""The paper's own model, with layers that share their parameters and activations of 8 bits: what keeps most in its
-table."""
+"""The paper's own model, whose layers share their parameters, with activations of 8 bits. It keeps the most in the
+paper's table."""
 
 
 @dataclass
@@ -127,7 +131,7 @@ class Measured:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all rows in turn; gives the figures."""
+    """Measure all rows in turn, and return the figures."""
     figures = {name: _figures(ROWS[name], _measure_row(options, name)) for name in options.rows}
     return {
         "gpt3_share_at_100ms": _at_100ms(figures.get("gpt3", [])),
@@ -140,7 +144,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _at_100ms(rows: list[dict[str, float]]) -> float | None:
-    """The share at 100 ms over the fastest lines that were measured."""
+    """The share at 100 ms, with the fastest lines that were measured."""
     found = [row for row in rows if row["round_trip_ms"] == 100]
     return max(found, key=lambda row: row["megabits"])["share"] if found else None
 
@@ -151,7 +155,7 @@ def _printed_at_100ms(column: str) -> float:
 
 
 def _worst(rows: list[dict[str, float]], other: str) -> float | None:
-    """The least of our share minus the `other` share, over all rows with a round trip."""
+    """The smallest difference of our share minus the `other` share, over all rows with a round trip."""
     return min((row["share"] - row[other] for row in rows if row["round_trip_ms"]), default=None)
 
 
@@ -194,7 +198,7 @@ def _config(options: Options, name: RowName) -> RunConfig:
             setting="diloco",
             inner_batch_samples=64 * SAMPLES,
             round_samples=NEVER * SAMPLES,
-            # Peers are to compute all the time: what is measured is the lines, and not what is learnt.
+            # Peers should always have something to compute, because the bench measures the lines, not what is learnt.
             max_staleness=1,
         ),
         wire=WireConfig(dtype="bf16"),

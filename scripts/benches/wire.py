@@ -1,9 +1,9 @@
 """What do smaller activations cost? Validation loss and bytes of each wire type, and of a bottleneck, at equal tokens.
 
-Every arm trains the same small model in three stages on the same samples, in this process and one thread; hidden states
-and gradients travel as real messages. Two runs of so few steps differ in the end whatever was changed in them: how
-much, the arm `fp32-nudged` shows, in which nothing rounds and the initial weights are a millionth larger. Beside it,
-CPU time of encoding and decoding, against a copy in memory.
+Every arm trains the same small model in three stages on the same samples, in this process and with one thread. Hidden
+states and gradients travel as real messages. After so few steps two runs differ a little whatever was changed. The arm
+`fp32-nudged` shows how much: it rounds nothing, and its initial weights are a millionth larger. The bench also measures
+the CPU time of encoding and decoding, compared with a copy in memory.
 """
 
 import math
@@ -27,7 +27,7 @@ from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, Boundary
 from swarm.stage.staging import Staging
 
 NARROWER = 16
-"""How many times fewer numbers a token the bottleneck lets through."""
+"""By how many times the bottleneck reduces the numbers of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Arm:
     is_narrow: bool = False
     """Whether there is a bottleneck."""
     nudge: float = 0.0
-    """By which share the initial weights are larger than usual."""
+    """The share by which the initial weights are larger than usual."""
 
 
 ARMS: Mapping[str, Arm] = {
@@ -69,7 +69,7 @@ class Options(BenchOptions):
     seeds: int = 3
     """Seeds of data and initial weights: 0, 1, ..."""
     arms: tuple[str, ...] = tuple(ARMS)
-    """Which to train; fp32 is always among them."""
+    """Arms to train. fp32 is always trained."""
     steps: int = 600
     """Optimizer steps, of 8 samples of 64 tokens."""
     d_model: int = 128
@@ -82,7 +82,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train all arms, time the codecs; gives the figures."""
+    """Train all arms and time the codecs, and return the figures."""
     compute_like_peers()
     by_arm: dict[str, list[Figures]] = {name: [] for name in ("fp32", *(arm for arm in options.arms if arm != "fp32"))}
     for seed in range(options.seeds):
@@ -121,7 +121,7 @@ def run_config(name: str, seed: int, options: Options) -> RunConfig:
 
 
 def train(name: str, seed: int, options: Options) -> dict[str, Any]:
-    """Train an arm with a seed; bytes are of one microbatch at one boundary."""
+    """Train an arm with a seed. Bytes in the figures are those of one microbatch at one boundary."""
     config, data = with_corpus(run_config(name, seed, options))
     chain = WireChain(config, data, nudge=ARMS[name].nudge)
     started_at = time.process_time()
@@ -168,7 +168,8 @@ def _bytes(figures: Figures, *others: str) -> int:
 
 
 def codec_times() -> dict[str, Any]:
-    """Milliseconds of CPU time for each MiB of float32, medians; `over_copy` is both ways over two copies."""
+    """Medians of milliseconds of CPU time for each MiB of float32. `over_copy` is encoding and decoding over two
+    copies."""
     num_samples, length, width = CODEC_SHAPE
     tensor_BTR = torch.randn(CODEC_SHAPE, generator=torch.Generator().manual_seed(0))
     copy_ms, staging = _ms_per_mib(tensor_BTR.clone), Staging()

@@ -1,12 +1,15 @@
-"""scripts/chaos: a real swarm under a storm of faults, and what it kept of its promises.
+"""scripts/chaos: a real swarm under a storm of faults, and whether it keeps its promises.
 
     scripts/chaos --setting synchronous --minutes 15 --faults-per-hour 400 --seed 0 --json
 
-Starts a swarm of real processes whose calls go through a proxy (../shared/throttle.py) and has faults of all kinds
-(faults.py) come as a Poisson process, each to processes drawn by the seed. What died is started again after seconds,
-with the same command line. The storm comes in parts; before each and after the last the swarm trains undisturbed for a
-while. At the end the audit goes through all event logs, and figures.py says how much was committed, how fast and how
-soon again.
+This starts a swarm of real processes, whose calls go through a proxy (../shared/throttle.py). Faults of all kinds
+(faults.py) come as a Poisson process; the seed decides which processes each fault hits. A process that died is started
+again some seconds later, with the same command line. The storm has several parts. Before each part and after the last
+one, the swarm trains undisturbed for a while. At the end the audit reads all event logs, and figures.py computes how
+much was committed, how fast, and how soon after each fault.
+
+Computing is mostly a pause of fixed length. So many peers fit on few cores, and a peer's capacity does not depend on
+the others.
 
 Computing is mostly a pause of fixed length, so that many peers fit on few cores and a peer's capacity is its own.
 """
@@ -87,7 +90,7 @@ class Options(BenchOptions):
     """Samples of a round; 0 for 128 in the synchronous setting, where each round ends with the replays of what was lost
     in it, and 64 with DiLoCo, where a dead peer's work of the round is gone."""
     bound_seconds: float = 60.0
-    """A round that is not committed by all of its stages after so long counts as not committed."""
+    """A round that not all of its stages have committed after this time counts as not committed."""
     keep: Path | None = None
     """Keep logs and event files in this new folder."""
 
@@ -105,7 +108,7 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Let the storm pass over a swarm; gives the figures."""
+    """Let the storm pass over a swarm, and return the figures."""
     with ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +145,7 @@ def run(options: Options) -> dict[str, Any]:
             say("all is quiet")
             _wait(cast, options.settling_seconds)
             calm.append(_wait(cast, options.calibration_seconds))
-        # A rate is counted up to a commit after its window.
+        # A window's rate is counted up to the first commit after the window.
         _wait(cast, options.settling_seconds)
         unexpected = [dataclasses.asdict(end) for end in cast.unexpected]
         children.terminate_all(20.0)
@@ -176,7 +179,8 @@ def _config(options: Options) -> RunConfig:
             setting=options.setting,
             round_samples=round_samples,
             inner_batch_samples=8,
-            # Peers are to compute all the time: what is measured is what faults cost, and not what is learnt.
+            # Peers should always have something to compute, because this measures the cost of faults and not what is
+            # learnt.
             max_staleness=3,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-3),
@@ -186,7 +190,7 @@ def _config(options: Options) -> RunConfig:
 
 
 def _wait(cast: Cast, seconds: float) -> tuple[float, float]:
-    """Leave the swarm alone for a while. Returns when that began and ended."""
+    """Leave the swarm alone for a while. Return the times at which this began and ended."""
     began_at = time.monotonic()
     while time.monotonic() < began_at + seconds:
         cast.tick()
@@ -195,7 +199,7 @@ def _wait(cast: Cast, seconds: float) -> tuple[float, float]:
 
 
 def _storm(cast: Cast, options: Options, kinds: list[str], draws: random.Random) -> list[Struck]:
-    """Run one part of the storm: faults until the time is over, by when all have ended."""
+    """Run one part of the storm: faults begin until its time is over. All of them have ended when this returns."""
     weights = [KINDS[name].weight for name in kinds]
     struck: list[Struck] = []
     lasting: list[tuple[float, ExitStack]] = []

@@ -1,7 +1,7 @@
-"""The processes of a swarm under chaos: each is a peer or trainer that is started again when it has died.
+"""The processes of a swarm under chaos: peers and trainers. Each is started again after it has died.
 
-Used by chaos. A role keeps its folder, key, ports and line for all its lives, as a user's machine does, and its
-checkpoints and event log. Knows nothing about faults; `tick` has to be called all the time.
+Used by chaos. A role stands for a user's machine. Its folder, key, ports, network line, checkpoints and event log stay
+the same over all its starts. This module knows nothing about faults. `tick` must be called continually.
 """
 
 import json
@@ -38,12 +38,12 @@ class Role:
 
     Attributes:
         stage: None for a trainer.
-        child: None while it is dead.
-        address: where others enter the DHT; it stays the same.
+        child: its process; None while it is dead.
+        address: the address at which others enter the DHT here. It does not change.
         restart_at: monotonic time at which it is started again.
         ready: whether it serves; a trainer counts as ready at once.
         frozen: whether it has been sent SIGSTOP.
-        ended_by_us: whether its end was asked for.
+        ended_by_us: whether this program ended the process.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Cast:
     unexpected: list[Exit] = field(default_factory=list)
     """Processes that ended without having been told to, and why."""
     capacity: list[tuple[float, float]] = field(default_factory=list)
-    """By monotonic time, the share of its peers that the stage with the fewest has alive."""
+    """By monotonic time, the share of live peers at the stage where this share is smallest."""
     alive_share: list[tuple[float, float]] = field(default_factory=list)
     """By monotonic time, the share of all peers that are alive."""
 
@@ -135,7 +135,7 @@ class Cast:
         return [role for role in self.roles if role.stage is None]
 
     def begin(self) -> None:
-        """Start all of them: the first peer, the others, and then the trainers.
+        """Start all roles: the first peer, the other peers, and then the trainers.
 
         Raises:
             DeadlineExceeded: a peer does not serve in time.
@@ -157,7 +157,8 @@ class Cast:
             self.start(role)
 
     def tick(self) -> None:
-        """See which processes have ended and which serve, start those again that are due, and note which live."""
+        """Check which processes have ended and which serve, start again those that are due, and record which are
+        alive."""
         now = time.monotonic()
         for end in self.children.exits():
             role = next(role for role in self.roles if role.name == end.name)
@@ -219,7 +220,7 @@ class Cast:
             role.frozen = False
 
     def fill_disk(self) -> Callable[[], None]:
-        """Fill the disk that checkpoints are written to; returns a function that makes room again."""
+        """Fill the disk to which checkpoints are written. Return a function that makes room again."""
         filler = self.disk / "filler"
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while True:
@@ -273,7 +274,7 @@ class Cast:
         return cli.arguments(options)
 
     def _addresses(self, role: Role) -> tuple[str, ...]:
-        """The addresses of the others that have ever served."""
+        """The addresses of all other peers that have served at some time."""
         return tuple(other.address for other in self.peers() if other is not role and other.address)
 
 

@@ -1,7 +1,7 @@
-"""What chaos does to a swarm: every kind of fault, which processes it hits, and how it ends.
+"""The faults that chaos inflicts on a swarm: every kind of fault, which processes it hits, and how it ends.
 
-Used by chaos, which draws the times. A fault is a context: it begins when it is entered and is over when it is left.
-No fault takes a stage's last living peer, which is a case of its own (docs/fault-model.md).
+Used by chaos, which draws the times. A fault is a context: it begins when it is entered and is over when it is left. No
+fault takes the last live peer of a stage: docs/fault-model.md treats that case separately.
 """
 
 import os
@@ -17,11 +17,11 @@ from scripts.benches.chaos.program import set_clock
 from scripts.benches.shared import proc
 
 DOWN_SECONDS = (1.0, 5.0)
-"""Time until what was killed is started again, as systemd or a user in a loop would."""
+"""Time after which a killed process is started again, as systemd or a user's loop would do."""
 SLOW_BYTES_PER_SECOND = 20_000.0
 MAX_CLOCK_JUMP_SECONDS = 30.0
 LOST_SECONDS = 1.0
-"""How long an answer is held back before its connection breaks: the work was done meanwhile."""
+"""How long an answer is held back before its connection breaks. By then the work has been done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Kind:
         hits: what of a swarm it disturbs.
         weight: how often it is drawn, relative to others.
         seconds: shortest and longest time that it lasts.
-        begin: begins the fault; gives the roles that it hit (none if no process could be hit), and puts what ends the
-            fault on the stack.
+        begin: begins the fault, and puts the action that ends it on the stack. Returns the roles that it hit; none if
+            no process could be hit.
     """
 
     hits: Literal["processes", "network", "clock", "disk"]
@@ -44,7 +44,7 @@ class Kind:
 
 @contextmanager
 def fault(kind: Kind, cast: Cast, random: Random) -> Iterator[list[Role]]:
-    """Run one fault from its beginning to its end; gives the roles that it hit."""
+    """Run one fault while the block runs. Yields the roles that it hit."""
     with ExitStack() as undo:
         yield kind.begin(cast, random, undo)
 
@@ -76,12 +76,12 @@ def _kill_dht(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _kill_p2pd(role: Role) -> bool:
-    """Kill a process's p2pd. Returns False if there is none, because it has just died, say."""
+    """Kill a process's p2pd. Return False if there is none, for example because it has just died."""
     assert role.child is not None
     killed = False
     for pid, name in proc.children(role.child.pid).items():
         if name == "p2pd":
-            # The child may have ended by itself since.
+            # The child may have ended by itself in between.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 killed = True
@@ -119,7 +119,7 @@ def _fill_disk(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 def _hinder(
     cast: Cast, sources: list[Role], targets: list[Role], undo: ExitStack, bytes_per_second: float = 0.0
 ) -> None:
-    """Hinder all that one side's processes send to the other side's."""
+    """Slow down or stop everything that the processes of `sources` send to those of `targets`."""
     for source in sources:
         for target in targets:
             if source is not target:
@@ -138,7 +138,7 @@ def _part(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _part_one_way(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Let nothing arrive that one machine sends, or nothing that is sent to it."""
+    """Hold back everything that one machine sends, or everything that is sent to it."""
     role = random.choice(cast.peers())
     ends = ([role], cast.roles) if random.random() < 0.5 else (cast.roles, [role])
     _hinder(cast, *ends, undo)
@@ -153,7 +153,7 @@ def _slow(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Let one link pass nothing for a while, and then all at once."""
+    """Stop one link for a while. Then everything that waited passes at once."""
     one, other = random.sample(cast.roles, 2)
     _hinder(cast, [one], [other], undo)
     _hinder(cast, [other], [one], undo)
@@ -199,4 +199,4 @@ KINDS: Mapping[str, Kind] = {
     "clock-jump": Kind(hits="clock", weight=1, seconds=(5.0, 20.0), begin=_jump),
     "full-disk": Kind(hits="disk", weight=1, seconds=(5.0, 20.0), begin=_fill_disk),
 }
-"""No kind kills the DHT's process but for p2pd: the rest of the DHT runs in a thread."""
+"""Every kind of fault. Of the DHT only p2pd is killed, because the rest of it runs in a thread of the peer."""

@@ -1,7 +1,7 @@
-"""What a storm cost: rounds, throughput, and how soon all processes were back; from their event logs.
+"""Computes what a storm cost, from event logs: rounds, throughput, and how soon all processes were back.
 
-Used by chaos. All times are monotonic ones of this machine, since a fault sets wall clocks. Whether anything was lost
-or counted twice is not decided here but by swarm/audit, from the same files.
+Used by chaos. All times are monotonic times of this machine, because one kind of fault sets wall clocks. Whether
+anything was lost or counted twice is not decided here: swarm/audit decides it, from the same files.
 """
 
 import json
@@ -19,7 +19,7 @@ from swarm.audit.verdict import Report
 Window = tuple[float, float]
 
 GOALS = {"rounds_committed_share": 0.97, "throughput_of_live_capacity": 0.85}
-"""The least values that pass."""
+"""The smallest values with which a run passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class Committed:
     """A round of one stage, as its peers committed it.
 
     Attributes:
-        at: when the first of them did.
-        attempts: how many were begun for it.
+        at: when the first of its peers committed it.
+        attempts: how many attempts were begun for it.
     """
 
     round: int
@@ -62,10 +62,10 @@ def of(
     """All figures.
 
     Args:
-        calm: undisturbed training, before each part of the storm and after the last one. Each part is held against
-            what was before and after it, since a machine is slower at one time than at another.
+        calm: the windows of undisturbed training, before each part of the storm and after the last one. Each part is
+            compared with the windows before and after it, because a machine's speed changes over time.
         storm: the parts of the storm, which are equally long.
-        bound: the seconds within which a round has to commit.
+        bound: the seconds within which a round must be committed.
     """
     events = {role.name: _read(role) for role in cast.peers()}
     stages = sorted({role.stage for role in cast.peers() if role.stage is not None})
@@ -110,19 +110,19 @@ def of(
 def goes_on(chains: Mapping[int, Sequence[Committed]], last: Window) -> bool:
     """Whether every stage has committed a round after the last window.
 
-    The rates alone do not tell of a swarm that has stopped for good: what the last part of a storm is held against
-    falls with it.
+    The rates alone do not show that a swarm has stopped for good: the undisturbed rate after the storm, with which its
+    last part is compared, then falls as well.
     """
     return all(bool(rounds) and rounds[-1].at > last[1] for rounds in chains.values())
 
 
 def share_of_possible(rates: Sequence[float], calm_rates: Sequence[float], capacities: Sequence[float]) -> float:
-    """What a storm left of what its live capacity could have done.
+    """The work that was done during a storm, over the work that its live capacity could have done.
 
     Args:
-        rates: of its parts.
-        calm_rates: undisturbed, before each part and after the last one; one more than `rates`.
-        capacities: the shares alive, one a part.
+        rates: the rates during the storm's parts.
+        calm_rates: the undisturbed rates, before each part and after the last one; one more than `rates`.
+        capacities: the share of capacity that was alive in each part.
     """
     around = [statistics.fmean(pair) for pair in pairwise(calm_rates)]
     possible = sum(calm * capacity for calm, capacity in zip(around, capacities, strict=True))
@@ -130,9 +130,9 @@ def share_of_possible(rates: Sequence[float], calm_rates: Sequence[float], capac
 
 
 def idle_share(cores: Sequence[tuple[float, float, float]], window: Window) -> float | None:
-    """How idle this machine's cores were: with none to spare, more peers alive would not have done more.
+    """The idle share of this machine's cores. If it is 0, more live peers would not have done more work.
 
-    None where they were read less than twice.
+    None if the cores were read less than twice.
     """
     inside = [reading for reading in cores if _within(reading[0], window)]
     if len(inside) < 2:
@@ -142,10 +142,11 @@ def idle_share(cores: Sequence[tuple[float, float, float]], window: Window) -> f
 
 
 def growth(usage: Sequence[Usage], window: Window) -> dict[str, Any]:
-    """What the processes that lived through the second half of a window held at that half's beginning and at its end.
+    """The resources of the processes that were alive throughout the second half of a window, at the beginning and the
+    end of that half.
 
-    The first half is left out: caches, channels and buffers fill then. Of each quantity the medians over the
-    processes, and the largest growth of any.
+    The first half is left out, because caches, channels and buffers fill then. For each resource this has the medians
+    over the processes, and the largest growth of a process.
     """
     middle = (window[0] + window[1]) / 2
     by_process: dict[tuple[str, int], list[Usage]] = {}
@@ -191,10 +192,10 @@ def _audit_figures(audited: Report, setting: str) -> dict[str, Any]:
 
 
 def chain(peers: Iterable[Sequence[Mapping[str, Any]]]) -> list[Committed]:
-    """The rounds that led to where a stage stands at the end, oldest first; those of abandoned branches are left out.
+    """The rounds that led to a stage's final state, oldest first. Rounds of abandoned branches are left out.
 
     Args:
-        peers: the events of each of the stage's peers.
+        peers: the events of each peer of the stage.
     """
     begun: dict[tuple[int, str], set[tuple[int, str]]] = {}
     commits: dict[str, list[Mapping[str, Any]]] = {}
@@ -219,14 +220,16 @@ def chain(peers: Iterable[Sequence[Mapping[str, Any]]]) -> list[Committed]:
     newest = max(rounds.values(), key=lambda one: (one.round, one.at), default=None)
     while newest is not None:
         found.append(newest)
-        # If a lost stage came back from a checkpoint, the chain has a gap; before it comes the last committed round.
+        # If a lost stage came back from a checkpoint, the chain has a gap. The round before the gap is the last one
+        # committed.
         earlier = [one for one in rounds.values() if one.at < found[-1].at and one.round < found[-1].round]
         newest = rounds.get(newest.parent) or max(earlier, key=lambda one: one.at, default=None)
     return found[::-1]
 
 
 def durations(rounds: Sequence[Committed], window: Window) -> list[float]:
-    """Seconds that each round took which was under way in a window; the last one's until its end, if it is longer."""
+    """The seconds of each round that was under way in a window. If no commit follows the last one, its time until the
+    window's end counts as well."""
     pairs = [(before.at, after.at) for before, after in pairwise(rounds)]
     taken = [end - begin for begin, end in pairs if end > window[0] and begin < window[1]]
     if rounds and rounds[-1].at < window[1]:
@@ -257,8 +260,8 @@ def _read(role: Role) -> list[dict[str, Any]]:
 def throughput(rounds: Sequence[Committed], window: Window) -> float:
     """Samples per second from commit to commit, so that neither end cuts a round in two.
 
-    From the last one by the window's begin, or else the first one in it, to the first one after its end, so that a
-    stall there counts; where there is none, to the end itself.
+    It counts from the last commit before the window, or else from the first commit in it. It counts to the first commit
+    after the window, so that a stall at the end counts; if there is none, to the window's end.
     """
     before = [one for one in rounds if one.at <= window[0]][-1:]
     after = [one for one in rounds if one.at > window[1]][:1]
@@ -269,7 +272,7 @@ def throughput(rounds: Sequence[Committed], window: Window) -> float:
 
 
 def _slowest(chains: Mapping[int, Sequence[Committed]], windows: Sequence[Window]) -> list[float]:
-    """Samples per second in each window, of the stage that committed the fewest."""
+    """For each window, the samples per second of the stage that committed the fewest."""
     return [min(throughput(rounds, window) for rounds in chains.values()) for window in windows]
 
 
@@ -279,7 +282,8 @@ def _recoveries(
     chains: Mapping[int, Sequence[Committed]],
     struck: Sequence[Struck],
 ) -> tuple[list[float], list[float]]:
-    """Seconds from each kill of a peer to its stage's next commit, and to the next one that it took part in itself."""
+    """For each kill of a peer, the seconds until its stage's next commit, and until the next commit by that peer
+    itself."""
     to_commit, to_return = [], []
     by_name = {role.name: role for role in cast.roles}
     for fault in struck:

@@ -1,10 +1,10 @@
-"""One of the project's programs, with a wall clock that can be set from outside, and its tasks counted.
+"""Runs one of the project's programs with a wall clock that can be set from outside, and counts its tasks.
 
     python -m scripts.benches.chaos.program NAME CLOCK_FILE ARGUMENTS...
 
-Started by chaos for every peer and trainer. The file holds, as a double, by how many seconds the process's clock is
-ahead; monotonic time stays right, as on a machine whose clock is set. How many asyncio tasks the process has is written
-into a file beside it every few seconds.
+Started by chaos for every peer and trainer. The file holds a double: the seconds by which the process's clock is ahead.
+Monotonic time stays right, as on a machine whose clock is set. Every few seconds the number of the process's asyncio
+tasks is written into a file beside it.
 """
 
 import asyncio
@@ -37,17 +37,19 @@ def read_clock(path: Path) -> float:
 
 
 def wind(path: Path) -> None:
-    """Have this process's `time.time` obey the file. To be called before any import that keeps the function."""
+    """Make this process's `time.time` follow the file. Call this before importing any module that keeps a reference to
+    the function."""
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     right = time.time
     time.time = lambda: right() + struct.unpack_from(_FORMAT, memory)[0]
-    # gRPC computes deadlines with Python's clock and compares them with its core's. A machine's clock would move both.
+    # gRPC computes deadlines with Python's clock and compares them with the clock of its C core. Only Python's clock is
+    # changed here, so gRPC keeps the right one.
     _utils.time = SimpleNamespace(time=right)  # type: ignore[attr-defined, assignment]  # stands in for a module
 
 
 def _count_tasks(path: Path) -> None:
-    """Have every event loop of this process write down now and then how many tasks it has."""
+    """Make every event loop of this process write its number of tasks to a file at intervals."""
     new_event_loop = asyncio.events.new_event_loop
 
     def counted() -> asyncio.AbstractEventLoop:

@@ -1,4 +1,4 @@
-"""What the benches share: their common options, progress, and a swarm of real peers.
+"""Code that most benches use: their common options, progress, and a swarm of real peers.
 
 The peers and trainers are the very programs that users run, over TLS on this machine; the supervisor ends them.
 Never measures anything.
@@ -61,12 +61,13 @@ def require_multiple(option: str, value: int, of: int) -> None:
 
 
 def largest_of(errors: Iterable[float]) -> float:
-    """The largest value; infinity if any is not finite, because max() passes over a NaN that is not the first."""
+    """The largest value, or infinity if any value is not finite. max() alone would ignore a NaN that is not the first
+    value."""
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def compute_like_peers(num_threads: int = 1) -> None:
-    """Have this process compute as swarm's programs do: with this many threads, and with their way to keep memory."""
+    """Make this process compute as swarm's programs do: with this many threads, and keeping freed memory."""
     process.keep_freed_memory()
     torch.set_num_threads(num_threads)
 
@@ -77,14 +78,14 @@ def say(text: str) -> None:
 
 
 def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
-    """The configuration as the swarm publishes it, complete with what identifies its text, and its microbatches."""
+    """The configuration as the swarm publishes it, with the digests of its text, and the run's microbatches."""
     corpus = corpora.prepare(config.data, cache_dir=cache_folder() / "corpora")
     data = corpora.published(config.data, corpus, None)
     return dataclasses.replace(config, data=data), Microbatches(corpus, data)
 
 
 def small_run(name: str, dataset: str) -> RunConfig:
-    """A DiLoCo run in two stages, which trains with little computing."""
+    """A DiLoCo run in two stages that needs little computing."""
     return RunConfig(
         run=name,
         model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
@@ -107,7 +108,7 @@ def write_config(config: RunConfig, path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPeer:
-    """A peer that serves, and where."""
+    """A peer that serves, and its addresses."""
 
     child: Child
     record: PeerRecord
@@ -127,7 +128,7 @@ class SwarmProcesses:
     program: Callable[[str, Sequence[str]], list[str]] = field(default=command_line)
     """The command line of a program, by its name and arguments."""
     model: Path | None = None
-    """Run folder whose weights the run begins with, instead of those that its seed draws."""
+    """Run folder with the weights with which the run begins; None if they are drawn from the run's seed."""
     threads: int = 1
     """CPU threads of each peer."""
     _num_started: int = 0
@@ -160,7 +161,7 @@ class SwarmProcesses:
         write_config(self.config, self.folder / "run.toml")
 
     def train(self, name: str, steps: int, *, evaluation_samples: int = 1) -> list[dict[str, Any]]:
-        """Have a trainer train `steps` steps, and evaluate at the end; gives its metrics, one dictionary a step.
+        """Let a trainer train `steps` steps, and evaluate at the end. Return its metrics, one dictionary a step.
 
         Raises:
             PeerUnavailable: the trainer or a peer ended with an error.
@@ -172,10 +173,10 @@ class SwarmProcesses:
     def until_ended(self, trainer: Child, name: str) -> None:
         """Wait until a trainer, which was launched under this name, has ended. Raises as `train` does."""
         metrics, num_bytes, grown_at = self.metrics(name), 0, time.monotonic()
-        # The trainer is waited for without reaping it, so that the supervisor can still tell how it ended.
+        # The trainer is waited for without reaping it, so that the supervisor can still report how it ended.
         while not (ended := self.children.exits()):
             now = time.monotonic()
-            # Only the file's size is read: to read all of it so often would take time from what is measured.
+            # Only the file's size is read. Reading all of the file so often would slow down what is measured.
             if metrics.exists() and (size := metrics.stat().st_size) != num_bytes:
                 num_bytes, grown_at = size, now
             if now - grown_at > STALL_SECONDS:
@@ -186,7 +187,7 @@ class SwarmProcesses:
             raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
 
     def tokens_per_second(self, trainer: str, steps: int) -> float:
-        """Have a trainer train one step to warm up, and `steps` that count. Raises as `train` does."""
+        """Let a trainer train one step to warm up, and then `steps` that are measured. Raises as `train` does."""
         rows = self.train(trainer, 1 + steps)[1:]
         tokens = len(rows) * self.config.rounds.round_samples * self.config.data.sequence_length
         seconds: float = sum(row["train/step_time"] for row in rows)
@@ -214,7 +215,7 @@ class SwarmProcesses:
         return [row for row in metrics_log.read(path) if "train/loss" in row] if path.exists() else []
 
     def metrics(self, name: str) -> Path:
-        """The file that a trainer appends its metrics to."""
+        """The file to which a trainer appends its metrics."""
         return self.folder / name / "metrics.jsonl"
 
     def stop(self) -> None:
@@ -245,7 +246,7 @@ class SwarmProcesses:
         return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
 
     def ready_file(self, name: str) -> Path:
-        """The file that is there once a peer serves."""
+        """The file that exists once a peer serves."""
         return self.folder / f"{name}.json"
 
     def _event_log(self, name: str) -> Path | None:
@@ -267,7 +268,7 @@ class SwarmProcesses:
 
 
 def wait_for_json(path: Path, children: Supervisor, *, timeout_seconds: float = START_SECONDS) -> dict[str, Any]:
-    """The object that a child writes to a file, with `write_json` or likewise.
+    """Wait until a child has written a JSON file, for example with `write_json`, and return its object.
 
     Raises:
         PeerUnavailable: some child ended meanwhile.
@@ -286,14 +287,15 @@ def wait_for_json(path: Path, children: Supervisor, *, timeout_seconds: float = 
 
 
 def fail_on_exit(children: Supervisor, *, but: str = "") -> None:
-    """Raise PeerUnavailable if a child has ended by itself, unless it is the one that was told to."""
+    """Raise PeerUnavailable if a child has ended by itself; `but` names a child that may end."""
     for end in children.exits():
         if end.name != but:
             raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
 
 
 def stalled(trainer: Child) -> DeadlineExceeded:
-    """The error for a trainer that has taken no step for too long; its log may be gone soon."""
+    """The error for a trainer that has taken no step for too long. It quotes the trainer's log, which may soon be
+    deleted."""
     said = last_line(trainer.log) or "nothing"
     return DeadlineExceeded(f"{trainer.name} took no step for {STALL_SECONDS:.0f} s; the last that it said: {said}")
 

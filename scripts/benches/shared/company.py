@@ -1,7 +1,6 @@
-"""How busy this machine was with other work while something was measured.
+"""Measures how busy this machine is with other work while a bench runs.
 
-Used by menu.py and by chaos, which put it beside their figures: a speed that was measured beside other work says
-little.
+Used by menu.py and by chaos, which add it to their figures: a speed that was measured beside other work means little.
 """
 
 import os
@@ -10,18 +9,18 @@ from scripts.benches.shared import proc
 from scripts.benches.shared.common import say
 
 SAY_ABOVE = 0.1
-"""The share of the cores' time above which a line says so."""
+"""If other processes use more than this share of the cores' time, a line says so."""
 
 
 class Company:
-    """The other processes of this machine, from the moment when this is made."""
+    """The other processes of this machine, observed from the moment when this object is made."""
 
     def __init__(self) -> None:
         self._began = _busy_and_all()
 
     def share(self) -> float | None:
-        """The share of all cores' time since then that other processes used: all but this one and its children, dead
-        ones included. None where the system does not tell. More than a little is said as well."""
+        """The share of all cores' time since then that other processes used. This process and its children, dead ones
+        included, do not count. None if the system does not say. Prints a line if it is above SAY_ABOVE."""
         ended = _busy_and_all()
         if self._began is None or ended is None or ended[1] <= self._began[1]:
             return None
@@ -32,7 +31,7 @@ class Company:
 
 
 def _busy_and_all() -> tuple[float, float] | None:
-    """The ticks for which cores were busy with other processes so far, and all ticks."""
+    """The ticks for which the cores have been busy with other processes until now, and all ticks."""
     try:
         idle, everything = proc.idle_and_all_ticks()
         own = proc.cpu_seconds_of_all(os.getpid()) * os.sysconf("SC_CLK_TCK")

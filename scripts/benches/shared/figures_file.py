@@ -1,4 +1,4 @@
-"""The file that `scripts/bench all` writes and `scripts/bench compare` reads: each bench's figures, and of what.
+"""The file that `scripts/bench all` writes and `scripts/bench compare` reads: each bench's figures, and their origin.
 
 JSON: {"benches": {NAME: {"version", "measured_at", "machine", "torch", and "figures" or "error"}}}.
 """
@@ -23,10 +23,10 @@ Entries = dict[str, dict[str, Any]]
 
 
 def read(path: Path) -> Entries:
-    """What a file holds.
+    """Read all entries of a file.
 
     Raises:
-        ValueError: it is no such file, or cannot be read.
+        ValueError: the file has another form, or cannot be read.
     """
     refusal = f"{path} is no file of figures that `scripts/bench all` wrote"
     try:
@@ -50,7 +50,7 @@ def write(path: Path, entries: Entries) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """Where figures that are measured now come from: the version, the machine, and torch."""
+    """The origin of figures that are measured now: the versions of the code and of torch, and the machine."""
     return {
         "version": version(),
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -60,7 +60,7 @@ def origin() -> dict[str, Any]:
 
 
 def version() -> str:
-    """The commit of this tree, with "-dirty" where something differs from it; without git, the package's version."""
+    """The commit of this source tree, with "-dirty" if files differ from it; without git, the package's version."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

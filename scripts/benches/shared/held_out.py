@@ -1,6 +1,6 @@
-"""The loss of whole models on text that nothing is trained on.
+"""The loss of whole models on held-out text.
 
-Used by the benches that compare how different ways to train learn. Never trains.
+Used by the benches that compare ways to train. Never trains.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ NUM_BATCHES = 16
 
 
 class HeldOut:
-    """Measures weights of one model on the same samples each time."""
+    """Measures different weights of one model on the same samples."""
 
     def __init__(self, config: RunConfig, data: Microbatches) -> None:
         self._model = build_transformer(config, device="cpu")

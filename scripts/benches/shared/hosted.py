@@ -14,7 +14,7 @@ from scripts.benches.shared.internet import Host
 from swarm.errors import DeadlineExceeded
 
 START_SECONDS = 60.0
-"""Longest wait for a process to be of use."""
+"""Longest wait until a process is useful."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ def invite_of(peer: Child) -> str:
 
 
 def wait_for(child: Child, is_there: Callable[[], object], *, seconds: float = START_SECONDS) -> None:
-    """Wait for something that a child does. Raises DeadlineExceeded with what it said last."""
+    """Wait until `is_there` is true, which the child has to bring about. Raises DeadlineExceeded, with the child's last
+    line."""
     deadline = time.monotonic() + seconds
     while not is_there():
         if time.monotonic() > deadline:

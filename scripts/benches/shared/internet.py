@@ -1,4 +1,5 @@
-"""A small internet of network namespaces on this machine: public hosts, routers of several kinds, hosts behind them.
+"""A small internet of network namespaces on this machine: public hosts, routers of several kinds, and hosts behind
+them.
 
 Used by the nat bench and by the end-to-end test of peers behind routers. It needs root, iproute2 and nftables. No
 namespace has a link to the machine's own network, so nothing gets out. The public addresses, 192.0.0.64/26, are of a
@@ -31,8 +32,8 @@ _SHARED, _FIRST_PUBLIC, _FIRST_ROUTER = "192.0.0", 65, 81
 _SHARED6 = "2001:db8:0:1"
 _IPV6 = ("ipv6", "dual-stack")
 _MASQUERADE = {"symmetric": "masquerade fully-random"}
-# Dropped, not rejected, as home routers do. Dropping in `input` also keeps the connection tracker from remembering a
-# stranger's packet, which would take the port that a punched connection needs.
+# Packets are dropped and not rejected, as home routers do. With a drop in `input`, the connection tracker does not
+# remember a stranger's packet. Otherwise that packet would occupy the port that a punched connection needs.
 _RULES = """
 table ip nat {{
     chain pre {{
@@ -76,16 +77,17 @@ class Host:
 
 
 def missing() -> str:
-    """What this machine lacks for such an internet; empty if nothing."""
+    """Text that says what this machine lacks for such an internet; empty if it lacks nothing."""
     if os.geteuid() != 0:
         return "only root can make network namespaces"
     return next((f"{program} is not installed" for program in ("ip", "nft", "tc") if shutil.which(program) is None), "")
 
 
 class Internet:
-    """An internet of namespaces. It is laid when entered, and removed when left, with all that runs inside.
+    """An internet of namespaces. Entering the `with` block makes it. Leaving the block removes it, with all processes
+    inside.
 
-    What processes that were killed have left behind is removed first.
+    Namespaces that killed processes have left behind are removed first.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,7 @@ class Internet:
         self._names: list[str] = []
         self._num_public = self._num_routers = 0
         self._outer_ends: dict[str, tuple[str, str]] = {}
-        """By the namespace of a host, where its line ends: a namespace, and an interface there."""
+        """For the namespace of each host, the other end of its line: a namespace, and an interface there."""
         self._routers6: list[str] = []
         self._with_ipv6: list[str] = []
 
@@ -127,7 +129,7 @@ class Internet:
         return Host(self._prefix + name, f"{_SHARED}.{number}", f"{_SHARED6}::{number}")
 
     def host(self, kind: str) -> Host:
-        """Add a host that is connected in one of the KINDS of ways, with a router of its own."""
+        """Add a host that is connected in one of the ways in KINDS, with a router of its own."""
         if kind == "none":
             return self.public_host()
         number = _FIRST_ROUTER + self._num_routers
@@ -152,7 +154,7 @@ class Internet:
         return Host(self._prefix + name, address, address6 if kind in _IPV6 else "")
 
     def router_of(self, host: Host) -> Host:
-        """The router of a host that has one, with its address outside; its interfaces are `lan` and `wan`."""
+        """The router of a host that has one, with its outer address. The router's interfaces are `lan` and `wan`."""
         number = host.namespace.rpartition("-h")[2]
         return Host(f"{self._prefix}r{number}", f"{_SHARED}.{number}")
 
@@ -165,7 +167,7 @@ class Internet:
     def _router(
         self, name: str, outside: str, bridge: str, wan: str, inside: str, kind: str, default: str = ""
     ) -> tuple[str, str]:
-        """Add a router; gives it and its inner bridge."""
+        """Add a router. Return its namespace and its inner bridge."""
         self._add(name)
         self._link(name, "wan", outside, bridge)
         self._in(name, f"ip addr add {wan} dev wan")
@@ -198,7 +200,7 @@ class Internet:
                     self._in(f"r{router}", f"ip route replace 2001:db8:{number}::/64 via {_SHARED6}::{number}")
 
     def _add(self, name: str) -> None:
-        # It is noted first, since a signal may come between the two.
+        # The namespace is noted before it is made, because a signal may come between the two.
         self._names.append(self._prefix + name)
         _run(f"ip netns add {self._prefix}{name}")
         self._in(name, "ip link set lo up")

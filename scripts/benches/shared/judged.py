@@ -1,7 +1,7 @@
-"""What a bench's figures are judged by: each bench declares in JUDGED which of them `compare` looks at, and how.
+"""How figures are judged: each bench declares in JUDGED which of its figures `compare` judges, and which way is worse.
 
-Keys are names of figures, those within others after a dot, with * for whatever comes there (fnmatch's). Only what holds
-on another machine belongs there: ratios, shares, errors and flags, but no seconds.
+Keys are names of figures. A dot leads to a figure inside another one, and * stands for any name (as in fnmatch). Only
+figures that mean the same on another machine belong there: ratios, shares, errors and flags, but no seconds.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Which way a figure gets worse."""
+    """The direction in which a figure gets worse."""
 
     more_is_better: bool
     is_difference: bool = False
-    """Whether it may be zero: then a change counts as it is, and not relative to the figure."""
+    """Whether the figure is a difference, which may be zero. Then a change is judged absolutely, and not relative to
+    the figure."""
 
 
 MORE = Judgement(more_is_better=True)

@@ -1,6 +1,7 @@
-"""A swarm whose processes are each behind a line of their own (throttle.py).
+"""A swarm in which each process is behind a line of its own (throttle.py).
 
-Used by the benches that measure over lines, and by those that lose what goes over them. Never measures anything.
+Used by the benches that measure over slow lines, and by the benches that lose messages on purpose. Never measures
+anything.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from scripts.benches.shared.throttle import Link, Throttle
 NEVER = 1_000_000_000
 """Microbatches of a round that does not end, or steps of a trainer that does not."""
 FAST = 1e9
-"""Bytes per second of a line that holds nothing up."""
+"""Bytes per second of a line that is never the limit."""
 
 
 class Lines(Supervisor):
@@ -22,7 +23,7 @@ class Lines(Supervisor):
     def __init__(self, log_folder: Path, throttle: Throttle, environment: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            environment: the environment of every child, beside its line.
+            environment: further environment variables of every child.
         """
         super().__init__(log_folder)
         self.folder = log_folder
@@ -40,7 +41,7 @@ class Lines(Supervisor):
 
 
 def serve(swarm: SwarmProcesses, peers: Sequence[ServingPeer]) -> None:
-    """Have what peers send and get go over lines of their own, where there are any."""
+    """Let what peers send and receive go over their own lines, if they have any."""
     if isinstance(swarm.children, Lines):
         for peer in peers:
             swarm.children.throttle.serve(peer.record.endpoint, swarm.children.links[peer.child.name])

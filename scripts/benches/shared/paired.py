@@ -1,7 +1,7 @@
-"""Sides that are measured in turns, and how they compare: repetition by repetition.
+"""Measures sides in turns, and compares them repetition by repetition.
 
-What else a machine does comes and goes. Two turns of one repetition see about the same of it, two medians do not: so a
-ratio is the median of the repetitions' own ratios.
+Other work on a machine comes and goes. Two turns of one repetition are disturbed about equally, but the medians of two
+sides are not. So a ratio is the median of the ratios of all repetitions.
 """
 
 import math
@@ -27,17 +27,18 @@ class Ratio:
     extremes: tuple[float, float]
     """The least and the largest of the repetitions' ratios."""
     interval: tuple[float, float]
-    """The interval in which the median of endless repetitions lies, with 95 %."""
+    """The interval that contains the true median, with a confidence of 95 %."""
 
 
 def in_turns(
     sides: Mapping[str, Callable[[int], float]], repetitions: int, *, what: str = "", unit: str = "s"
 ) -> dict[str, list[float]]:
-    """Let each side have its turn in every repetition, in every second one the other way round.
+    """Let each side have its turn in every repetition. Every second repetition has the opposite order.
 
     Args:
-        sides: the work of each, by its name: it is given the repetition's number, and gives what was measured.
-        what: names what is compared, in the report of progress; empty for no report.
+        sides: the work of each side, by the side's name. It gets the repetition's number, and returns the measured
+            value.
+        what: the name of the comparison in lines of progress; empty for no lines.
         unit: the unit of the values.
     """
     values: dict[str, list[float]] = {name: [] for name in sides}
@@ -51,7 +52,7 @@ def in_turns(
 
 
 def order(sides: Sequence[Side], number: int) -> Sequence[Side]:
-    """The order of the sides in a repetition: every second one goes the other way round."""
+    """The order of the sides in a repetition. It is reversed in every second one."""
     return sides if number % 2 == 0 else sides[::-1]
 
 
@@ -68,9 +69,10 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval that holds the distribution's median with 95 %, whatever the distribution, by the sign test.
+    """The interval that contains the distribution's median with a confidence of 95 %, by the sign test, for any
+    distribution.
 
-    Of fewer than six values it has all.
+    With fewer than six values it contains all of them.
     """
     ordered, num_cut, tail = sorted(values), 0, 0.5 ** len(values)
     while (tail := tail + math.comb(len(ordered), num_cut + 1) * 0.5 ** len(ordered)) <= 0.025:
@@ -89,7 +91,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def figures(ratios: Mapping[str, Ratio | Mapping[str, Ratio]]) -> dict[str, Any]:
-    """Ratios as a bench gives them: each by its name, and the extremes of all under `ratio_range`."""
+    """Ratios as a bench reports them: each ratio by its name, and the extremes of all ratios as `ratio_range`."""
     return {
         **{name: _each(found, lambda one: one.median) for name, found in ratios.items()},
         "ratio_range": {name: _each(found, lambda one: list(one.extremes)) for name, found in ratios.items()},

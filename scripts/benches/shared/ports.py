@@ -1,25 +1,25 @@
-"""Free ports of the loopback, for programs that have to be told one before they start."""
+"""Finds free ports of the loopback, for programs that must be given a port before they start."""
 
 import random
 import socket
 from collections.abc import Iterator
 
 _FIRST, _LAST = 20_000, 32_767
-"""The ports below those that Linux gives to outgoing connections (`ip_local_port_range`). One of those may be taken
-by any connection of any process before the program that was told it listens."""
+"""These ports are below those that Linux gives to outgoing connections (`ip_local_port_range`). A port from that range
+could be taken by a connection of any process before the program listens at it."""
 
 
 def free_ports(count: int) -> list[int]:
-    """As many different TCP ports as are asked for, none of which has a listener or was returned before.
+    """`count` different TCP ports. None of them has a listener, and none was returned before.
 
     Raises:
-        OSError: there are not as many.
+        OSError: there are not enough free ports.
     """
     return [next(_ports) for _ in range(count)]
 
 
 def _chosen() -> Iterator[int]:
-    # Processes that run side by side begin at different places: each chooses an order of its own.
+    # Each process chooses a random order of its own, so that processes that run at the same time try different ports.
     for port in random.SystemRandom().sample(range(_FIRST, _LAST + 1), _LAST + 1 - _FIRST):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,8 @@
-"""Watches the peers of a run from outside while they train: microbatches, rounds, and how long a short call takes.
+"""Watches the peers of a run from outside while they train: microbatches, rounds, and the delays of a short call.
 
-Used by the benches that measure a swarm in steady training, and by `validate`. It asks every peer to describe itself,
-with the deadline of a report to a leader and, where the peers have lines, over a line like theirs: what delays it would
-delay a heartbeat. Changes nothing at the peers.
+Used by the benches that measure a swarm in steady training, and by `validate`. It calls Describe at every peer, with
+the same deadline as a report to a leader. If the peers have lines, the calls go over a line of the same kind. So
+whatever delays these calls would also delay a heartbeat. Changes nothing at the peers.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from swarm.rpc.v1 import stage_pb2 as pb
 
 POLL_SECONDS = 0.2
 LEAST_SECONDS = 2.0
-"""The least length of a measurement: some polls."""
+"""The least length of a measurement, which is enough for several polls."""
 ANSWER_SECONDS = Timing().report_seconds
 
 
 @dataclass
 class Watched:
-    """What one peer reported over a while.
+    """The reports of one peer during a measurement.
 
     Attributes:
-        committed: by time, microbatches committed so far.
-        delays: seconds that each answer took; a deadline that was missed counts as that long.
+        committed: the time of each report, and the microbatches that were committed until then.
+        delays: the seconds that each answer took. A missing answer counts as its deadline.
         first, last: the first and the last answer.
         rounds: the rounds that were committed meanwhile, by number.
         up, down: bytes per second over its lines, if it has any.
@@ -58,11 +58,11 @@ class Watched:
 
     @property
     def microbatches_per_second(self) -> float:
-        """The rate from the first answer to the last, of at least two."""
+        """The rate from the first answer to the last. It needs at least two answers."""
         return self.num_committed / (self.committed[-1][0] - self.committed[0][0])
 
     def heard(self, reply: pb.DescribeReply, now: float) -> None:
-        """Take an answer."""
+        """Add an answer."""
         if not self.committed:
             self.first = reply
         self.last = reply
@@ -73,7 +73,8 @@ class Watched:
 def rate_between_commits(watched: Sequence[Watched]) -> float:
     """Microbatches per second of these peers together, from the first commit that was seen to the last.
 
-    For a steady flow of few: between polls there may be one more or less. Pauses at the edges are not seen.
+    Use it for a steady flow of few microbatches, where one more or less between two polls would matter. Pauses before
+    the first commit and after the last one do not count.
 
     Raises:
         DeadlineExceeded: they committed too few.
@@ -91,7 +92,7 @@ def rate_between_commits(watched: Sequence[Watched]) -> float:
 
 
 def longest_gap(watched: Sequence[Watched]) -> float:
-    """Seconds in which none of the peers committed a microbatch; as exact as the polls are frequent."""
+    """The longest time in which none of the peers committed a microbatch, to within the time between two polls."""
     times = [one.committed[0][0] for one in watched]
     for one in watched:
         times += [now for (_, before), (now, after) in pairwise(one.committed) if after > before]
@@ -107,11 +108,11 @@ async def watch(
     seconds: float,
     check: Callable[[], object] | None = None,
 ) -> list[Watched]:
-    """Wait until microbatches are committed, then for the warm-up, and then watch; gives what was seen of each peer.
+    """Wait until microbatches are committed, wait for the warm-up, and then watch. Return the reports of each peer.
 
     Args:
-        peers: all of the swarm's, if none are named.
-        check: raises if the swarm is not as it should be; unless told otherwise, if a process has ended.
+        peers: the peers to watch; if empty, all peers of the swarm.
+        check: raises an error if the swarm is not as it should be. By default it raises one if a process has ended.
 
     Raises:
         PeerUnavailable: a process has ended.
@@ -179,7 +180,7 @@ async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel], chec
     deadline, before = loop.time() + START_SECONDS, None
     while True:
         check()
-        with suppress(SwarmError):  # A line that is full, or a machine that is busy, may miss a ping.
+        with suppress(SwarmError):  # On a full line or a busy machine, a ping may be lost.
             now = await committed()
             before = now if before is None else before
             if now > before:

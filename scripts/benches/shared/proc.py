@@ -1,7 +1,8 @@
-"""What Linux tells of processes, and of this machine; see proc(5).
+"""Reads what Linux says about processes and about this machine; see proc(5).
 
-Used by the benches that count CPU time, memory, bytes and children. A process that has ended and was waited for raises
-OSError, where nothing else is said. Never changes anything but what a peak is counted from.
+Used by the benches that count CPU time, memory, bytes and children. Unless a docstring says otherwise, the functions
+raise OSError for a process that has ended and was waited for. They change nothing, except that `forget_peak` resets the
+peak of this process.
 """
 
 import os
@@ -19,7 +20,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def cpu_seconds_of_all(pid: int) -> float:
-    """The CPU seconds that a process has used so far, with those of its children, even of ended ones."""
+    """The CPU seconds that a process and its children, ended ones included, have used so far."""
     return sum(_ticks(pid)) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds_of_all, children(pid)))
 
 
@@ -29,9 +30,10 @@ def is_zombie(pid: int) -> bool:
 
 
 def children(pid: int) -> dict[int, str]:
-    """The names of a process's children by their ids, whichever of its threads forked them; none where it has ended."""
+    """The names of a process's children, by their ids; none if the process has ended. It does not matter which thread
+    forked them."""
     found: dict[int, str] = {}
-    # Threads and children may end while they are read.
+    # Threads and children may end while their files are read.
     with suppress(OSError):
         for thread in os.listdir(PROC / str(pid) / "task"):
             with suppress(OSError):
@@ -42,7 +44,7 @@ def children(pid: int) -> dict[int, str]:
 
 
 def status(pid: int | str = "self") -> dict[str, str]:
-    """What `status` of proc(5) says of a process, by its names, such as "Threads"."""
+    """The fields of a process's `status` file (proc(5)), by their names, such as "Threads"."""
     lines = (PROC / str(pid) / "status").read_text(encoding="utf-8").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
@@ -53,18 +55,18 @@ def num_descriptors(pid: int) -> int:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """The bytes that a process has in memory now, without those of its programs' files."""
+    """The bytes that a process has in memory now, without those of mapped files."""
     return _bytes(status(pid)["RssAnon"])
 
 
 def peak_bytes() -> int:
-    """The most bytes that this process ever had in memory, or had since `forget_peak`."""
+    """The most bytes that this process had in memory, since its start or since the last `forget_peak`."""
     found = status()
     return _bytes(found["VmHWM"]) - _bytes(found["RssFile"])
 
 
 def forget_peak() -> None:
-    """Have `peak_bytes` count anew from now on."""
+    """Let `peak_bytes` count anew from now on."""
     (PROC / "self" / "clear_refs").write_text("5", encoding="ascii")
 
 
@@ -84,19 +86,20 @@ def loopback_bytes() -> int:
 
 
 def idle_and_all_ticks() -> tuple[float, float]:
-    """The ticks for which this machine's cores were idle so far, and all their ticks."""
+    """The ticks for which this machine's cores have been idle until now, and all their ticks."""
     # user, nice, system, idle, iowait, irq, softirq, steal
     ticks = [float(word) for word in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields after the name, which may hold anything: the state is the first, which proc(5) numbers 3."""
+    """The fields that follow the process's name (the name may contain any character). The first one is the state, which
+    is number 3 in proc(5)."""
     return (PROC / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 def _ticks(pid: int) -> list[int]:
-    """User and system time, and those of the children that were waited for: fields 14 to 17."""
+    """Fields 14 to 17: user and system time of the process, and of its children that were waited for."""
     return [int(field) for field in _stat(pid)[11:15]]
 
 

@@ -1,22 +1,26 @@
-"""Home lines for processes of this machine: all that one of them sends shares one line, all that it receives another.
+"""Gives each process of this machine a home line of its own: one line for all that it sends, one for all that it
+receives.
 
-A user-space proxy for the benches that run over lines, and for chaos. Each process connects through a port of its own
-(gRPC does so by HTTP CONNECT when its environment says so). So the proxy knows which process calls which, and bytes
-between two processes take their turn on the sender's up line and on the receiver's down line. All connections of a
-process queue there chunk by chunk, each with one chunk at a time, so they share its lines evenly.
+This is a user-space proxy for chaos and for the benches that run over lines. Each process connects through a port of
+its own (gRPC does this with HTTP CONNECT if its environment says so). So the proxy knows which process calls which.
+Bytes between two processes pass over the sender's up line and the receiver's down line. All connections of a process
+queue there chunk by chunk, each with one chunk at a time, so they share its lines evenly.
+
+The bytes from one process to another can also be slowed down further, or held back, and their connections can be
+broken. In this way links become slow or stall, in one direction or both, and replies are lost after the work was done.
+The limit holds for the bytes that TCP carries, TLS included, without TCP's own headers. The DHT does not use the proxy.
 
 What one process sends to another can be slowed further, or held back for good or for a while, and their connections
 can be broken. So links are slow or stalled, one way or both, and replies are lost after the work was done.
 
-The limit is on what TCP carries, TLS included, without TCP's own headers. The DHT connects directly. The proxy holds
-about 0.1 MB a connection and direction, as a router with a short queue does; before it, the sender's kernel lets up to
-1.6 MB wait, as it does before a real line of 50 Mb/s.
+For each connection and direction the proxy holds about 0.1 MB, like a router with a short queue. Before the proxy, the
+sender's kernel holds up to 1.6 MB, as it does before a real line of 50 Mb/s.
 
-Lines may also be long: then bytes arrive half a round trip after they have gone over, and as many as fit are under
-way. The proxy delays them after it has taken them from the sender, so TCP sees no distance: its congestion control
-works with the round trips of this machine. A real long line costs a connection something at its start (slow start),
-again after each pause, and after a loss; that is missing here, and so is a bound by TCP's windows. HTTP/2's windows,
-which are gRPC's, see the whole distance.
+Lines may also be long. Then bytes arrive half a round trip after they have passed the line, and as many bytes as fit
+are under way. The proxy delays bytes after it has taken them from the sender, so TCP does not notice the distance: its
+congestion control sees the round trips of this machine. A real long line has costs that are missing here: slow start at
+the beginning of a connection, after each pause and after a loss, and the limit by TCP's windows. The windows of HTTP/2,
+which gRPC uses, see the whole distance.
 """
 
 import asyncio
@@ -38,7 +42,7 @@ SEGMENT_BYTES = 1400
 """The size of a segment, as on Ethernet. With loopback's 64 KiB, the first bytes in flight alone would be a
 megabyte."""
 BURST_SECONDS = 0.02
-"""What an idle line may catch up on: a busy machine wakes no task on time."""
+"""How much time an idle line may catch up, because a busy machine wakes tasks too late."""
 
 
 class Line:
@@ -46,12 +50,12 @@ class Line:
 
     def __init__(self, bytes_per_second: float) -> None:
         self.num_bytes = 0
-        """Bytes that went over it."""
+        """The bytes that have passed this line."""
         self._bytes_per_second = bytes_per_second
         self._free_at = 0.0
 
     def queue(self, num_bytes: int, now: float) -> float:
-        """Take the last place in the queue; gives the time at which the bytes have gone over."""
+        """Put bytes at the end of the queue. Return the time at which they have passed."""
         self.num_bytes += num_bytes
         self._free_at = max(self._free_at, now - BURST_SECONDS) + num_bytes / self._bytes_per_second
         return self._free_at
@@ -59,7 +63,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Link:
-    """The two lines of a process, and where it connects to reach others over them."""
+    """The two lines of a process, and the proxy to which it connects to use them."""
 
     up: Line
     down: Line
@@ -68,12 +72,12 @@ class Link:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that have gRPC connect through the proxy, even to localhost."""
+        """Environment variables with which gRPC connects through the proxy, even to localhost."""
         return {"grpc_proxy": f"http://{self.proxy}", "no_grpc_proxy": ""}
 
 
 class DelayLine:
-    """One direction of a connection, so long that bytes take a while: all of them as long, and in their order."""
+    """One direction of a long connection: all bytes arrive with the same delay, and in order."""
 
     def __init__(self, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
         self._writer = writer
@@ -82,10 +86,10 @@ class DelayLine:
         self._arrives_at = 0.0
 
     def send(self, chunk: bytes, seconds: float) -> None:
-        """Let bytes arrive this much later, but never before what was sent earlier."""
+        """Let bytes arrive after this time, but never before bytes that were sent earlier."""
         self._arrives_at = max(self._arrives_at, self._loop.time() + seconds)
         self._under_way.append(chunk)
-        # Timers that are due at once go off in any order: each brings what has waited longest.
+        # Timers that are due at the same time may run in any order, so each delivers the chunk that has waited longest.
         self._loop.call_at(self._arrives_at, self._arrive)
 
     async def end(self) -> None:
@@ -95,7 +99,7 @@ class DelayLine:
             self._arrive()
 
     def _arrive(self) -> None:
-        # At the end another timer may already have brought what was due at once.
+        # Another timer may already have delivered this chunk.
         chunk = self._under_way.popleft() if self._under_way else b""
         if chunk and not self._writer.transport.is_closing():
             self._writer.write(chunk)
@@ -108,16 +112,16 @@ class Throttle:
     bytes_per_second: float
     """The rate of each line."""
     round_trip_seconds: float = 0.0
-    """What the length of the lines adds to each call and its answer. May change while bytes pass."""
+    """The time that the length of the lines adds to each call and its answer. It may be changed at any time."""
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
     _servers: list[asyncio.Server] = field(default_factory=list)
     _serving: dict[str, Link] = field(default_factory=dict)
     _obstacles: dict[tuple[Link, Link], tuple[float, ...]] = field(default_factory=dict)
-    """How many bytes per second each obstacle lets pass, by sender and receiver."""
+    """For each sender and receiver, the bytes per second that each obstacle between them lets pass."""
     _removed: asyncio.Event = field(default_factory=asyncio.Event)
     _ends: dict[asyncio.StreamWriter, tuple[Link, str]] = field(default_factory=dict)
-    """The link of the process that made a connection, and the endpoint that it leads to, by each end of the
-    connection."""
+    """For each end of a connection, the link of the process that made the connection, and the endpoint to which it
+    leads."""
 
     def __enter__(self) -> Self:
         return self
@@ -133,15 +137,16 @@ class Throttle:
         return self.loop.run(self._listen())
 
     def serve(self, endpoint: str, link: Link) -> None:
-        """Have what others exchange with `endpoint` also go over the lines of the process that serves it."""
+        """Let what others exchange with `endpoint` also pass the lines of `link`, whose process serves it."""
         self._serving[endpoint] = link
 
     def hinder(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:
-        """Let no more than this pass from one process to another from now on; what has to wait is not lost."""
+        """From now on let at most this many bytes per second pass from one process to another. Bytes that wait are not
+        lost."""
         self._obstacles[source, target] = (*self._obstacles.get((source, target), ()), bytes_per_second)
 
     def clear(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:
-        """Remove one such obstacle. After the last one everything passes again, and first what has waited."""
+        """Remove one such obstacle. Without obstacles everything passes again, the waiting bytes first."""
         rest = list(self._obstacles.pop((source, target)))
         rest.remove(bytes_per_second)
         if rest:
@@ -150,11 +155,11 @@ class Throttle:
 
     @property
     def num_obstacles(self) -> int:
-        """Pairs of processes, one way each, between which something is held back."""
+        """The number of pairs of sender and receiver that have an obstacle."""
         return len(self._obstacles)
 
     def break_connections(self, one: Link, other: Link) -> None:
-        """Break the connections between two processes; what waited for its turn is lost."""
+        """Break the connections between two processes. Bytes that wait are lost."""
         self.loop.loop.call_soon_threadsafe(self._break, one, other)
 
     def _abort(self) -> None:
@@ -189,7 +194,7 @@ class Throttle:
         """Pass on one connection from a process until either end closes it."""
         writers = [writer]
         try:
-            # CONNECT host:port HTTP/1.1, and headers that say nothing more.
+            # The request is "CONNECT host:port HTTP/1.1". Its headers do not matter.
             endpoint = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
             answers, requests = await _open(endpoint)
             writers.append(requests)
@@ -200,7 +205,7 @@ class Throttle:
                 pipes.create_task(self._pipe(reader, requests, lambda: (link, self._serving.get(endpoint))))
                 pipes.create_task(self._pipe(answers, writer, lambda: (self._serving.get(endpoint), link)))
         except* (OSError, asyncio.IncompleteReadError):
-            pass  # One end has gone without a goodbye, so the other end is closed.
+            pass  # One end is gone without closing, so the other end is closed.
         finally:
             for one in writers:
                 self._ends.pop(one, None)
@@ -249,7 +254,7 @@ async def _open(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 
 def _socket() -> socket.socket:
-    """A TCP socket into which others write no more than a router would hold."""
+    """A TCP socket with a receive buffer as small as a router's queue."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)

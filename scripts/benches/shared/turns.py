@@ -1,7 +1,7 @@
-"""Processes that work one after another, so that each has the machine to itself while it is measured.
+"""Runs processes one after another, so that each has the machine to itself while it is measured.
 
-`take_turns` is the process's end: it stops itself (SIGSTOP) whenever it has nothing to do, and so takes no time from
-the others. `Worker` is the bench's, which continues it. What a turn took is written to a file.
+`take_turns` runs in the process, which stops itself (SIGSTOP) whenever it has nothing to do, so that it takes no time
+from the others. `Worker` runs in the bench, and continues the process. The seconds of a turn are written to a file.
 """
 
 import contextlib
@@ -17,14 +17,17 @@ from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, fail_on_e
 from swarm.errors import DeadlineExceeded
 
 TURN_SECONDS = 24 * 3600.0
-"""Longest turn. It is long because a user may ask for any amount of work; a process that dies is noticed at once."""
+"""Longest turn. It is long because a user may ask for any amount of work. If the process dies, this is noticed at
+once."""
 
 
 def take_turns(results: Path, work: Callable[[], float | None]) -> None:
-    """Do `work` each time this process is continued, until it is killed; writes `results`/N.json with the seconds.
+    """Do `work` each time this process is continued, until it is killed. The seconds of turn N are written to
+    `results`/N.json.
 
     Args:
-        work: may give the seconds that count, where they are not those that it took.
+        work: does a turn's work. It may return the seconds that count for it; if it returns None, those that it took
+            count.
     """
     for turn in itertools.count():
         signal.raise_signal(signal.SIGSTOP)
@@ -39,7 +42,7 @@ class Worker:
     """A process that takes turns, and is stopped between them."""
 
     def __init__(self, name: str, command: Sequence[str], results: Path, children: Supervisor) -> None:
-        """Start it; it is to call `take_turns` with the folder `results`."""
+        """Start the process, which must call `take_turns` with the folder `results`."""
         self._children = children
         self._results = results
         self._results.mkdir(parents=True)
@@ -47,15 +50,15 @@ class Worker:
         self._child: Child = children.start(name, command)
 
     def until_stopped(self) -> None:
-        """Wait until it is stopped before its next turn, at the start or when its turn is over.
+        """Wait until the process has stopped: after its start, or when its turn is over.
 
         Raises:
             PeerUnavailable: some child ended meanwhile.
-            DeadlineExceeded: it took longer than START_SECONDS.
+            DeadlineExceeded: this took longer than START_SECONDS.
         """
         deadline = time.monotonic() + START_SECONDS
         while True:
-            # A process that has ended can stop no more, and waitid says so by an error.
+            # If the process has ended, it can no longer stop, and waitid raises an error.
             with contextlib.suppress(ChildProcessError):
                 if os.waitid(os.P_PID, self._child.pid, os.WSTOPPED | os.WNOHANG) is not None:
                     return
@@ -65,11 +68,12 @@ class Worker:
             time.sleep(POLL_SECONDS)
 
     def begin(self) -> None:
-        """Let it have its turn."""
+        """Let the process begin its turn."""
         os.kill(self._child.pid, signal.SIGCONT)
 
     def seconds(self) -> float:
-        """The seconds that its turn took, once it is over. Raises as `until_stopped` does, after TURN_SECONDS."""
+        """Wait for the end of the turn, for TURN_SECONDS at most, and return its seconds. Raises what `until_stopped`
+        raises."""
         result = wait_for_json(self._results / f"{self._turn}.json", self._children, timeout_seconds=TURN_SECONDS)
         self._turn += 1
         self.until_stopped()

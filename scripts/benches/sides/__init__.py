@@ -1,1 +1,1 @@
-"""What benches measure and compare: the processes that they start, stages that peers load, and arithmetic."""
+"""The sides that benches measure and compare: processes that they start, stages that peers load, and arithmetic."""

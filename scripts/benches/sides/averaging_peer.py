@@ -1,7 +1,7 @@
-"""What the processes of the allreduce bench share: the values they average, and the orders they get.
+"""Code that the processes of the allreduce bench share: the values that they average, and the orders that they get.
 
-Imported by swarm_averager and hivemind_averager, which are those processes, and by the bench itself. An order is a
-file with a number in the process's folder, and so is the answer. A measurement begins at an agreed reading of the
+Imported by swarm_averager and hivemind_averager, which are those processes, and by the bench itself. An order is a file
+with a number in the process's folder. Its answer is a file as well. A measurement begins at an agreed time of the
 monotonic clock, which all processes of a machine share. Never averages anything.
 
 Shapes: P parameters.
@@ -25,12 +25,12 @@ READY_FILE = "ready.json"
 
 
 def values(member: int, num_parameters: int) -> torch.Tensor:
-    """One member's vector, shape (P,): standard normal, the same wherever it is made."""
+    """One member's vector, shape (P,): standard normal, with the same values in every process."""
     return torch.randn(num_parameters, generator=torch.Generator().manual_seed(member))
 
 
 def as_tensors(vector_P: torch.Tensor) -> list[torch.Tensor]:
-    """Views of a vector as a model has its parameters: SIDE x SIDE matrices, and what is left."""
+    """A vector as a model would have it: views that are SIDE x SIDE matrices, and one view of the rest."""
     num_full = vector_P.numel() // (SIDE * SIDE) * SIDE * SIDE
     rest = vector_P[num_full:]
     return [*vector_P[:num_full].view(-1, SIDE, SIDE), *([rest] if rest.numel() else [])]
@@ -51,7 +51,7 @@ def distance(held: Sequence[torch.Tensor], mean_P: torch.Tensor) -> float:
 
 
 def digest(held: Sequence[torch.Tensor]) -> str:
-    """SHA-256 of what a member holds, in hexadecimal."""
+    """SHA-256 of the tensors that a member holds, in hexadecimal."""
     sha256 = hashlib.sha256()
     for tensor in held:
         sha256.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -59,7 +59,8 @@ def digest(held: Sequence[torch.Tensor]) -> str:
 
 
 def compare(held: Sequence[torch.Tensor], means: Mapping[str, Sequence[int]], num_parameters: int) -> dict[str, Any]:
-    """Describe what a member holds: its digest, and its distance from the average of each of these sets of members."""
+    """Describe the tensors that a member holds: their digest, and their distance from the average of each set of
+    members."""
     distances = {name: distance(held, exact_mean(members, num_parameters)) for name, members in means.items()}
     return {"digest": digest(held), "distances": distances}
 
@@ -72,7 +73,7 @@ class Orders:
     number: int = 0
 
     def poll(self) -> dict[str, Any] | None:
-        """The next order, once it has come: its `name` and its arguments."""
+        """The next order, with its `name` and its arguments; None if it has not come yet."""
         path = self.folder / f"{self.number}.json"
         if not path.exists():
             return None

@@ -1,9 +1,9 @@
-"""A process with one member of a stage that is a whole model; it tells what the end of a round holds up.
+"""A process with one member of a stage that is a whole model. It measures for how long the end of a round blocks.
 
     python -m scripts.benches.sides.closing_stage FOLDER NUMBER ROUNDS
 
-Started by the closing bench, twice for each setting: the two average with each other. Stage, compute thread, weights,
-averager, TLS and gRPC are those of a peer. Writes `NUMBER.json` to FOLDER.
+Started by the closing bench, twice for each setting; the two processes average with each other. Stage, compute thread,
+weights, averager, TLS and gRPC are those of a peer. Writes `NUMBER.json` to FOLDER.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ POLL_SECONDS = 0.002
 
 
 class Times:
-    """Seconds of one kind of work, each time it was done: by the clock, and of the thread's processor."""
+    """The seconds of one kind of work, for each time that it was done: by the clock, and of the processor."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
@@ -75,8 +75,8 @@ class RoundTimes:
     """How long the ends of a stage's rounds took.
 
     Args:
-        weights: the weights of which closings and commits are measured from now on.
-        steps: the optimizer's.
+        weights: their closings and commits are measured from now on.
+        steps: the times of the optimizer's steps.
     """
 
     def __init__(self, weights: StageWeights, steps: Times) -> None:
@@ -87,12 +87,12 @@ class RoundTimes:
         weights.close, weights.commit = self.close, self.commit  # type: ignore[method-assign]
 
     def close(self) -> Contribution:
-        """Freeze the contribution as before, and note how long that takes."""
+        """Call the original `close`, and record how long it takes."""
         with self.closings.taken():
             return self._close()
 
     def commit(self, average: Mapping[str, torch.Tensor], **how: Any) -> float:
-        """Commit the round as before, and note how long that takes."""
+        """Call the original `commit`, and record how long it takes."""
         num_steps = len(self._steps.wall)
         with self.commits.taken():
             rate = self._commit(average, **how)
@@ -103,7 +103,7 @@ class RoundTimes:
 
 @contextmanager
 def watched_loop(longest: list[float]) -> Iterator[None]:
-    """Note the longest time for which one callback of the event loop computed."""
+    """Record the longest time that one callback of the event loop computes inside the block."""
     run = asyncio.Handle._run
 
     def watched(handle: asyncio.Handle) -> None:
@@ -116,7 +116,7 @@ def watched_loop(longest: list[float]) -> Iterator[None]:
 
 
 def timed(step: Callable[..., None], times: Times) -> Callable[..., None]:
-    """An optimizer's step that is measured."""
+    """An optimizer's step, wrapped so that its times are recorded."""
 
     def stepping(*arguments: Any) -> None:
         with times.taken():
@@ -190,7 +190,7 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
         background = [tasks.create_task(work) for work in works]
         with watched_loop(longest), mock.patch.object(optim, "step", timed(optim.step, steps)):
             for round_number in range(num_rounds):
-                if round_number == 1:  # What was imported and allocated first is over.
+                if round_number == 1:  # From the second round on, imports and first allocations are over.
                     lag, longest[0] = LoopLag(clock), 0.0
                     background.append(tasks.create_task(lag.run()))
                 for microbatch in range(MICROBATCHES):

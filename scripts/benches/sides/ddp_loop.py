@@ -2,7 +2,7 @@
 
     python -m torch.distributed.run --nproc-per-node N -m scripts.benches.sides.ddp_loop CONFIG STEPS METRICS
 
-What the bench `methods` compares `swarm-static --dp` with. The model, the data and the microbatches are the run's.
+The bench `methods` compares `swarm-static --dp` with this loop. The model, the data and the microbatches are the run's.
 """
 
 import contextlib

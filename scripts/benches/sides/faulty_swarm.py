@@ -1,7 +1,7 @@
-"""Faults on purpose, in a swarm of real processes that a trainer feeds: one in every second step, at a random moment.
+"""Causes faults in a swarm of real processes that a trainer feeds: one in every second step, at a random moment.
 
-Used by the bench `exactly-once`. Kills and replaces peers, one by one or two neighbours at once, and disturbs what two
-processes send to each other. Leaves at every stage a peer that holds its state. Judges nothing.
+Used by the bench `exactly-once`. It kills and replaces peers, one by one or two neighbours at once, and disturbs the
+traffic between two processes. At every stage it leaves a peer that holds the stage's state. It judges nothing.
 """
 
 import random
@@ -26,33 +26,35 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 EVERY = 2
 """Steps from one fault to the next."""
 MAX_IN_FLIGHT = 4
-"""Microbatches under way: few, so that joiners have the cores."""
+"""Microbatches under way. There are few of them, so that joiners get enough of the cores."""
 HELD_SECONDS = (0.5, 2.0)
-"""How long what is going to be lost is held back: long enough for the work behind it to be done."""
+"""How long messages are held back before they are lost. By then the receiver's work has been done."""
 ONE_WAY_SECONDS = 6.0
-"""How long bytes pass one way only: longer than it takes to notice that a neighbour is unreachable."""
+"""How long bytes pass in one direction only. This is longer than peers need to notice that a neighbour is
+unreachable."""
 
 
 @dataclass(eq=False)
 class FaultySwarm:
-    """A swarm, and the faults that it meets while it trains."""
+    """A swarm, and the faults that happen to it while it trains."""
 
     swarm: SwarmProcesses
     rng: random.Random
     faults: Counter[str] = field(default_factory=Counter)
     """How many faults there were, by kind."""
     owed: int = 0
-    """Faults that are due: they wait while no peer can be spared."""
+    """Faults that are due but wait, because no peer can be spared at the moment."""
     joining: list[tuple[Child, int]] = field(default_factory=list)
     """Peers that were started and do not serve yet, with their stages."""
     _timeline: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     def train(self, steps: int, fault: Callable[["FaultySwarm"], bool]) -> None:
-        """Have a trainer train so many steps; in every second one, do `fault`, which says whether it could.
+        """Let a trainer train this many steps, and call `fault` in every second step.
 
         Raises:
-            PeerUnavailable: the trainer ended, or a peer that was not killed, be it one that was joining.
-            DeadlineExceeded: no step for a very long time, or a peer did not come to serve.
+            PeerUnavailable: the trainer ended, or a peer that was not killed ended, whether it already served or was
+                joining.
+            DeadlineExceeded: there was no step for a very long time, or a peer did not begin to serve.
         """
         trainer = self.swarm.launch_trainer("trainer", steps, max_in_flight=MAX_IN_FLIGHT)
         self._stepped_at = time.monotonic()
@@ -94,7 +96,7 @@ class FaultySwarm:
             time.sleep(POLL_SECONDS)
 
     def has_ended(self, trainer: Child) -> bool:
-        """Whether the trainer has ended well. Raises PeerUnavailable if anything else has ended."""
+        """Whether the trainer has ended without an error. Raises PeerUnavailable if any other process has ended."""
         ends = self.swarm.children.exits()
         for end in ends:
             if end.name != trainer.name or end.returncode != 0:
@@ -102,7 +104,7 @@ class FaultySwarm:
         return bool(ends)
 
     def _take_in(self) -> None:
-        """Take in joiners that serve by now: from then on they are peers like any other."""
+        """Add joiners that serve by now to the swarm's peers."""
         for child, stage in list(self.joining):
             if self.swarm.ready_file(child.name).exists():
                 self.joining.remove((child, stage))
@@ -112,12 +114,13 @@ class FaultySwarm:
     # -- kills ---------------------------------------------------------------------------------------------------------
 
     def _spare(self, stage: int) -> list[ServingPeer]:
-        """The peers of a stage, of which one may be killed."""
+        """The peers of a stage if one of them may be killed, else none."""
         peers = [peer for peer in self.swarm.peers if peer.record.stage == stage]
         return peers if len(peers) > 1 else []
 
     def kill(self, stages: Sequence[int]) -> bool:
-        """Kill a peer of each of these stages at once, and start another in its place; False if one is too poor."""
+        """Kill a peer of each of these stages at the same time, and start others in their place. Return False, and kill
+        none, if a stage has too few peers."""
         candidates = [self._spare(stage) for stage in stages]
         if not all(candidates):
             return False
@@ -141,7 +144,7 @@ class FaultySwarm:
     # -- the network ---------------------------------------------------------------------------------------------------
 
     def disturb(self) -> bool:
-        """For a while, lose a process's answers or acknowledgements, or let bytes pass one way only."""
+        """For a while, lose a process's answers or acknowledgements, or let bytes pass in one direction only."""
         lines = self.swarm.children
         assert isinstance(lines, Lines)
         stage = self.rng.randrange(self.swarm.config.stages.num_stages)

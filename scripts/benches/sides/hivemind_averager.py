@@ -1,9 +1,9 @@
-"""A process with hivemind's averagers: what the allreduce bench compares ours with.
+"""A process with hivemind's averagers. The allreduce bench compares ours with them.
 
     python -m scripts.benches.sides.hivemind_averager FOLDER NUMBER NUM_PEERS NUM_PARAMETERS [DHT_ADDRESS...]
 
-Started by the bench, and does what it orders (averaging_peer.py). Its group is found before a measurement begins: the
-step waits for its trigger then, so that what follows is the all-reduce alone.
+The bench starts it and gives it orders (averaging_peer.py). Its group is found before a measurement begins. The step
+then waits for its trigger, so that only the all-reduce is measured.
 """
 
 import sys
@@ -24,9 +24,10 @@ CODECS: dict[str, CompressionBase] = {"8bit": Uniform8BitQuantization(), "fp16":
 MATCHMAKING_SECONDS, REQUEST_SECONDS = 1.0, 0.5
 """The shortest times with which a group of four still finds each other."""
 STEP_SECONDS = 60.0
-"""After this time hivemind gives a step up; this is the default of its own optimizer."""
+"""After this time hivemind gives up a step. This is the default of hivemind's own optimizer."""
 CHUNK_SECONDS = 5.0
-"""The silence after which hivemind goes on without a member; needed in the killed round. Its default is 15."""
+"""After this time without a message from a member, hivemind goes on without the member. The round with a kill needs
+this. hivemind's default is 15."""
 
 
 class CodecPeer:
@@ -52,7 +53,7 @@ class CodecPeer:
         self._reply: dict[str, Any] = {}
 
     def prepare(self, tensors: list[torch.Tensor]) -> None:
-        """Take these values, and find a group."""
+        """Use these values, and find a group."""
         with self.averager.get_tensors() as own:
             for tensor, value in zip(own, tensors, strict=True):
                 tensor.copy_(value)
@@ -65,7 +66,7 @@ class CodecPeer:
         self._matchmaking_seconds = time.monotonic() - started_at
 
     def start(self, at: float) -> None:
-        """Average, from that reading of the clock on, and return when that is over."""
+        """Begin to average at that time of the clock, and return when the average is done."""
         time.sleep(at - time.monotonic())
         self._control.allow_allreduce()
         self._reply = {"matchmaking_seconds": self._matchmaking_seconds, "error": ""}
@@ -81,7 +82,7 @@ class CodecPeer:
 
 
 def main(folder: Path, number: int, num_peers: int, num_parameters: int, addresses: list[str]) -> None:
-    """Obey orders until killed."""
+    """Carry out orders until killed."""
     compute_like_peers()
     dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     peers = {codec: CodecPeer(codec, num_peers, num_parameters, dht) for codec in CODECS}

@@ -1,4 +1,5 @@
-"""A stage that does no work, for measuring what surrounds it. Peers load it by its name in `model.custom_class`."""
+"""A stage that does no work, so that a bench can measure everything around it. Peers load it by its name in
+`model.custom_class`."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ VOCABULARY = 2
 
 
 class Identity(nn.Module):
-    """Passes on what it gets; the last stage passes on the first two channels, as logits of a vocabulary of two."""
+    """Returns its input. The last stage returns the first two channels, as logits of a vocabulary of two."""
 
     def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
         super().__init__()

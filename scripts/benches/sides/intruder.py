@@ -1,9 +1,9 @@
-"""An intruder of the bench `intruders`: a process that misuses a peer as fast as it can, or computes in peace.
+"""An intruder of the bench `intruders`: a process that misuses a peer as fast as it can, or one that only computes.
 
     python -m scripts.benches.sides.intruder KIND FILE TALLY
 
-FILE is JSON: endpoint, certificate_pem, run_id and the intruder's own token. An intruder writes to TALLY, JSON as well,
-how many calls it has begun and how those came out that have ended. Runs until it is killed.
+FILE is JSON: endpoint, certificate_pem, run_id and the intruder's own token. An intruder writes to TALLY, also as JSON,
+how many calls it has begun, and the outcomes of those that have ended. It runs until it is killed.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ FAULTS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
 
 
 class Intruder:
-    """One connection, and the calls that are made over it."""
+    """One connection to the peer, and the calls over it."""
 
     def __init__(self, channel: grpc.aio.Channel, target: dict[str, Any]) -> None:
         self._channel = channel
@@ -49,23 +49,23 @@ class Intruder:
         self._outcomes: Counter[str] = Counter()
 
     async def malformed(self) -> None:
-        """Send bytes that are no message, or a message of nonsense."""
+        """Send bytes that are not a message, or a message with random content."""
         call: Any = self._channel.unary_unary(BEGIN)
         await call(self._random.randbytes(self._random.randrange(200)), timeout=20)
 
     async def opens(self) -> None:
-        """Begin a valid microbatch, which takes a slot, and give it up."""
+        """Begin a valid microbatch, which takes a slot, and cancel it."""
         async with asyncio.timeout(5), self._opened() as (call, answer):
             await answer
             call.cancel()
 
     async def idle(self) -> None:
-        """Open a stream and say nothing."""
+        """Open a stream and send nothing."""
         call: Any = self._channel.stream_stream(TRAIN)()
         await call.read()
 
     async def slow(self) -> None:
-        """Send a tensor of which a byte comes now and then."""
+        """Send a tensor very slowly, one byte at a time."""
         header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(1, 1, 1), num_bytes=4)
         chunk = pb.TrainRequest(chunks=[TensorChunk(header=header, data=b"x")]).SerializeToString()
         async with self._opened() as (call, answer):
@@ -77,10 +77,10 @@ class Intruder:
 
     @contextlib.asynccontextmanager
     async def _opened(self) -> AsyncIterator[tuple[Any, "asyncio.Task[Any]"]]:
-        """A microbatch that is being handed over, and the peer's answer."""
+        """Begin to hand over a microbatch. Yields the call, and the task that reads the peer's answer."""
         opening = pb.Open(address=self._address, microbatch=self._random.randrange(1 << 40), num_samples=self._samples)
         call: Any = self._channel.stream_stream(TRAIN)()
-        # Read from the beginning: once a write has failed, gRPC no longer tells what the peer said.
+        # Answers are read from the beginning, because after a failed write gRPC no longer gives the peer's error.
         answer = asyncio.create_task(call.read())
         try:
             with contextlib.suppress(*FAULTS):
@@ -88,18 +88,18 @@ class Intruder:
             yield call, answer
         finally:
             answer.cancel()
-            # A caller that did not wait for the answer has no use for it.
+            # If the caller did not wait for the answer, it is discarded.
             await asyncio.wait({answer})
             if not answer.cancelled():
                 answer.exception()
 
     async def run(self, kind: str, tally: Path) -> None:
-        """Make the call again and again, many at a time."""
+        """Repeat the call of this kind, with many calls at a time."""
 
         async def again() -> None:
             task = asyncio.current_task()
             assert task is not None
-            # gRPC may answer a cancellation with how the call ended, and it would be lost among the outcomes.
+            # gRPC may turn a cancellation into the call's own error, which would then be counted as an outcome.
             while not task.cancelling():
                 self._num_calls += 1
                 outcome = "OK"
@@ -119,15 +119,15 @@ class Intruder:
 
 
 def _name_of(error: Exception) -> str:
-    """The name under which an outcome is counted: what the peer said, or the fault of this side."""
+    """The name under which an outcome is counted: the peer's error, or the fault of this side."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return type(error).__name__
-    # gRPC itself says this of a message that it did not send, because the call had ended.
+    # gRPC itself raises this for a message that it did not send because the call had ended.
     return "InternalError" if error.details() == "Internal error from Core" else error.code().name
 
 
 def compute(share: float) -> None:
-    """Be busy for a share of the time."""
+    """Compute for a share of the time."""
     while True:
         began = time.perf_counter()
         while time.perf_counter() - began < 0.02 * share:
@@ -145,7 +145,8 @@ def main() -> None:
 
 
 async def intrude(target: dict[str, Any], kind: str, tally: Path) -> None:
-    """Intrude over a channel that is made here, because a channel belongs to the loop that it was made in."""
+    """Make the calls of this kind until killed. The channel is made here, because it belongs to the event loop in which
+    it is made."""
     identity = Token.parse(target["token"]).admit(generate())
     credentials = tls.pinned_credentials(target["certificate_pem"], identity)
     options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS)

@@ -1,4 +1,4 @@
-"""A process with a last stage; it tells what memory a microbatch takes there at its peak.
+"""A process with a last stage. It measures the peak memory of a microbatch there.
 
     python -m scripts.benches.sides.memory_loss FOLDER
 
@@ -23,7 +23,7 @@ LAST_STAGE = 1
 
 
 def measure(config: RunConfig) -> dict[str, float]:
-    """Train one microbatch; gives bytes above what the stage holds, and the loss."""
+    """Train one microbatch. Return the peak bytes beyond what the stage holds, and the loss."""
     backend = cpu_backend(config, LAST_STAGE, graph_bytes=0)
     specs = request_specs(config, LAST_STAGE)
     tokens_BT1 = torch.randint(config.model.vocab_size, specs[TOKENS].shape, dtype=torch.int32)

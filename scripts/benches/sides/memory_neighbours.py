@@ -1,6 +1,7 @@
-"""What stands in for the rest of a swarm around the stage that the memory bench measures.
+"""Stand-ins for the rest of the swarm around the stage that the memory bench measures.
 
-Used by memory_stage: the next stage, which answers when it is let, and the line to the other member, which can be held.
+Used by memory_stage. There is the next stage, which answers when it is told to, and the line to the other member, which
+can be held.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ class Answer(HopReply):
 
 
 class NextStage(Hop):
-    """Stands in for the next stage: when told to, it answers the oldest call with random gradients."""
+    """Stands in for the next stage. When told to, it answers the oldest call with random gradients."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -67,7 +68,8 @@ class NextStage(Hop):
 
 
 class HeldTransport(Transport):
-    """Calls the other member over a line that can be held. The other stages, asked for their barrier, are ready."""
+    """Calls the other member over a line that can be held. Other stages always answer that they have reached the
+    barrier."""
 
     def __init__(self, channels: ChannelPool, stage: int) -> None:
         super().__init__(channels)

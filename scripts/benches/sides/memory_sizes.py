@@ -1,8 +1,8 @@
-"""What a stage peer holds, by arithmetic from the configuration: the formulas of docs/performance.md.
+"""Computes the memory of a stage peer from the configuration, with the formulas of docs/performance.md.
 
-Used by the memory bench, which compares them with what a process takes. For float32 on the CPU, the built-in model
-without dropout, bottleneck or checkpointed layers, with adapters at all of its matrices or none, and a stage that has
-no embedding; with adapters, no head either. Never measures anything.
+Used by the memory bench, which compares the results with the memory of a process. The formulas hold for float32 on the
+CPU and for the built-in model without dropout, bottleneck or checkpointed layers. The stage has no embedding, and
+adapters at all of its matrices or at none; with adapters it also has no head. Never measures anything.
 """
 
 from swarm.compression.codec import contribution_codec, result_codec
@@ -23,7 +23,8 @@ def num_parameters(config: RunConfig, stage: int) -> int:
 
 
 def num_moments(config: RunConfig, stage: int) -> int:
-    """Numbers that the optimizer remembers: AdamW two for each parameter, Muon one for those in matrices of layers."""
+    """Numbers in the optimizer's state. AdamW has two for each parameter; Muon has one for each parameter in a layer's
+    matrices."""
     twice = 2 * num_parameters(config, stage)
     if config.gradient_step.name == "adamw":
         return twice
@@ -42,12 +43,12 @@ def num_own_parameters(config: RunConfig, stage: int) -> int:
 
 
 def head_bytes(config: RunConfig) -> int:
-    """The matrix that makes logits, at the last stage, or its gradient."""
+    """Bytes of the matrix that makes logits at the last stage. Its gradient has as many."""
     return FLOAT_BYTES * config.model.vocab_size * config.model.d_model
 
 
 def frozen_bytes(config: RunConfig, stage: int) -> int:
-    """The model's own weights beside adapters: matrices in 16 bits, and the norms' vectors."""
+    """Bytes of the model's own weights beside adapters: matrices in 16 bits, and the vectors of norms."""
     if not config.lora.is_on:
         return 0
     vectors = len(layer_ranges(config)[stage]) * 2 * config.model.d_model
@@ -55,14 +56,15 @@ def frozen_bytes(config: RunConfig, stage: int) -> int:
 
 
 def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
-    """What a stage holds while it trains, whatever is in flight; the second bucket and gradients come and go."""
+    """Bytes that a stage always holds while it trains, by what they are for. Microbatches in flight, the second bucket
+    and their gradients are not included."""
     size = FLOAT_BYTES * num_parameters(config, stage)
     held = {
         "parameters": size,
         "optimizer": FLOAT_BYTES * num_moments(config, stage),
         "version": size,
         "gradient_bucket": size,
-        # In the synchronous setting this round's anchor is the version itself.
+        # In the synchronous setting the round's anchor is the present version itself.
         "anchors": size if config.rounds.synchronous else 2 * size,
     }
     if not config.rounds.synchronous and config.outer_step.momentum:
@@ -73,40 +75,41 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
 
 
 def delayed_bytes(config: RunConfig, stage: int) -> int:
-    """The version before an inner step, which microbatches in flight go on using."""
+    """Bytes of the weights before an inner step, which microbatches in flight still use."""
     return 0 if config.rounds.synchronous else FLOAT_BYTES * num_parameters(config, stage)
 
 
 def passing_bytes(config: RunConfig, stage: int) -> int:
-    """What is there for moments: one microbatch's gradient of the weights; with DiLoCo, right after a round, a third
-    version too."""
+    """Bytes that are held only for a moment: one microbatch's gradient of the weights, and with DiLoCo also a third
+    version of the weights right after a round."""
     return FLOAT_BYTES * num_parameters(config, stage) + delayed_bytes(config, stage)
 
 
 def graph_bytes(config: RunConfig, stage: int) -> int:
-    """What autograd keeps of one microbatch's layers, the stage's input among it."""
+    """Bytes that autograd keeps of one microbatch's layers, including the stage's input."""
     model = config.model
-    # Each norm's input and output; queries, keys, values, and what attention gives; the gate before its activation,
-    # what it gates, and the product. A number a head and one a norm besides.
+    # Kept are the input and output of each norm; queries, keys, values, and the output of attention; the gate before
+    # its activation, the values that it gates, and their product. In addition there is one number for each head and
+    # each norm.
     floats = 6 * model.d_model + 2 * _kv_width(config) + 3 * model.feed_forward_width + model.num_heads + 2
     if config.lora.is_on:
         # The output of each adapter's first matrix.
         floats += config.lora.rank * sum(map(len, config.lora.groups(model)))
     rotary = config.data.sequence_length * model.d_model // model.num_heads
-    # Norms keep their weight, which is counted with the parameters if it is trained.
+    # Norms keep their weight. If it is trained, it is counted with the parameters.
     vectors = 2 * model.d_model if config.lora.is_on else 0
     num_layers = len(layer_ranges(config)[stage])
     return FLOAT_BYTES * (num_layers * (config.data.tokens_per_microbatch * floats + vectors) + rotary)
 
 
 def wire_bytes(config: RunConfig, stage: int) -> dict[str, int]:
-    """What came in for one microbatch, and what goes out."""
+    """Bytes of one microbatch that came in over the wire, and that go out."""
     specs = request_specs(config, stage)
     return {"tokens": specs[TOKENS].num_bytes, "input": specs[HIDDEN].num_bytes, "output": specs[HIDDEN].num_bytes}
 
 
 def in_flight_bytes(config: RunConfig, stage: int, *, is_kept: bool) -> int:
-    """One microbatch between its forward and its gradient, with or without its graph."""
+    """Bytes of one microbatch between its forward and its gradient, with or without its graph."""
     wire = wire_bytes(config, stage)
     if not is_kept:
         return sum(wire.values())
@@ -114,36 +117,37 @@ def in_flight_bytes(config: RunConfig, stage: int, *, is_kept: bool) -> int:
 
 
 def settled_bytes(config: RunConfig, stage: int) -> int:
-    """What is kept of one microbatch that counts, until its round commits: to take it out again, and for replays."""
+    """Bytes that are kept of one microbatch that counts, until its round commits. They are needed to take it out again,
+    and for replays."""
     if not config.rounds.synchronous:
         return 0
     wire = wire_bytes(config, stage)
-    # The input and the gradient that came back; the output and the gradient that was answered.
+    # The input, the gradient that came back, the output, and the gradient in the answer.
     return wire["tokens"] + 2 * wire["input"] + 2 * wire["output"]
 
 
 def averaging_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:
-    """What a round's exchange takes besides, all of the stage in one fragment."""
+    """Additional bytes during a round's exchange, if all of the stage is one fragment."""
     size, share = FLOAT_BYTES * num_parameters(config, stage), 1 / num_members
     sent = contribution_codec(config.averaging).num_bytes(num_parameters(config, stage))
     answered = result_codec(config.averaging).num_bytes(num_parameters(config, stage))
-    # The contribution, the same as one vector, and the result.
+    # The contribution, the same contribution as one vector, and the result.
     whole = 3 * size
-    # For the part that it sums, the member has the others' decoded parts, the sum, and the sum encoded and decoded.
+    # For the part that the member sums: the decoded parts of the others, the sum, and the sum encoded and decoded.
     own = (1 - share) * size + share * (2 * size + answered)
-    # For the parts that others sum, it has its encoded contribution, which goes out, and the encoded sums that come
+    # For the parts that others sum: the member's encoded contribution, which goes out, and the encoded sums, which come
     # back.
     others = (1 - share) * (sent + answered)
     return round(whole + own + others)
 
 
 def snapshot_bytes(config: RunConfig, stage: int) -> int:
-    """A copy of anchor and outer state, for a joiner or a checkpoint."""
+    """Bytes of a copy of the anchor and the outer state, for a joiner or a checkpoint."""
     return (3 if config.rounds.synchronous else 2) * FLOAT_BYTES * num_parameters(config, stage)
 
 
 def _matrices(config: RunConfig) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a layer's matrices."""
+    """The number of inputs and outputs of each matrix in a layer."""
     d_model, wide, kv_width = config.model.d_model, config.model.feed_forward_width, _kv_width(config)
     return {
         "attention.q": (d_model, d_model),

@@ -1,11 +1,11 @@
-"""A process with one member of a stage that has another stage on either side; it tells what memory it takes.
+"""A process with one member of a middle stage. It measures its own memory.
 
     python -m scripts.benches.sides.memory_stage FOLDER NUMBER GRAPH_BYTES IN_FLIGHT
 
-Started by the memory bench, twice for each case: the two average with each other. Stage, compute thread, weights,
-averager, TLS and gRPC are those of a peer; the stages before and after are stood in for here. Microbatches come one by
-one and wait for their gradients until IN_FLIGHT of them do; from then on one is finished for each that is begun. Two
-rounds are trained, and the second one is measured. Writes `NUMBER.json` to FOLDER.
+The memory bench starts it twice for each case; the two processes average with each other. Stage, compute thread,
+weights, averager, TLS and gRPC are those of a peer. Stand-ins take the place of the stages before and after.
+Microbatches begin one by one, until IN_FLIGHT of them wait for their gradients. From then on one is finished for each
+that begins. Two rounds are trained, and the second one is measured. Writes `NUMBER.json` to FOLDER.
 """
 
 import asyncio
@@ -48,14 +48,14 @@ from swarm.types import PeerRecord, PeerState
 STAGE = 1
 MEMBERS = 2
 WAVES = 3
-"""A member trains this many times the microbatches in flight in a round."""
+"""In a round a member trains this many times IN_FLIGHT microbatches."""
 POLL_SECONDS = 0.001
 SETTLE_SECONDS = 1.0
-"""Time after a round: its calls end a little later than the round does."""
+"""Time to wait after a round, because its calls end a little later than the round."""
 
 
 class Member:
-    """One member, and the microbatches that it is fed."""
+    """One member, and its microbatches."""
 
     def __init__(
         self,
@@ -105,11 +105,11 @@ class Member:
         self._figures: dict[str, int] = {}
 
     async def report_changes(self) -> None:
-        """Tell averaging of changes, until cancelled."""
+        """Report changes to the averager, until cancelled."""
         await self._stage.endings.report_changes(self.averager.notify)
 
     async def measure(self, baseline_bytes: int) -> dict[str, int]:
-        """Train two rounds; gives bytes above the baseline, of the second."""
+        """Train two rounds. Return the bytes beyond the baseline in the second one."""
         await self._train_round()
         forget_peak()
         await self._train_round()
@@ -132,7 +132,7 @@ class Member:
         synchronous = self._config.rounds.synchronous
         self._transport.line.clear()
         if synchronous:
-            # The weights of a round are those of its microbatches alone: its end finds nothing in flight.
+            # In the synchronous setting a round ends only when nothing is in flight.
             self._indices = itertools.count(number * self._config.microbatches_per_round + self._number, MEMBERS)
         while len(self._microbatches) < self._num_in_flight:
             await self._begin_one()
@@ -146,7 +146,7 @@ class Member:
             await asyncio.sleep(POLL_SECONDS)
         forget_peak()
         if not synchronous:
-            # An inner step while the round is exchanged.
+            # This makes an inner step while the round is exchanged.
             for _ in range(self._num_in_flight):
                 await self._finish_one()
                 await self._begin_one()
@@ -162,7 +162,7 @@ class Member:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _finish_one(self) -> None:
-        """Finish the oldest microbatch, and do what follows from that."""
+        """Finish the oldest microbatch, and take the step that follows if one is due."""
         self._next.answer_one()
         await self._microbatches.popleft()
 
@@ -188,7 +188,7 @@ def random_inputs(config: RunConfig) -> dict[str, torch.Tensor]:
 
 
 def warm_up() -> None:
-    """Compute something, so that what torch loads for its first gradient is not the stage's."""
+    """Compute a first gradient, so that the memory that torch takes for it does not count for the stage."""
     config = RunConfig(
         model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
         stages=StagesConfig(num_stages=1),
@@ -219,7 +219,7 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
     meeting.put(folder / f"{number}.record", record.model_dump_json())
     texts = await meeting.all_there(folder / f"{member}.record" for member in range(MEMBERS))
     records = [PeerRecord.model_validate_json(text) for text in texts]
-    # Peers to ask at the other stages.
+    # The averager asks these peers at the other stages.
     neighbour = record.model_copy(update={"peer_id": generate().peer_id})
     records += [neighbour.model_copy(update={"stage": stage}) for stage in (STAGE - 1, STAGE + 1)]
     warm_up()
@@ -236,7 +236,7 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
         )
         servicer = AveragingServicer(member.averager.handlers, own_id=identity.peer_id)
         add_AveragingServiceServicer_to_server(servicer, server)
-        # Others ask a slow peer whether it lives.
+        # Other peers ask a slow peer whether it is alive.
         add_HealthServicer_to_server(HealthServicer(), server)
         await server.start()
         member.runtime.start()

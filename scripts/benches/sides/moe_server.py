@@ -1,4 +1,4 @@
-"""A process that serves an expert which does nothing by hivemind.moe: what the hop bench compares ours with.
+"""A process in which hivemind.moe serves an expert that does nothing. The hop bench compares our hop with it.
 
     python -m scripts.benches.sides.moe_server READY_FILE NUM_POSITIONS WIDTH
 
@@ -21,7 +21,7 @@ from scripts.benches.shared.common import compute_like_peers, write_json
 EXPERT = "identity.0"
 MAX_BATCH_SAMPLES = 64
 NUM_HANDLERS = 4
-"""Handlers: as many as hivemind recommends for an expert."""
+"""The number of handler processes that hivemind recommends for an expert."""
 
 
 def serve(
@@ -29,8 +29,8 @@ def serve(
 ) -> None:
     """Serve one expert, write the DHT's addresses to `ready_file`, and go on until killed."""
     compute_like_peers()
-    # hivemind forks while its threads run, and a child that finds tempfile's lock taken waits for ever. The lock is
-    # taken only the first time.
+    # hivemind forks while its threads run. If one of them holds tempfile's lock at that moment, the child waits for it
+    # for ever. tempfile takes the lock only at its first use, so it is used here first.
     util.get_temp_dir()
     dht = hivemind.DHT(initial_peers=list(initial_peers), host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     Server(dht, {backend.name: backend}, num_connection_handlers=num_handlers, start=True)

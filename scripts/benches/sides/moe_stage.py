@@ -2,9 +2,9 @@
 
     python -m scripts.benches.sides.moe_stage CONFIG STAGE READY_FILE [ADDRESS]
 
-What `peers` compares a swarm with, together with moe_trainer. Stage, loss and optimizer are the swarm's own; the last
-stage answers with each sample's loss. Gradients are summed up over a round's samples before the optimizer takes a
-step, as in a swarm. Writes its DHT addresses to READY_FILE once it serves, and goes on until killed.
+The bench `peers` compares a swarm with this and moe_trainer. Stage, loss and optimizer are the swarm's own. The last
+stage returns the loss of each sample. As in a swarm, gradients are summed over a round's samples before the optimizer
+takes a step. Writes its DHT addresses to READY_FILE once it serves, and goes on until killed.
 """
 
 import sys
@@ -26,7 +26,7 @@ NUM_HANDLERS = 2
 
 
 class LastStage(nn.Module):
-    """The last stage with the loss behind it."""
+    """The last stage, followed by the loss."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class RoundBackend(ModuleBackend):  # type: ignore[misc]  # hivemind has no anno
 
 
 def expert_name(stage: int) -> str:
-    """What a stage is called in the DHT."""
+    """The name of a stage in the DHT."""
     return f"stage.{stage}"
 
 

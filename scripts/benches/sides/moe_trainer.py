@@ -2,7 +2,7 @@
 
     python -m scripts.benches.sides.moe_trainer CONFIG RESULTS STEPS ADDRESS...
 
-The other half of moe_stage. Several threads have a microbatch each under way, so that both stages always have work.
+The trainer for moe_stage. Several threads have one microbatch each under way, so that both stages always have work.
 Each turn (see ../shared/turns.py) trains STEPS rounds.
 """
 
@@ -27,7 +27,7 @@ NUM_THREADS = 6
 
 
 def main(config_path: Path, results: Path, steps: int, addresses: list[str]) -> None:
-    """Train when it is this side's turn, until killed.
+    """Train in each turn of this side, until killed.
 
     Args:
         addresses: the addresses of each stage's server, in order.

@@ -30,7 +30,7 @@ from swarm.types import PeerRecord, PeerState
 
 PIECE = bytes(1 << 20)
 SETTLE_SECONDS = 4.0
-"""Time before the line is measured, in which a better way is found, if there is one."""
+"""Time before the line is measured. If there is a better way, it is found in this time."""
 CLOCK = SystemClock()
 
 

@@ -1,9 +1,9 @@
-"""Stages that take a fixed time for a sample: as on a GPU, computing leaves the CPU alone.
+"""Stages that take a fixed time for a sample, without using the CPU: as if a GPU computed.
 
-Peers load them by name in `model.custom_class`, so that many of them fit on few cores and each has a capacity of its
-own, which an environment variable may change. `Paced` is for measuring links: its layers hold parameters, (d_ff,
-d_model) each, that cost next to no computation, and never learn much; `Narrow` has hardly any. `PacedTransformer` is
-the real stage.
+Peers load them by name in `model.custom_class`. So many peers fit on few cores, and each has a capacity of its own,
+which an environment variable may change. `Paced` is for measuring links: each of its layers has (d_ff, d_model)
+parameters, which cost next to no computation and do not learn much. `Narrow` has hardly any parameters.
+`PacedTransformer` is the real stage, with pauses.
 
 Shape suffixes: B samples, T positions, D model width, F feed-forward width.
 """
@@ -20,9 +20,9 @@ from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule
 
 SECONDS_PER_SAMPLE = 0.033
-"""Forward and backward together, unless PACE says otherwise; backward takes twice as long as forward."""
+"""The time for forward and backward together, unless PACE says otherwise. Backward takes twice as long as forward."""
 PACE = "SWARM_BENCH_SECONDS_PER_SAMPLE"
-"""The environment variable."""
+"""The environment variable that changes the time."""
 
 
 class _Pause(torch.autograd.Function):
@@ -41,7 +41,8 @@ class _Pause(torch.autograd.Function):
 
 
 class Paced(nn.Module):
-    """Embeds at stage 0, ends in logits at the last stage, and scales by its layers' means."""
+    """Multiplies its input by the means of its layers. Stage 0 embeds tokens first, and the last stage returns
+    logits."""
 
     def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Paced(nn.Module):
 
 
 class PacedTransformer(StageModule):
-    """A stage of the transformer with the same parameters and results, which come later."""
+    """A stage of the transformer with the usual parameters and results, which come after a pause."""
 
     def forward(self, inputs: Tensor, **options: Any) -> Tensor:
         """See StageModule."""
@@ -72,15 +73,15 @@ class PacedTransformer(StageModule):
 
 
 def _pause(outputs: Tensor, num_samples: int) -> Tensor:
-    """Give `outputs` unchanged, after the pause for this many samples."""
+    """Return `outputs` unchanged, after the pause for this many samples."""
     paused: Tensor = _Pause.apply(outputs, num_samples)  # type: ignore[no-untyped-call]  # torch's
     return paused
 
 
 class Narrow(nn.Module):
-    """A stage as wide as the wire needs it, with hardly anything to compute: only a few of its channels differ.
+    """A stage whose activations are as wide as the bench needs, with hardly any computing: only a few channels differ.
 
-    For measuring long lines, where what the CPU does beside the pauses would be what is measured.
+    It is for measuring long lines, because with a real stage the CPU would be the limit.
     """
 
     WIDTH = 32

@@ -1,4 +1,4 @@
-"""A model of transformers whose adapters are peft's: the bench `parity` compares a swarm that trains adapters with it.
+"""A model of transformers with peft's adapters. The bench `parity` compares it with a swarm that trains adapters.
 
 Importing it takes seconds, so it is imported only where it is needed.
 """
@@ -23,11 +23,11 @@ from swarm.model.transformer import build_transformer
 from swarm.training.samples import TOKENS, Samples
 
 MODEL, RUN = "model", "run"
-"""Folders: as transformers writes a model, and as swarm-model imports it."""
+"""Two folders: the model as transformers writes it, and as swarm-model imports it."""
 
 
 def with_model(config: RunConfig, folder: Path) -> RunConfig:
-    """Make a Llama of the configuration's sizes, with random weights; gives the configuration that begins with it."""
+    """Make a Llama with the configuration's sizes and random weights. Return the configuration that begins with it."""
     sizes = LlamaConfig(
         vocab_size=config.model.vocab_size,
         hidden_size=config.model.d_model,
@@ -35,7 +35,7 @@ def with_model(config: RunConfig, folder: Path) -> RunConfig:
         num_hidden_layers=config.model.num_layers,
         num_attention_heads=config.model.num_heads,
         max_position_embeddings=config.data.sequence_length,
-        # A range so large that adapters find something to learn, though the frozen weights never learnt anything.
+        # The range is large, so that adapters have something to learn although the frozen weights are random.
         initializer_range=0.1,
     )
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def with_model(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def peft_model(config: RunConfig, folder: Path) -> Model:
-    """The model that `with_model` has made, with the run's adapters as peft's layers, at the run's initial values."""
+    """The model of `with_model`, with the run's adapters as peft's layers, which have the run's initial values."""
     lora = config.lora
     peft_config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     base = AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype=torch.float32)

@@ -1,10 +1,10 @@
-"""A process that trains a whole model without a swarm: what the learning bench compares a swarm with.
+"""A process that trains a whole model without a swarm. The learning bench compares a swarm with it.
 
     python -m scripts.benches.sides.plain_training CONFIG WORKERS ROUNDS POINTS
 
-Synchronous: one optimizer step a round. DiLoCo (arXiv 2311.08105): so many workers, which take their turns in this one
-process, each take inner steps on their share of every round, and an outer step follows. All cores compute.
-Its last line of stdout is a JSON list of points: tokens, seconds of training until then, held-out loss.
+In the synchronous setting it takes one optimizer step a round. With DiLoCo (arXiv 2311.08105) it has WORKERS workers,
+which take turns in this process: each takes inner steps on its share of every round, and an outer step follows. It uses
+all cores. Its last line of stdout is a JSON list of points: tokens, seconds of training until then, held-out loss.
 """
 
 import json
@@ -35,14 +35,14 @@ class Training(Protocol):
         ...
 
     def step(self, number: int) -> float:
-        """Train round `number`; gives its mean loss."""
+        """Train round `number`, and return its mean loss."""
         ...
 
 
 class PlainDiloco:
-    """DiLoCo's workers in one process, from the same initial weights as the swarm's.
+    """DiLoCo's workers in one process, with the same initial weights as the swarm.
 
-    Of n workers each has every n-th microbatch of a round, in whole inner batches.
+    Each of n workers gets every n-th microbatch of a round, in whole inner batches.
     """
 
     def __init__(self, config: RunConfig, data: Microbatches, num_workers: int) -> None:
@@ -58,7 +58,7 @@ class PlainDiloco:
         return self._anchor
 
     def step(self, number: int) -> float:
-        """Train round `number`; gives its mean loss."""
+        """Train round `number`, and return its mean loss."""
         size = self._config.microbatches_per_round
         loss, amounts = 0.0, list[int]()
         learnt: list[Mapping[str, torch.Tensor]] = []
@@ -76,7 +76,7 @@ class PlainDiloco:
         return loss / sum(amounts)
 
     def _inner_steps(self, optimizer: optim.Optimizer, indices: Sequence[int], number: int) -> tuple[float, int]:
-        """Gives the sum of the losses, and the number of targets."""
+        """Take the inner steps of one worker. Return the sum of the losses, and the number of targets."""
         rounds, size = self._config.rounds, self._config.data.microbatch_size
         batch = rounds.inner_batch_samples // size
         loss, num_targets = 0.0, 0
@@ -95,7 +95,7 @@ def train(
     points: int,
     measure: Callable[[Mapping[str, torch.Tensor]], float],
 ) -> list[tuple[int, float, float]]:
-    """Train so many rounds, and measure so many times; only training counts as time."""
+    """Train this many rounds, and measure the loss at this many points. Only training counts as time."""
     curve: list[tuple[int, float, float]] = []
     seconds = 0.0
     for number in range(rounds):

@@ -1,7 +1,8 @@
-"""Training without a swarm: what the benches compare it with.
+"""Training without a swarm. Benches compare a swarm with it.
 
-One optimizer step a round on the mean gradient over all targets of the round's microbatches, clipped by its global
-norm: what the synchronous setting promises. The model, the loss and the optimizer are the swarm's own; nothing else is.
+It takes one optimizer step a round. The gradient is the mean over all targets of the round's microbatches, clipped by
+its global norm. The synchronous setting promises the same result. The model, the loss and the optimizer are the swarm's
+own code; nothing else is.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,20 +23,20 @@ from swarm.training.samples import Samples
 
 
 class BareStage(nn.Module):
-    """A stage's module with the call that others expect of a module: tensors, and nothing else."""
+    """A stage's module with the usual signature of a module: its arguments are tensors only."""
 
     def __init__(self, config: RunConfig, stage: int) -> None:
         super().__init__()
         self.module = build_stage(config, stage, device="cpu")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What the stage gives without dropout."""
+        """The stage's output without dropout."""
         outputs: torch.Tensor = self.module(inputs, dropout_key=None)
         return outputs
 
 
 def torch_adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """The swarm's optimizer as a class of torch's kind, for code that needs one."""
+    """The swarm's optimizer as a torch.optim.AdamW, for code that needs one."""
     matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -57,7 +58,7 @@ class Model:
 
 
 class Reference:
-    """The whole model, from the same initial weights as the swarm's."""
+    """Trains the whole model, from the same initial weights as the swarm's."""
 
     def __init__(self, config: RunConfig, data: Microbatches, model: Model | None = None) -> None:
         """Use the swarm's own model, unless another one is given."""
@@ -76,15 +77,15 @@ class Reference:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def warm_up(self) -> None:
-        """Train on the first microbatch alone, so that memory and the optimizer's state are there."""
+        """Train on the first microbatch, so that memory and the optimizer's state are allocated."""
         self.accumulate_mean({0: 1})
         self.update(0)
 
     def step(self, number: int, counts: Mapping[int, int] | None = None) -> float:
-        """Train round `number`; gives its mean loss.
+        """Train round `number`, and return its mean loss.
 
         Args:
-            counts: how often a microbatch counts, where that is not once.
+            counts: how often a microbatch counts, for those that do not count once.
         """
         size = self._config.microbatches_per_round
         indices = range(number * size, (number + 1) * size)
@@ -93,9 +94,9 @@ class Reference:
         return loss / num_targets
 
     def accumulate_mean(self, counts: Mapping[int, int]) -> tuple[float, int]:
-        """Add the mean gradient over all targets of microbatches, each counted so often, to the sum.
+        """Add the mean gradient over all targets of some microbatches to the sum. `counts` says how often each counts.
 
-        Gives the sum of their losses, each counted once, and the number of their targets.
+        Return the sum of their losses, each counted once, and the number of their targets.
         """
         num_targets = {index: samples.amount(self._data.samples(index)).targets for index in counts}
         weight = 1 / max(1, sum(counts[index] * num_targets[index] for index in counts))
@@ -103,8 +104,8 @@ class Reference:
         return sum(losses), sum(num_targets.values())
 
     def accumulate(self, index: int, weight: float) -> float:
-        """Add the gradient of a microbatch's loss, summed over its targets, to the sum, times `weight`; gives that
-        loss."""
+        """Add `weight` times the gradient of a microbatch's loss to the sum. Return the loss, summed over its
+        targets."""
         key = DropoutKey(seed=self._config.data.seed, microbatch=index)
         loss = self._summed_loss(self._data.samples(index), key)
         (loss * weight).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -115,7 +116,7 @@ class Reference:
         self.update_with(self._optimizer, number * self._config.rounds.round_samples)
 
     def update_with(self, optimizer: optim.Optimizer, run_samples: int) -> None:
-        """Take an optimizer's step with the sum, at the rate after so many samples of the run."""
+        """Take a step of this optimizer with the sum, at the learning rate after this many samples of the run."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
         torch._foreach_mul_(list(gradients.values()), factor)
@@ -126,6 +127,6 @@ class Reference:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load weights, to go on from these."""
+        """Replace the model's weights."""
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])

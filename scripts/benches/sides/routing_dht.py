@@ -1,11 +1,9 @@
-"""What the directory costs each peer, by the size of the swarm: bytes, CPU and memory of real DHT nodes.
+"""Measures what the directory costs each peer, for swarms of several sizes: bytes, CPU and memory of real DHT nodes.
 
-Used by routing. Each peer is a DhtNode with a p2pd of its own, and does with it what swarm-peer does while it serves:
-it announces a full record, publishes the run's configuration and reads the peers of all stages, at the program's own
-intervals. All peers are in this process, and begin at random moments. Bytes are those that pass through each p2pd, by
-the kernel's count, encrypted and without the headers of TCP and IP. The loopback's count, which has these, stands
-beside them; other work on the machine adds to it. A record is checked once in a process, so here once for all peers;
-what that costs is told apart.
+Bytes are those that pass through each p2pd, as the kernel counts them: encrypted, and without the headers of TCP and
+IP. The loopback's count, which includes the headers, stands beside them; other work on the machine adds to it. A
+process checks each record once. Here all peers share one process, so each record is checked only once for all of them.
+The cost of a check is measured separately.
 """
 
 import asyncio
@@ -40,26 +38,26 @@ from swarm.types import PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = RECORD_SECONDS + 2 * ANNOUNCE_SECONDS
-"""After this time all have announced themselves, and records at nodes that are no longer nearest to their key have
-expired. (Copies of the configuration last longer, but are few.)"""
+"""After this time all peers have announced themselves, and records at nodes that are no longer among the nearest to
+their key have expired. (Copies of the configuration last longer, but there are few.)"""
 REPLICAS = 5
-"""Nodes that keep a key: hivemind's default, and ours."""
+"""The number of nodes that keep a key: hivemind's default, which we use, too."""
 EXTRAPOLATED = (100, 1000, 10000)
 NUM_CHECKED = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """The resources that the peers have used until now, or within some time.
+    """The resources that the peers have used until now, or within a period.
 
     Attributes:
-        seconds: of the clock.
-        loopback_bytes: what the machine has sent to itself.
-        process_cpu_seconds: this process's.
-        p2pd_cpu_seconds: those of all p2pd.
-        passed_bytes: what each p2pd has written: to other nodes what came from its process, and to its process what
-            came from other nodes. So it is what the peer has sent and received.
-        num_readings: how often a peer has begun to read all stages.
+        seconds: seconds of the clock.
+        loopback_bytes: the bytes that the machine has sent to itself.
+        process_cpu_seconds: the CPU seconds of this process.
+        p2pd_cpu_seconds: the CPU seconds of all p2pd.
+        passed_bytes: the bytes that each p2pd has written. It passes on to other nodes what came from its process, and
+            to its process what came from other nodes. So these are the bytes that the peer has sent and received.
+        num_readings: how often peers have begun to read all stages.
     """
 
     seconds: float
@@ -82,7 +80,7 @@ class Counters:
 
 
 class Peer:
-    """What a DHT node sees of a stage peer."""
+    """The part of a stage peer that uses its DHT node."""
 
     def __init__(self, node: DhtNode, config: RunConfig, stage: int, rng: random.Random) -> None:
         self.num_readings = 0
@@ -109,7 +107,7 @@ class Peer:
             tasks.create_task(self._later(republish(self._directory, self._config)))
 
     async def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        # Otherwise all would go to the same nodes at the same time.
+        # Peers begin at random moments. Otherwise all of them would ask the same nodes at the same time.
         with contextlib.closing(work):
             await asyncio.sleep(self._rng.uniform(0.0, ANNOUNCE_SECONDS))
             await work
@@ -134,7 +132,7 @@ def full_record(
     stage: int = 0,
     dht_address: str = "/ip4/192.0.2.101/tcp/40001/p2p/12D3KooWAbcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRST",
 ) -> PeerRecord:
-    """A record that is as full as a serving peer's."""
+    """A record as large as that of a serving peer."""
     return PeerRecord(
         peer_id=who.peer_id,
         name="a-machine-of-the-usual-name-12345",
@@ -157,7 +155,8 @@ def full_record(
 
 
 def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_bytes: int, seed: int) -> dict[str, Any]:
-    """The figures of swarms of these sizes, from the smallest, each of which the next one's newcomers join."""
+    """Measure swarms of these sizes, and return the figures. The swarm grows: newcomers join until it has the next
+    size."""
     config = RunConfig(stages=StagesConfig(num_stages=num_stages))
     rng = random.Random(seed)
     peers: list[Peer] = []
@@ -185,7 +184,7 @@ def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_byt
 
 
 async def _observe(peers: Sequence[Peer], seconds: float) -> Counters:
-    """Have all peers serve, and count what they use once their records have settled."""
+    """Let all peers serve, and count the resources that they use after SETTLE_SECONDS."""
     async with asyncio.TaskGroup() as tasks:
         serving = [tasks.create_task(peer.serve()) for peer in peers]
         await asyncio.sleep(SETTLE_SECONDS)
@@ -213,21 +212,22 @@ def _count(peers: Sequence[Peer]) -> Counters:
 
 
 def read_bytes_per_second(num_peers: int, record_bytes: int) -> float:
-    """The rate by arithmetic: each peer's record once in each reading."""
+    """The computed rate: a reading transfers each peer's record once."""
     return num_peers * record_bytes / (REFRESH_SECONDS * stretch(num_peers))
 
 
 def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any]:
-    """Figures by the number of peers, and what follows for more of them."""
+    """Figures for each measured number of peers, and extrapolated figures for larger numbers."""
 
     def by_size(values: Mapping[int, float]) -> dict[str, float]:
         return {str(size): value for size, value in values.items()}
 
-    # What one peer sends another one receives, so each is half of what passes.
+    # What one peer sends, another one receives. So sent bytes and received bytes are each half of those that pass.
     sent = {size: statistics.mean(u.passed_bytes) / 2 / u.seconds for size, u in used.items()}
-    # All peers receive about equally much.
+    # All peers receive about the same number of bytes.
     busiest = {size: max(u.passed_bytes) / u.seconds - sent[size] for size, u in used.items()}
-    # With fewer peers, the copies of a key grow as well; all these read at the same interval.
+    # Only sizes from here on are used: with fewer peers the number of copies of a key still grows. All of these sizes
+    # read at the same interval.
     sizes = [size for size in used if size > REPLICAS and stretch(size) == 1.0]
     per_peer, fixed = statistics.linear_regression(sizes, [sent[size] for size in sizes])
     return {
@@ -244,7 +244,7 @@ def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any
         "dht_extrapolated_bytes_per_second": by_size(
             {size: fixed + per_peer * size / stretch(size) for size in EXTRAPOLATED}
         ),
-        # The number of readers grows like the number of peers, and so does what each of them reads.
+        # Both the number of readers and the bytes that each of them reads grow in proportion to the number of peers.
         "dht_extrapolated_busiest_bytes_per_second": by_size(
             {size: busiest[sizes[-1]] * (size / sizes[-1]) ** 2 / stretch(size) for size in EXTRAPOLATED}
         ),

@@ -1,10 +1,10 @@
-"""One of the project's programs that chooses peers by another rule than the queue's, for the bench `heterogeneous`.
+"""Runs one of the project's programs with another rule to choose peers, for the bench `heterogeneous`.
 
     python -m scripts.benches.sides.routing_program POLICY NAME ARGUMENTS...
 
-POLICY is `queue` (changes nothing), `round_robin` or `random`. Only what a choice costs is replaced.
-Peers that are busy, banned or asked before are left out as ever: the other rules know when to leave a peer alone, not
-what it manages.
+POLICY is `queue` (changes nothing), `round_robin` or `random`. Only the cost that the queue charges for a choice is
+replaced. Peers that are busy, banned or already asked are left out as usual. So the other rules also know when to leave
+a peer alone; what they do not know is how fast it is.
 """
 
 import heapq
@@ -17,15 +17,16 @@ from swarm.routing.peer_queue import PeerQueue
 
 COSTS: dict[str, Callable[[random.Random], float] | None] = {
     "queue": None,
-    # With equal charges, the peer that was chosen longest ago has the least finish time.
+    # With equal charges, the peer that was chosen the longest time ago has the smallest finish time.
     "round_robin": lambda rng: 1.0,
-    # The rest of an exponential time is distributed like the whole, so every peer is equally likely to have the least.
+    # The remainder of an exponential time is distributed like the whole time, so every peer is equally likely to have
+    # the smallest one.
     "random": lambda rng: rng.expovariate(1.0),
 }
 
 
 def replace_choice(cost: Callable[[random.Random], float]) -> None:
-    """Have every queue of this process charge what `cost` gives for each choice, whichever peer is chosen."""
+    """Make every queue of this process charge what `cost` returns, whichever peer is chosen."""
 
     def charge(self: Any, member: Any, num_samples: int) -> Any:
         member.priority = max(member.priority, self._virtual_now) + cost(self._rng)

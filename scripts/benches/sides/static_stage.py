@@ -2,8 +2,8 @@
 
     python -m scripts.benches.sides.static_stage CONFIG RESULTS RANK PORT STEPS
 
-What `peers` compares a swarm with: the model's stages, the loss and the optimizer are the swarm's own, and all else is
-torch's. Each turn (see ../shared/turns.py) trains STEPS steps.
+The bench `peers` compares a swarm with it. The model's stages, the loss and the optimizer are the swarm's own code, and
+all the rest is torch's. Each turn (see ../shared/turns.py) trains STEPS steps.
 """
 
 import itertools
@@ -56,7 +56,7 @@ def _mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def main(config_path: Path, results: Path, rank: int, port: int, steps: int) -> None:
-    """Train when it is this side's turn, until killed."""
+    """Train in each turn of this side, until killed."""
     compute_like_peers()
     config, data = with_corpus(configs.load(config_path))
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=config.stages.num_stages)

@@ -2,9 +2,9 @@
 
     python -m scripts.benches.sides.swarm_averager FOLDER NUMBER NUM_PEERS NUM_PARAMETERS CODEC...
 
-Started by the allreduce bench, and does what it orders (averaging_peer.py). The averagers, the transport and the
-servicer are those of a stage peer; in the place of the stage stands a member whose contribution is a dictionary of
-known tensors. An averager runs only during its own rounds, so that it costs the other arms nothing.
+The allreduce bench starts it and gives it orders (averaging_peer.py). The averagers, the transport and the servicer are
+those of a stage peer. Instead of a stage there is a member that contributes known tensors. An averager runs only during
+its own rounds, so that it costs the other arms nothing.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ from swarm.types import PeerRecord, PeerState
 
 
 def averaging_config(codec: str, num_peers: int) -> RunConfig:
-    """DiLoCo with the plain mean: a round takes all members, or one fewer once each has `num_peers` samples."""
+    """DiLoCo with the plain mean. A round ends with all members, or with one fewer if each of those has `num_peers`
+    samples."""
     return RunConfig(
         run=f"bench-allreduce-{codec}",
         stages=StagesConfig(num_stages=1),
@@ -49,7 +50,7 @@ def averaging_config(codec: str, num_peers: int) -> RunConfig:
 
 
 class Member:
-    """A RoundMember that contributes the same values in every round and keeps the last result."""
+    """A RoundMember that contributes the same values in every round, and keeps the last result."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.held = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -79,13 +80,13 @@ class Member:
         return Activity(quiet_seconds=0.0, longest_seconds=0.0, num_bytes=sum(t.nbytes for t in self.held.values()))
 
     def set_behind(self, is_behind: bool) -> None:
-        pass  # It takes no microbatches.
+        pass  # This member takes no microbatches.
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         return self.contribution
 
     async def reopen(self, round_number: int) -> None:
-        pass  # It has gone on training all the time.
+        pass  # There is nothing to resume, because this member never stops training.
 
     async def apply(self, result: RoundResult) -> asyncio.Future[str]:
         state_digest = await asyncio.to_thread(self._hold, result.tensors)
@@ -161,7 +162,7 @@ class CodecPeer:
         await asyncio.wait([self._running])
 
     async def start(self, at: float) -> None:
-        """Count the samples of the round at this reading of the clock."""
+        """Count the samples of the round at this time of the clock, which starts the round."""
         self.member.finished.clear()
         self.member.last = None
         await asyncio.sleep(at - time.monotonic())
@@ -169,12 +170,12 @@ class CodecPeer:
         self.learn(self._num_peers - 1)
 
     def learn(self, num_samples: int) -> None:
-        """Have the member train on this many samples in this round, and report it."""
+        """Count this many samples as trained on in this round, and report them to the leader."""
         self.member.learn(num_samples)
         self._averager.notify()
 
     async def finish(self) -> dict[str, Any]:
-        """Wait until the result is applied, or another member's was downloaded."""
+        """Wait until the member has applied the result, or has downloaded it from another member."""
         await self.member.finished.wait()
         reply: dict[str, Any] = {"seconds": self.member.finished_at - self._started_at}
         if (result := self.member.last) is not None:
@@ -189,7 +190,7 @@ class CodecPeer:
 
 
 async def main(folder: Path, number: int, num_peers: int, num_parameters: int, codecs: list[str]) -> None:
-    """Obey orders until killed."""
+    """Carry out orders until killed."""
     compute_like_peers()
     own = as_tensors(values(number, num_parameters))
     contribution = {f"layer-{index:04d}": tensor for index, tensor in enumerate(own)}

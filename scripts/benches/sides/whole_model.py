@@ -1,10 +1,10 @@
-"""A process that trains the whole model by itself: what the pipeline bench compares a swarm with.
+"""A process that trains the whole model by itself. The pipeline bench compares a swarm with it.
 
     python -m scripts.benches.sides.whole_model CONFIG FOLDER THREADS ROUNDS SAMPLED
 
-Warms up with a microbatch and a step; then each turn (see ../shared/turns.py) trains. Of each of ROUNDS rounds it
-computes SAMPLED microbatches, and takes the step. One microbatch after another takes as long as the one before, so what
-counts is what all of a round's would have taken, and the step.
+It warms up with a microbatch and a step. Then it trains in each turn (see ../shared/turns.py): for each of ROUNDS
+rounds it computes SAMPLED microbatches, and takes the step. All microbatches take equally long, so the time of a turn
+is computed: that of all microbatches of its rounds, and of the steps.
 """
 
 import itertools

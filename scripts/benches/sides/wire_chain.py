@@ -1,7 +1,7 @@
-"""A pipeline of stages in one process, whose hidden states and gradients travel as messages all the same.
+"""A pipeline of stages in one process, between which hidden states and gradients still travel as messages.
 
-Used by the wire bench. Stages, weights and messages are the swarm's own; taken away are the network, the compute
-threads and the trainer. One microbatch is one synchronous round, so a run is the same every time.
+Used by the wire bench. Stages, weights and messages are the swarm's own code. The network, the compute threads and the
+trainer are left out. One microbatch is one synchronous round, so a run has the same result every time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
 from swarm.training import optim
 
 KEPT_BYTES = 1 << 40
-"""A budget with which no graph is ever computed again."""
+"""A budget for graphs that is large enough to keep all of them."""
 
 
 class WireChain:
     """All stages, from their initial weights.
 
     Args:
-        nudge: by how much of themselves the initial weights are larger.
-        given: the weights of the model that the run begins with, by name; None draws them.
+        nudge: the share by which the initial weights are larger.
+        given: the weights with which the run begins, by name; None draws them from the seed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class WireChain:
         return cpu_backend(self._config, stage, graph_bytes=KEPT_BYTES, module=module)
 
     def step(self, number: int) -> float:
-        """Train round `number`; gives its loss."""
+        """Train round `number`, and return its loss."""
         inputs = {TOKENS: torch.from_numpy(self._data.tokens(number))}
         forwards: list[Forward] = []
         for stage in self.stages[:-1]:
@@ -77,7 +77,7 @@ class WireChain:
 
     @torch.no_grad()
     def held_out_loss(self, batches: Sequence[torch.Tensor]) -> float:
-        """Mean nats a token, through the same boundaries as in training."""
+        """The mean loss in nats a token, with the same boundaries between stages as in training."""
         losses = [self._evaluate(batch) * len(batch) for batch in batches]
         return sum(losses) / sum(len(batch) for batch in batches)
 

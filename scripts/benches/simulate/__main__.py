@@ -20,7 +20,7 @@ STUDIES = {
 
 
 def main() -> int:
-    """Run the study that the command line names; gives the exit code."""
+    """Run the study that the command line names, and return the exit code."""
     return run_named(PROG, "studies", STUDIES, lambda name: import_module(f"scripts.benches.simulate.studies.{name}"))
 
 

@@ -1,1 +1,1 @@
-"""The diloco bench's arms: the table of them, the process that trains one, its swarm, and what is kept of it."""
+"""The diloco bench's arms: their table, the process that trains one, its swarm, and the file that keeps its figures."""

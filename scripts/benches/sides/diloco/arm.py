@@ -2,7 +2,7 @@
 
     python -m scripts.benches.sides.diloco.arm ARM SEED ROUNDS_AT_200 DATASET
 
-Its last line of stdout is one JSON object. One thread of torch's, and everything on one event loop.
+Its last line of stdout is one JSON object. torch has one thread, and everything runs on one event loop.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CURVE_POINTS = 5
 
 @dataclass(eq=False)
 class Curve:
-    """Held-out losses on the way, the last one at the end."""
+    """Held-out losses during training, and at its end."""
 
     config: RunConfig
     data: Microbatches
@@ -41,7 +41,7 @@ class Curve:
         self._held_out = HeldOut(self.config, self.data)
 
     def after_round(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Measure the loss of the weights that the round came to, if a measurement is due."""
+        """Measure the loss of the weights after a round, if a measurement is due."""
         done = number + 1
         if done * CURVE_POINTS // self.num_rounds > number * CURVE_POINTS // self.num_rounds:
             tokens = done * self.config.rounds.round_samples * self.config.data.sequence_length
@@ -49,7 +49,7 @@ class Curve:
 
 
 def train(arm: Arm, config: RunConfig, data: Microbatches, rounds: int) -> dict[str, Any]:
-    """Train an arm; gives its figures."""
+    """Train an arm, and return its figures."""
     started_at = time.perf_counter()
     curve = Curve(config, data, rounds)
     averaging = _train_single(config, data, curve) if arm.kind == "single" else asyncio.run(_train(arm, curve))
@@ -78,7 +78,7 @@ async def _train(arm: Arm, curve: Curve) -> dict[str, Any]:
         swarm = DrivenSwarm(curve.config, curve.data, tasks)
         await swarm.start(arm.num_workers)
         for number in range(curve.num_rounds):
-            # Another worker is replaced each time, so that now and then it is the leader.
+            # A different worker is replaced each time, so that sometimes the leader is replaced.
             await swarm.train_round(replaced=number // 2 % arm.num_workers if arm.churn and number % 2 else None)
             curve.after_round(number, swarm.anchor)
             ratios.append(swarm.workers[0].last_report.compression_ratio)

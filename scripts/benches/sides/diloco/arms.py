@@ -1,7 +1,7 @@
-"""What the diloco bench compares: the table of arms, and each one's configuration.
+"""The arms that the diloco bench compares: their table, and the configuration of each.
 
 Used by the bench, which starts a process for every arm and seed, and by that process. Every arm sees the same samples
-in the same order; the length of a run is told by its outer steps at H = 200, of which it has the fewest.
+in the same order. The length of a run is given as the outer steps of the arm with H = 200, which has the fewest.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from swarm.config import RunConfig
 
 NUM_WORKERS = 2
 INNER_BATCH_SAMPLES = 16
-"""The samples of a microbatch, which are also those of one worker's inner step. One arm has half as many."""
+"""The samples of a microbatch, which are also the samples of one worker's inner step. One arm has half as many."""
 LONGEST_ROUND = 200
 """Inner steps a worker and round of the arm with the fewest rounds."""
 LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 8e-3}
 OUTER = {"learning_rate": 0.7, "momentum": 0.8}
-"""Rates and momentum are the best that a short search found for each."""
+"""The best rate and momentum that a short search found."""
 SHORT_ROUNDS_RATE = 5e-3
 SHORT_ROUNDS_OUTER = {"learning_rate": 0.7, "momentum": 0.5}
-"""The outer optimizer with H = 10: pseudo-gradients agree more from round to round, and a longer momentum adds up too
-much of them."""
+"""The outer optimizer with H = 10. There pseudo-gradients are more alike from round to round, and a longer momentum
+would add up too many of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class Arm:
         kind: `single` is one process without averaging; the others are settings of a run.
         inner_steps: H, inner steps that each worker takes in a round.
         batch_samples: samples of an inner step, and of a microbatch.
-        learning_rate: of the inner steps, if it is not that of its kind.
+        learning_rate: the rate of the inner steps; None for the usual rate of the kind.
         churn: in every other round one of the workers is killed and a fresh one takes its place.
-        changes: to the common configuration, by section.
+        changes: changes of the common configuration, by section.
     """
 
     kind: Literal["single", "synchronous", "diloco"] = "diloco"
@@ -50,7 +50,7 @@ class Arm:
 SPARSE = {"codec": "topk", "top_k": 112, "values": "2bit", "indices": "elias-fano", "feedback_decay": 0.99}
 DCT = {"codec": "dct-topk", "top_k": 64, "values": "lut8", "indices": "12bit", "feedback_decay": 0.95}
 NO_MOMENTUM = {"learning_rate": 1.0, "momentum": 0.0}
-"""Error feedback takes momentum's place."""
+"""For codecs with error feedback, which replaces momentum."""
 
 ARMS: Mapping[str, Arm] = {
     "single": Arm(kind="single", inner_steps=1),
@@ -63,7 +63,7 @@ ARMS: Mapping[str, Arm] = {
     "dct-topk": Arm(changes={"averaging": DCT, "outer": NO_MOMENTUM}),
     "overlap": Arm(changes={"averaging": {"overlap_steps": 5}}),
     "four": Arm(num_workers=4),
-    # Each of four workers takes as many steps one after the other as each of two does with the whole batch.
+    # Each of the four workers then takes as many steps as each of two workers with the whole batch.
     "four-half": Arm(num_workers=4, batch_samples=INNER_BATCH_SAMPLES // 2),
     "churn": Arm(num_workers=4, churn=True),
     "int8-h10": Arm(

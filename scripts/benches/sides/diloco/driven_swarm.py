@@ -1,8 +1,9 @@
-"""A one-stage swarm in one process: every peer's own stage, weights and averager, and a driver that feeds them.
+"""A one-stage swarm in one process. Every peer has a stage, weights and an averager of its own, and a driver feeds
+them.
 
-Used by the diloco bench's arms. What peers do to weights and with each other is the swarm's own code; taken away are
-the network, the compute threads and the trainer. The driver hands out microbatches one after another, and none while
-a round is exchanged, unless the run overlaps the two: so a run is the same every time.
+Used by the diloco bench's arms. Training and averaging are the swarm's own code. The network, the compute threads and
+the trainer are left out. The driver hands out microbatches one after another. It hands out none while a round is
+exchanged, unless the run overlaps training and averaging. So a run has the same result every time.
 """
 
 import asyncio
@@ -43,17 +44,17 @@ TIMING = Timing(
     commit_seconds=PATIENCE_SECONDS,
     silence_seconds=PATIENCE_SECONDS,
 )
-"""No worker is given up for being slow, because all share one thread of a machine that may be busy. A killed worker's
-calls fail at once."""
+"""No worker counts as dead because it is slow: all share one thread of a machine that may be busy. Calls to a killed
+worker fail at once."""
 ROUND_SECONDS = 120.0
-"""Longest wait for something that takes milliseconds on an idle machine."""
+"""Longest wait for a round. On an idle machine it takes milliseconds."""
 POLL_SECONDS = 0.0005
 
 _Result = TypeVar("_Result")
 
 
 class InlineRuntime(Runtime):
-    """Stands in for the compute thread: work is done at once, where it is asked for."""
+    """Takes the place of the compute thread: work is done at once, by the caller."""
 
     def __init__(self) -> None:
         super().__init__(queue_capacity=1)
@@ -105,13 +106,13 @@ class Worker:
         return self.member.reports[-1]
 
     async def join(self) -> None:
-        """Get the others' state, if there is any."""
+        """Download the state of the other workers, if there are any."""
         await asyncio.sleep(0)
         await self.averager.join()
         self.stage.admission.open()
 
     async def train(self, index: int, tokens_BT1: torch.Tensor) -> None:
-        """Do what follows from one microbatch, its inner step included."""
+        """Train one microbatch, with the inner step if one is due."""
         microbatch = Microbatch(
             index=index, round=self.stage.round, num_samples=len(tokens_BT1), accumulate_only_at=None
         )
@@ -129,7 +130,7 @@ class Worker:
 
 
 class DrivenSwarm:
-    """Workers that train round after round. To be used, and stopped, inside the task group that it is given."""
+    """Workers that train round after round. Use and stop it inside the task group that it gets."""
 
     def __init__(self, config: RunConfig, data: Microbatches, tasks: asyncio.TaskGroup) -> None:
         self._config = config
@@ -140,11 +141,11 @@ class DrivenSwarm:
         self._indices = itertools.count()
         self.workers: list[Worker] = []
         self.bytes_averaged = 0
-        """The bytes that all workers sent and received."""
+        """The bytes that all workers have sent and received."""
         self.num_attempts = 0
-        """Attempts at committing a round."""
+        """The number of attempts to commit a round."""
         self.num_lost_samples = 0
-        """The samples that killed workers trained on, and that are in no average."""
+        """The samples on which killed workers had trained, and which are in no average."""
 
     @property
     def round(self) -> int:
@@ -153,7 +154,7 @@ class DrivenSwarm:
 
     @property
     def anchor(self) -> Mapping[str, torch.Tensor]:
-        """The weights that this round began with, by their names in the whole model."""
+        """The weights with which this round began, by their names in the whole model."""
         anchor = self.workers[0].weights.anchor(self.round)
         assert anchor is not None, "the current round's is always there"
         return anchor
@@ -163,20 +164,20 @@ class DrivenSwarm:
         self.workers = [await self._new_worker() for _ in range(num_workers)]
 
     def stop(self) -> None:
-        """End what the workers have running."""
+        """End all tasks of the workers."""
         for worker in self.workers:
             worker.averaging.cancel()
             worker.reporting.cancel()
 
     async def train_round(self, replaced: int | None = None) -> None:
-        """Train one round, and have it committed by all workers.
+        """Train one round, and wait until all workers have committed it.
 
         Args:
-            replaced: a worker, by its place, that is killed in the middle of the round; a fresh one takes its place.
+            replaced: the index of a worker that is killed in the middle of the round, and replaced by a new one.
 
         Raises:
-            DeadlineExceeded: the round does not get committed.
-            IntegrityError: the workers hold different states after it, or one of them was left out.
+            DeadlineExceeded: the round is not committed.
+            IntegrityError: after the round the workers hold different states, or one of them was left out.
         """
         number = self.round
         if replaced is not None:

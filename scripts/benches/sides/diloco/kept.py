@@ -1,7 +1,7 @@
-"""What the diloco bench has trained already: a file for each arm and seed, with what its figures are of.
+"""Keeps the results of the diloco bench: a file for each arm and seed, with the figures and their origin.
 
-Used by the bench with --keep, which so goes on where it was stopped. Figures of other rounds or of another text are
-refused; those of another version of the code are taken, and named. Trains nothing.
+Used by the bench with --keep, which can therefore continue after it was stopped. Figures of another number of rounds or
+of another text are refused. Figures of another version of the code are used, and a line says so. Trains nothing.
 
 JSON: {"of": {"rounds_at_200", "dataset", "digest", "version"}, "figures": {...}}.
 """
@@ -18,21 +18,22 @@ from scripts.benches.shared.common import say, write_json
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The files in a folder, and what they have to be of."""
+    """The files in a folder, and the origin that they must have."""
 
     folder: Path
     rounds_at_200: int
     """Outer steps of the arm with H = 200."""
     dataset: str
-    """The dataset as the command line has it."""
+    """The dataset as named on the command line."""
     digest: str
-    """The digest of the text that was found there."""
+    """The digest of the dataset's text."""
 
     def read(self, arm: str, seed: int) -> Mapping[str, Any] | None:
-        """The figures of an arm and seed, if they are kept; says so if another version of the code made them.
+        """The figures of an arm and seed; None if they are not kept. Prints a line if another version of the code made
+        them.
 
         Raises:
-            ValueError: they are of something else, or there is no telling.
+            ValueError: they have another origin, or do not say which one.
         """
         path = self._path(arm, seed)
         if not path.exists():

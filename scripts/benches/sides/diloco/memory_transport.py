@@ -1,8 +1,8 @@
-"""Averaging between peers of one process: gRPC's place is taken by calls.
+"""Averaging between peers of one process: direct calls take the place of gRPC.
 
-Used by the diloco bench, for the real averager of every peer. Messages go through their wire form, so that no two
-peers share an object. Knows no faults but two: a peer that was removed is out of reach, and a shut line holds up
-whatever is exchanged until it is opened.
+Used by the diloco bench, for the real averager of every peer. Messages are serialized and parsed, so that no two peers
+share an object. It can imitate two faults: a removed peer cannot be reached, and while `line` is not set, exchanges
+wait.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from swarm.types import PeerRecord
 
 
 class MemoryNetwork:
-    """The peers that can be reached: a directory of them, and each one's way to the others.
+    """The network of the peers: a directory of them, and the calls between them.
 
     Attributes:
-        line: exchanges wait until it is set, as on a slow line; at first it is set.
+        line: exchanges wait while it is not set, as on a slow line. At first it is set.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class MemoryNetwork:
         self._peers: dict[str, tuple[PeerRecord, Handlers]] = {}
 
     def add(self, record: PeerRecord, handlers: Handlers) -> None:
-        """Add a peer, which answers from now on."""
+        """Add a peer. It answers from now on."""
         self._peers[record.peer_id] = record, handlers
 
     def remove(self, record: PeerRecord) -> None:
-        """Remove a peer as kill -9 does: its callers are told so, also those that wait for its answer."""
+        """Remove a peer as kill -9 does. All calls to it fail, also those that already wait for an answer."""
         del self._peers[record.peer_id]
 
     def records(self, stage: int) -> list[PeerRecord]:
