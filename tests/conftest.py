@@ -1,4 +1,5 @@
-"""What must be set before anything imports grpc, hivemind or torch, as the programs do it; and what each test finds."""
+"""Prepares the environment before anything imports grpc, hivemind or torch, as the programs do, and the state for each
+test."""
 
 import gc
 import logging
@@ -23,7 +24,8 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests stay until the end: to look for garbage among them again and again would take seconds."""
+    """Exclude modules and tests from garbage collection. They stay until the end, and examining them again and again
+    would take seconds."""
     gc.disable()
     try:
         return (yield)

@@ -1,4 +1,4 @@
-"""Event logs of a run in which all went well, written line by line; tests change them and have them audited.
+"""Writes the event logs of a run without faults, line by line. Tests change the logs, and then audit them.
 
 Two stages with two peers each and one trainer. Stage 0's first peer is the leader of its stage, and so on.
 """
@@ -107,7 +107,8 @@ class HonestRun:
         """Write a whole round, in which each member has every other microbatch, some of them as replays of a stage.
 
         Args:
-            lost: members that the result did not reach: they had promised another attempt when the others committed.
+            lost: members that did not get the result, because they had promised another attempt when the others
+                committed.
         """
         ids = range(number * ROUND_MICROBATCHES, (number + 1) * ROUND_MICROBATCHES)
         for microbatch in ids:
@@ -125,7 +126,7 @@ class HonestRun:
         """Write that every stage averages what its members say they have, and commits.
 
         Args:
-            stepped: members that have taken an inner step with it already.
+            stepped: members that have already taken an inner step with what they contribute.
             silent: members that write nothing of this.
         """
         if self.setting == "diloco":
@@ -190,7 +191,7 @@ def honest_run(folder: Path, setting: str = "synchronous") -> HonestRun:
 
 
 def one_violation(report: Report, text: str) -> str:
-    """The only violation, which has to say this."""
+    """The only violation in the report. Asserts that it has this text."""
     (found,) = [violation for violation in report.findings.violations if text in violation]
     assert not report.proven
     return found

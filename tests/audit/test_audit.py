@@ -77,7 +77,7 @@ def test_an_attempt_that_came_to_nothing_is_counted(tmp_path: Path) -> None:
 
 @BOTH
 def test_rounds_of_which_no_file_tells_are_not_proven(tmp_path: Path, setting: str) -> None:
-    """Their members are gone, and so are their files. Peers that came later had the state from these members."""
+    """The members of these rounds are gone, with their files. Peers that joined later got the state from them."""
     run = honest_run(tmp_path, setting)
 
     def joined_later(lines: Lines) -> Lines:
@@ -145,7 +145,7 @@ def test_a_commit_of_what_was_never_begun_is_found(tmp_path: Path) -> None:
 
 
 def test_who_never_had_an_exchanges_result_is_judged_by_what_it_had_closed_for_it(tmp_path: Path) -> None:
-    """The member's own exchange failed, it closed once more since, and the others committed all the same."""
+    """The member's own exchange failed, and it then closed again. The others still committed."""
     run = HonestRun(tmp_path)
     run.round(0)
     run.round(1, lost=["peer-1b"])
@@ -233,7 +233,8 @@ def test_a_missing_file_leaves_its_peers_contributions_unproven(tmp_path: Path) 
 @BOTH
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_without_any_file_leaves_the_run_unproven(tmp_path: Path, setting: str, stage: int) -> None:
-    """With DiLoCo nothing else would show it, because each stage's rounds are judged by themselves."""
+    """With DiLoCo the rounds of each stage are judged separately, so nothing else would show that the stage is
+    missing."""
     run = honest_run(tmp_path, setting)
     report = audit([path for path in run.files if not path.name.startswith(f"peer-{stage}")])
     assert one_violation(report, "no file of any") == f"stage {stage}: no file of any of its peers was given"
@@ -276,7 +277,8 @@ def test_two_branches_are_judged_by_themselves(tmp_path: Path) -> None:
 
 
 def test_who_committed_without_the_others_is_judged_by_what_they_had_closed_for_it(tmp_path: Path) -> None:
-    """A line broke when one member had prepared the result of both. It committed that, the other one its own alone."""
+    """A line broke when one member had prepared the result of both. That member committed this result. The other one
+    committed its own contribution alone."""
     run = HonestRun(tmp_path, "diloco")
     run.round(0)
     ids = range(8, 16)
@@ -315,7 +317,8 @@ def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_
 
 
 def test_a_synchronous_stage_that_began_again_is_found(tmp_path: Path) -> None:
-    """Each of the stage's rounds is whole, but the stage lacks what other stages learnt from before."""
+    """Each of the stage's rounds is whole, but the stage lacks microbatches from which other stages had learnt
+    before."""
     run = honest_run(tmp_path)
     run.lineages[1] = "again"
     for peer in run.members(1):

@@ -1,4 +1,4 @@
-"""What counts twice in the logs of a run, or not at all, and what was never acknowledged: the audit finds it."""
+"""The audit finds microbatches that count twice, or not at all, or that were never acknowledged."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.audit.honest import BOTH, HonestRun, Lines, edit, honest_run, one_vio
 
 @BOTH
 def test_a_planted_duplicate_is_found(tmp_path: Path, setting: str) -> None:
-    """The other member accumulates and contributes the microbatch too, and all figures fit."""
+    """The other member also accumulates and contributes the microbatch, and all figures agree with that."""
     run = HonestRun(tmp_path, setting)
     run.train("peer-1a", 3)
     run.round(0)
@@ -21,7 +21,7 @@ def test_a_planted_duplicate_is_found(tmp_path: Path, setting: str) -> None:
     assert violation.startswith("stage 1, round 0, microbatch 3: ")
     assert violation.endswith("(peer-1a.jsonl, peer-1b.jsonl)")
     assert one_violation(report, "said to hold") if setting == "synchronous" else True
-    # Now as if the program had counted it, too: every figure fits, and it is found all the same.
+    # Now the figures also include the microbatch, as if the program had counted it. The audit still finds it.
     edit(tmp_path / "peer-1a.jsonl", lambda lines: claim(lines, close={"samples": 10, "microbatches": "0 2-4 6"}))
     for peer in run.members(1):
         edit(tmp_path / f"{peer}.jsonl", lambda lines: claim(lines, commit={"samples": 18}))

@@ -33,7 +33,7 @@ QUICK = Timing(
     max_exclusion_seconds=2.0, begin_seconds=0.5, average_seconds=1.0, commit_seconds=1.0, grace_seconds=0.05,
     barrier_seconds=0.2, awaited_seconds=1.0, silence_seconds=0.5, retry_seconds=0.02, max_retry_seconds=0.2,
 )  # fmt: skip
-"""The patience of peers in one process."""
+"""Short timeouts, for peers in one process."""
 
 MICROBATCH = 2
 
@@ -60,7 +60,7 @@ def make_config(
 
 
 def gradient(index: int) -> torch.Tensor:
-    """The gradient of one microbatch, as one vector; the same wherever it is computed."""
+    """The gradient of one microbatch, as one vector. Every peer computes the same one."""
     return torch.from_numpy(np.random.default_rng(index).standard_normal(17).astype(np.float32))
 
 
@@ -106,20 +106,21 @@ class FakeStage:
         self.anchor = torch.zeros(17)
         self.indices: set[int] = set()
         self.surplus = 0
-        """How many microbatches it contributes without telling which."""
+        """How many microbatches it contributes without saying which ones."""
         self.results: list[RoundResult] = []
         self.digests: list[str] = []
         self.closed = False
         self.num_installs = 0
         self.carried: list[bool] = []
-        """For each installed snapshot, whether what was learnt before it was to be kept."""
+        """For each installed snapshot, whether the stage was to keep what it had learnt before."""
         self.dropped: set[int] = set()
         self.quiet_seconds: Callable[[], float] = lambda: 0.0
         """The seconds since it last finished a piece of work."""
         self.poison = False
         """Whether it contributes NaN."""
         self.carries = False
-        """Whether it keeps, as with DiLoCo, what no round has taken when another state is installed or replayed."""
+        """Whether it keeps, as DiLoCo does, microbatches that no round has counted yet when another state is installed
+        or replayed."""
         self.averager: Averager | None = None
 
     def learn(self, *indices: int) -> None:
@@ -174,7 +175,7 @@ class FakeStage:
         return known(self.digest)
 
     def _begin(self, *, carry: bool) -> None:
-        """Begin the next round, perhaps with what was learnt and is in no round yet."""
+        """Begin the next round. With `carry`, keep the microbatches that no round has counted yet."""
         self.indices = self.indices if carry and self.carries else set()
         self.closed = False
 
@@ -238,7 +239,7 @@ class Peer:
         self.averager = Averager(context, self.stage)
         self.stage.averager = self.averager
         self.instead: dict[str, Callable[[Any], Awaitable[Any]]] = {}
-        """By method, what it does with requests in place of what it should do."""
+        """By method, a function that answers requests in place of the real handler."""
         self.context = contextvars.copy_context()
         """The context in which its handlers run, whichever peer calls: see tests/support/virtual_time, PROCESS."""
         self.task: asyncio.Task[None] | None = None
@@ -263,16 +264,16 @@ class Peer:
 
 
 class Network:
-    """Peers in one process, and what goes wrong between them.
+    """Peers in one process, and the faults between them.
 
     Attributes:
-        before: awaited before a call reaches its handler, or the next piece of a download is sent; may kill, delay or
-            raise.
-        after: awaited when the handler has answered, before the caller sees it.
+        before: awaited before a call reaches its handler, and before the next piece of a download is sent. It may kill,
+            delay or raise.
+        after: awaited after the handler has answered, before the caller gets the answer.
         tamper: sees each piece of a download that a peer sends, and may change it.
-        takes_turns: those that download from a new peer do so one after the other.
-        delivers_late: what a living caller gave up waiting for reaches its handler all the same, if `before` ever
-            lets it go.
+        takes_turns: whether a new peer serves downloads one after the other.
+        delivers_late: whether a call still reaches its handler, once `before` returns, after its living caller has
+            given up.
     """
 
     def __init__(self, config: RunConfig, stage_type: type[FakeStage] = FakeStage) -> None:
@@ -315,7 +316,7 @@ class Network:
         self.peers[peer_id(number)].thawed.set()
 
     async def stop(self) -> None:
-        """End all peers. Raises the error that any of them died of."""
+        """End all peers. If one of them ended with an error, raise the error."""
         for peer in self.peers.values():
             assert peer.task is not None
             peer.task.cancel()
@@ -424,7 +425,8 @@ class MemoryTransport(Transport):
         finally:
             if self._network.delivers_late and not self._own.dead.is_set() and not delivery.done():
                 self._network.late.add(delivery)
-                delivery.add_done_callback(lambda done: done.cancelled() or done.exception())  # Retrieved.
+                # The error counts as retrieved.
+                delivery.add_done_callback(lambda done: done.cancelled() or done.exception())
             else:
                 delivery.cancel()
             death.cancel()
@@ -449,7 +451,7 @@ async def network_of(config: RunConfig, *numbers: int, timing: Timing = QUICK) -
 
 
 async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
-    """Wait for a condition; fails after a while. The longer it takes in virtual time, the rarer the looks."""
+    """Wait for a condition, and fail if it is not true in time. In virtual time it is checked less and less often."""
     look_seconds = min(0.1, max(0.005, seconds / 2000))
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for is spread over many peers
@@ -467,7 +469,7 @@ def all_past(members: list[FakeStage], round_number: int) -> bool:
 
 
 def broken(network: Network, number: int, method: str, fault: str) -> None:
-    """Have a member fail in one kind of call from now on, and report as if nothing were wrong."""
+    """From now on let a member fail in one kind of call, while it reports as if nothing were wrong."""
     peer = network.peers[peer_id(number)]
 
     async def fail(request: Any) -> Any:

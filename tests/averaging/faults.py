@@ -1,8 +1,8 @@
-"""Scripted faults: one at a chosen moment of a round, and a group that has to get over it.
+"""Scripted faults: one fault at a chosen moment of a round, from which the group has to recover.
 
-Used by the tests of faults. A trial commits a round undisturbed, disturbs the next one at a moment that is named
-by what happens then, mends what can be mended, goes on feeding microbatches, and ends when a round was committed
-by everybody that lives. Runs in virtual time.
+Used by the tests of faults. A trial commits one round without faults. In the next round it causes a fault at a moment
+that is named after its event. Then it repairs what can be repaired, and goes on feeding microbatches. It ends when all
+living peers have committed a round. It runs in virtual time.
 """
 
 import asyncio
@@ -22,12 +22,13 @@ TICK_SECONDS = 0.05
 TICKS_PER_FEED = 4
 PATIENCE_SECONDS = 30.0
 AVOIDED_SECONDS = 8.0
-"""If the first fault has not happened by then, it never will, because the second fault has killed its victim."""
+"""If the first fault has not happened after this time, it never will, because the second fault has killed its
+victim."""
 STANDSTILL_SECONDS = 3.0
 
 
 class Kind(StrEnum):
-    """What can go wrong."""
+    """The kinds of faults."""
 
     KILL = "kill"
     """The victim is gone for good."""
@@ -36,11 +37,11 @@ class Kind(StrEnum):
     TAKEOVER = "takeover"
     """The victim is frozen until others have committed a round without it; then its messages arrive."""
     PARTITION = "partition"
-    """For a while nothing reaches the victim, or comes from it."""
+    """For a while, no message reaches the victim, and none of its own arrives."""
     REFUSE = "refuse"
     """For a while connections to and from the victim break at once."""
     LOSE = "lose"
-    """This message is lost; its sender hears nothing."""
+    """This message is lost. Its sender gets no error."""
     BREAK = "break"
     """This message is lost, and its sender knows at once."""
     DELAY = "delay"
@@ -74,7 +75,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, when, with whom, and for how long."""
+    """A fault: its kind, its moment, its victim, and how long it lasts."""
 
     kind: Kind
     event: Event
@@ -113,13 +114,13 @@ class Scenario:
 
 @dataclass
 class Trial:
-    """One run of a scenario under some faults. `events` are the moments that faults could disturb."""
+    """One run of a scenario with some faults. `events` has the moments at which faults could happen."""
 
     scenario: Scenario
     faults: tuple[Fault, ...] = ()
     events: list[Event] = field(default_factory=list)
     stood_still: bool = False
-    """Whether no majority of the last members lives, so that it would be wrong to go on."""
+    """Whether less than a majority of the last members is alive, so that the group must not go on."""
     was_overtaken: bool = False
     """Whether others committed a round while a member was frozen."""
 
@@ -142,7 +143,7 @@ class Trial:
     # -- the course of events ----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run until all is well again, or never will be. Raises AssertionError for a broken promise."""
+        """Run until the group has recovered, or cannot recover any more. Raises AssertionError for a broken promise."""
         for number in self.scenario.numbers:
             context = contextvars.copy_context()
             context.run(PROCESS.set, number)
@@ -203,7 +204,8 @@ class Trial:
                 self._peer(number).stage.learn(index if self.scenario.is_synchronous else self._new())
 
     def _feed(self) -> None:
-        """Have each peer that believes it leads hand out what its members lack, as stage 0 and its trainers do."""
+        """Let each peer that believes that it leads hand out the microbatches that its members lack, as stage 0 and its
+        trainers do."""
         for leader in self.awake:
             view = leader.averager.view()
             if not view.is_leader or view.complete:
@@ -308,7 +310,7 @@ class Trial:
 
     @property
     def groups(self) -> list[Testimony]:
-        """What each stage's members have seen."""
+        """For each stage, the record of what its members have done."""
         living = frozenset(peer.record.peer_id for peer in self.living)
         stages: list[dict[str, WitnessStage]] = [{} for _ in range(self.scenario.num_stages)]
         for own_id, peer in self.network.peers.items():

@@ -1,4 +1,4 @@
-"""Donors without a stage, and a line to them that counts, fails and lies: for the tests of state transfer."""
+"""Donors without a stage, and a line to them that can count, fail and lie, for the tests of state transfer."""
 
 import asyncio
 import hashlib
@@ -61,7 +61,7 @@ class Holder:
         return self.place.standing
 
     def exchange(self) -> None:
-        """Have this peer take part in an exchange from now on."""
+        """From now on let this peer take part in an exchange."""
         ballot = Ballot(1, "m")
         self.place.group.begin(self.standing.round, ballot)
         self.place.group.join(self.standing.round, ballot, "shares")
@@ -124,7 +124,7 @@ class Line:
         num_bytes: the bytes of segments and results that arrived, by donor.
         num_segments: how many segments were asked for, by donor.
         broken: donors that are out of reach.
-        silent: donors that answer nothing.
+        silent: donors that do not answer.
         tamper: sees each message and may change it, or break the line.
     """
 
@@ -169,7 +169,7 @@ def holder(line: Line, number: int) -> Holder:
 
 
 def queueing_line(num_holders: int) -> tuple[Line, Turns]:
-    """Donors that hold the same state, of which the first serves one after the other."""
+    """Donors that hold the same state. The first one serves one peer at a time."""
     clock = LoopClock()
     turns = Turns(clock, is_training=lambda: False)
     line = Line({peer_id(n): Holder(clock, turns if n == 1 else None) for n in range(1, num_holders + 1)})

@@ -23,7 +23,8 @@ PATIENT = dataclasses.replace(
     QUICK, late_seconds=3.0, report_seconds=3.0, call_seconds=2.0, fresh_seconds=4.0, begin_seconds=5.0,
     average_seconds=10.0, commit_seconds=10.0, grace_seconds=0.5, silence_seconds=5.0,
 )  # fmt: skip
-"""Timing so patient that a machine may stand still for a second. A peer that dies here breaks its connections."""
+"""Timeouts so long that the machine may pause for a second. A peer that dies breaks its connections, so its death is
+still noticed at once."""
 
 
 class Node:

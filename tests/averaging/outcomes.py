@@ -1,4 +1,4 @@
-"""What rounds of FakeStages must come to."""
+"""The results that rounds of FakeStages must have."""
 
 import numpy as np
 import torch

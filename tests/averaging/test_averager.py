@@ -90,7 +90,7 @@ async def test_round_waits_for_what_is_missing() -> None:
 
 @in_virtual_time
 async def test_what_a_member_has_that_missed_a_heartbeat_does_not_show_and_nothing_is_begun_without_it() -> None:
-    """An attempt would close what the others have, and nothing could be replayed until it failed."""
+    """An attempt would close the contributions of the others, and nothing could be replayed until it failed."""
     async with network_of(make_config(), 1, 2) as network:
         members = stages(network, 1, 2)
         members[1].learn(3, 4, 5)

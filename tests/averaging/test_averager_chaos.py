@@ -15,7 +15,8 @@ NUM_PEERS, NUM_ROUNDS, MICROBATCHES = 5, 4, 6
 
 
 class Chaos:
-    """A synchronous stage of five under fire; at most two are killed, one after the other is frozen for a while."""
+    """A synchronous stage of five peers with random faults. At most two peers are killed. Others are frozen for a
+    while, one at a time."""
 
     def __init__(self, seed: int, quorum: str, loss: float) -> None:
         self.random = random.Random(seed)
@@ -36,7 +37,7 @@ class Chaos:
         return [peer for peer in self.network.peers.values() if not peer.dead.is_set()]
 
     async def feed(self) -> None:
-        """Give what a round lacks to random members that are at this round, and now and then something twice."""
+        """Give the microbatches that a round lacks to random members at this round, and sometimes give one twice."""
         while True:
             awake = [peer.stage for peer in self.alive if peer.thawed.is_set()]
             number = self.random.choice(awake).round
@@ -66,9 +67,9 @@ class Chaos:
         self.loss = 0.0
         rounds = max(peer.stage.round for peer in self.alive) + 1
         with suppress(TimeoutError):
-            # A majority of the last members may be gone for good: then it is right to stand still.
+            # A majority of the last members may be gone for good. Then the group must not go on.
             await until(lambda: any(peer.stage.round > rounds for peer in self.alive), 4.0)
-        # The others find that they outnumber a part that went ahead alone once they go on as well.
+        # If one part went ahead alone, the others notice that they are more only once they also go on.
         await until(lambda: len({(peer.stage.round, peer.stage.lineage) for peer in self.alive}) == 1)
         feeder.cancel()
         await self.network.stop()

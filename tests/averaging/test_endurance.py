@@ -1,4 +1,4 @@
-"""What fails again and again must cost nothing that lasts."""
+"""Calls that fail again and again must not leak memory, tasks or descriptors."""
 
 import asyncio
 import gc
@@ -24,7 +24,7 @@ def num_aborted(network: Network) -> int:
 
 
 def begin_failing(network: Network, failing: str) -> None:
-    """Give peers 1 to 3 something to contribute, and have all calls of one name fail from now on."""
+    """Give peers 1 to 3 something to contribute, and let all calls of one name fail from now on."""
 
     async def fail(name: str, source: int, target: int) -> None:
         if name == failing:
@@ -46,7 +46,7 @@ def held() -> tuple[int, int, int]:
 def test_aborted_rounds_leave_nothing_behind_and_lose_nothing(
     setting: str, failing: str, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Captured warnings would count as left behind.
+    # Captured warnings would count as leaked memory.
     caplog.set_level(logging.CRITICAL)
 
     async def trial() -> None:

@@ -67,7 +67,8 @@ class LargeStage(FakeStage):
     ["fp32", pytest.param("int8", marks=pytest.mark.slow), pytest.param("int4", marks=pytest.mark.slow), "topk"],
 )
 async def test_rounds_and_a_download_touch_no_large_tensor_on_the_loop(codec: str) -> None:
-    """Two rounds, of which the second has a debt of the first; then a third member comes, and parts move."""
+    """There are two rounds; the second one has residuals of the first. Then a third member joins, and the parts change
+    their owners."""
     config, directory = make_config("diloco", microbatches=4, codec=codec), list[PeerRecord]()
     nodes = await asyncio.to_thread(lambda: [Node(LargeStage(seed)) for seed in range(3)])
     try:

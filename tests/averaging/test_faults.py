@@ -1,6 +1,6 @@
-"""A scripted fault at every moment of a round: nothing is mixed, nothing counts twice, and training goes on.
+"""A scripted fault at every moment of a round. Nothing is mixed, nothing counts twice, and training goes on.
 
-What holds after every trial is in tests/averaging/witness; what a trial is, in tests/averaging/faults.
+tests/averaging/witness.py has what must hold after every trial, and tests/averaging/faults.py has the trials.
 """
 
 import functools
@@ -19,7 +19,7 @@ VARIANTS = [
     ("synchronous", "available", "fp32"), ("diloco", "majority", "fp32"),
     ("synchronous", "majority", "fp16"), ("diloco", "available", "fp16"),
 ]  # fmt: skip
-"""Setting, quorum and codec; the enumerations take them in turn."""
+"""Combinations of setting, quorum and codec. Successive trials use them in turn."""
 
 Case = tuple[Scenario, tuple[Fault, ...]]
 
@@ -93,7 +93,8 @@ def test_every_fault_at_every_event(variant: tuple[str, str, str], size: int, ki
 
 @st.composite
 def pairs_of_faults(draw: st.DrawFn) -> Case:
-    """Two faults in a group of five; the second may come while the first lasts, or be avoided by it."""
+    """Two faults in a group of five. The second one may come while the first one lasts, or the first one may prevent
+    it."""
     scenario = Scenario(
         5, draw(st.sampled_from(["synchronous", "diloco"])), draw(st.sampled_from(["available", "majority"])),
         draw(st.sampled_from(["fp32", "fp16"])),
@@ -125,7 +126,8 @@ def test_five_members_and_two_faults_at_length(case: Case) -> None:
 
 
 def test_a_stale_leader_wakes_to_a_round_that_others_committed() -> None:
-    """Its messages arrive then. They are refused, or are about the result that the others committed."""
+    """The leader's messages arrive then. They are refused, or they concern the same result that the others
+    committed."""
     scenario = Scenario(3, "synchronous", "majority")
     faults = [fault for fault in faults_of(scenario, Kind.TAKEOVER) if fault.victim == 1]
     trials = survive((scenario, (fault,)) for fault in faults[::3])

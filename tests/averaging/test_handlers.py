@@ -1,4 +1,4 @@
-"""What a peer answers to others that lead, or say so, and what becomes of it where memory runs out."""
+"""What a peer answers to others that lead or claim to lead, and what happens to it if memory runs out."""
 
 import asyncio
 from typing import Any, cast
@@ -33,7 +33,7 @@ def _is_out_of_memory(errors: ExceptionGroup[Exception]) -> bool:
 async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
     method: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it would be left out round after round, and would serve for nothing."""
+    """Otherwise the member would go on serving although every round leaves it out."""
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
         poor, others = network.peers[peer_id(number)], stages(network, *({1, 2, 3} - {number}))
 
@@ -96,7 +96,8 @@ async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
 @pytest.mark.parametrize("method", [BEGIN, AVERAGE, ABORT], ids=lambda method: method.name)
 @in_virtual_time
 async def test_nobody_leads_in_the_name_of_another_one(method: Method[Any, Any]) -> None:
-    """Otherwise a member might end its leader's attempt, or close the others for a leader that is none."""
+    """Otherwise a member could end its leader's attempt, or close the contributions of others for a leader that does
+    not lead."""
     async with network_of(make_config(), 1, 9) as network:
         peer = network.peers[peer_id(1)]
         await asyncio.sleep(0.01)

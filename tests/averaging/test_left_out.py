@@ -1,4 +1,4 @@
-"""A living member's samples are not given up for a round that has less to count, whatever its line does."""
+"""A round with fewer samples does not replace the samples of a living member, whatever its line does."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -46,7 +46,7 @@ class BusyLine(Network):
         return [self.holder, *self.newcomers]
 
     async def train(self, *, then_blocked: tuple[str, ...]) -> None:
-        """Have all members report what they hold. Then the line is busy, and the next stage is ahead."""
+        """Let all members report what they hold. After that the line is busy, and the next stage is ahead."""
         self.holder.learn(*HELD)
         self.newcomers[1].learn(5)
         await asyncio.sleep(4 * QUICK.heartbeat_seconds)
@@ -72,7 +72,7 @@ async def busy_line(holder: int) -> AsyncIterator[BusyLine]:
 @pytest.mark.parametrize("call", ["Begin", "Exchange"])
 @in_virtual_time
 async def test_who_holds_the_round_is_waited_for_while_its_line_is_busy(call: str, holder: int) -> None:
-    """The line is busy with downloads, say. An attempt fails, and the next one would leave the holder out."""
+    """The line may be busy with downloads. An attempt fails, and the next one would leave the holder out."""
     async with busy_line(holder) as network:
         await network.train(then_blocked=(call,))
         await until(lambda: network.num_attempts == 3, seconds=20.0)
@@ -100,7 +100,7 @@ async def test_who_holds_the_round_is_waited_for_while_it_does_not_answer(holder
 
 @in_virtual_time
 async def test_who_never_gets_through_an_exchange_is_left_out_in_the_end_and_contributes_late() -> None:
-    """Its stage has to go on, or it would hold up the others for good. Nothing is lost by that."""
+    """The stage has to go on, because otherwise it would block the other stages for good. Nothing is lost by this."""
     async with busy_line(5) as network:
         await network.train(then_blocked=("Exchange",))
         await until(lambda: network.newcomers[0].round == 1, seconds=120.0)

@@ -1,4 +1,4 @@
-"""A member that makes up where it is: nobody else gives up what it holds, and rounds go on."""
+"""A member lies about its round. No other member gives up its own state, and rounds go on."""
 
 import asyncio
 import dataclasses
@@ -41,7 +41,7 @@ def averager_of(network: Network, number: int) -> Averager:
 
 
 async def commit(network: Network, *numbers: int) -> None:
-    """Have these peers commit one more round."""
+    """Let these peers commit one more round."""
     members = [network.peers[peer_id(number)].stage for number in numbers]
     after = members[0].round + 1
     size = network.config.rounds.round_samples // 2
@@ -88,7 +88,7 @@ async def test_three_members_stay_where_they_are_and_go_on(
 async def test_of_the_made_up_states_of_a_run_of_two_none_is_taken_that_is_too_far(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is one peer's word against the other's, but no peer can have computed so much meanwhile."""
+    """It is the word of one peer against the word of another, but no peer can have computed so much in this time."""
     async with group_of(make_config("diloco", microbatches=2), 2) as network:
         add_liar(network, 1)
         await until(lambda: all(refusals(network, 2)))
@@ -126,7 +126,7 @@ async def test_a_newcomer_takes_what_most_hold() -> None:
 @pytest.mark.parametrize("num_rounds", [1, 40])
 @in_virtual_time
 async def test_in_a_run_of_two_who_was_away_for_long_comes_back(num_rounds: int) -> None:
-    """The other peer's word is all that tells what it did meanwhile."""
+    """Only the other peer can say what it did meanwhile."""
     async with group_of(make_config("diloco", microbatches=2), 1, 2) as network:
         network.freeze(2)
         for _ in range(num_rounds):

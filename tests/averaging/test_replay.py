@@ -1,4 +1,4 @@
-"""What replaying a round asks of a stage's weights: the same bits as at its members, from an untouched result."""
+"""Replaying a round gives a stage's weights the same bits as at the round's members, and does not change the result."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_a_snapshot_and_the_results_since_give_the_members_bits(setting: str, nu
         assert all(torch.equal(average[name], originals[name]) for name in average)
         results.append(average)
     joiner.install(snapshot, Round(number=3, run_samples=48, lineage="00"))
-    # The joiner trains while it is behind, and what it learns is dropped.
+    # The joiner trains while it is behind. What it learns then is dropped.
     joiner.buckets.open().add([torch.ones_like(p) for p in joiner.masters.values()], Amount(8, 8))
     joiner.step_if_due()
     for average in results[3:]:

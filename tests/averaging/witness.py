@@ -1,7 +1,7 @@
-"""A stage that remembers everything that averaging did to it, and what must be true of all that was done.
+"""A stage that records everything that averaging does to it, and checks of what must be true of these records.
 
-Used by tests/averaging/faults. A contribution says which microbatches are in it, so a result can be asked what
-it counts and how often. Sends nothing.
+Used by tests/averaging/faults.py. A contribution encodes which microbatches it has, so a result shows which
+microbatches it counts, and how often. Sends nothing.
 
 Shapes: D elements of the model, of which the last SLOTS tell the microbatches.
 """
@@ -46,14 +46,15 @@ class Closed:
 
 @functools.cache
 def gradient_D(index: int) -> torch.Tensor:
-    """The gradient of a microbatch, with its number in it. All are about equally long, so none is ever clipped."""
+    """The gradient of a microbatch, which encodes the microbatch's number. All gradients have about the same norm, so
+    none is clipped."""
     slots = torch.zeros(SLOTS)
     slots[index] = 1.0
     return torch.cat([gradient(index) + 10.0, slots])
 
 
 def vector_D(result: RoundResult) -> torch.Tensor:
-    """A result as `gradient_D` has it."""
+    """A result as one vector, in the form of `gradient_D`."""
     return torch.cat([result.tensors["b"], result.tensors["a"].reshape(-1)])
 
 
@@ -66,7 +67,7 @@ def microbatches_in(result: RoundResult) -> list[int]:
 
 
 class WitnessStage(FakeStage):
-    """A stage with an outer momentum. `gate` is awaited before and after each thing that is asked of it."""
+    """A stage with an outer momentum. `gate` is awaited before and after each of its methods."""
 
     def __init__(self, lineage: str = "00") -> None:
         super().__init__(lineage)
@@ -78,7 +79,8 @@ class WitnessStage(FakeStage):
         """The lineage and the digest of every state that the stage was ever in."""
         self.fed: set[int] = set()
         self.lost: set[int] = set()
-        """The microbatches that were learnt while a result was in doubt that was committed in the end."""
+        """The microbatches that were learnt while it was undecided whether a result would be committed, if it was
+        committed in the end."""
         self.gate: Gate = _open
 
     def learn(self, *indices: int) -> None:
@@ -144,7 +146,7 @@ async def _open(name: str, moment: str) -> None:
 
 @dataclass(frozen=True)
 class Testimony:
-    """What all members of one group have seen, and what must be true of it."""
+    """The records of all members of one group, and checks of them."""
 
     stages: dict[str, WitnessStage]
     """By peer id, including dead peers."""
@@ -170,7 +172,7 @@ class Testimony:
         return sorted({parent for parent in parents if parents.count(parent) > 1})
 
     def together_since(self, round_number: int) -> bool:
-        """Whether all living members stand at the same state, after a later round to which they all contributed."""
+        """Whether all living members have the same state, after a later round to which all of them contributed."""
         lineages = {self.stages[peer_id].lineage for peer_id in self.living}
         chain = self.chain(lineages.pop())[round_number:]
         return not lineages and any(self.living == set(commit.result.members) for commit in chain)
@@ -212,7 +214,7 @@ class Testimony:
                 assert digests.setdefault(lineage, digest) == digest, "members of one lineage differ"
 
     def _check_sources(self, edge: Commit) -> None:
-        """Check that a result holds what its members gave in the state that it continues, each microbatch once."""
+        """Check that a result has exactly what its members contributed at the state before it, each microbatch once."""
         counted = microbatches_in(edge.result)
         assert len(counted) == len(set(counted)), "a microbatch counts twice"
         assert MICROBATCH * len(counted) == edge.result.num_samples
@@ -227,9 +229,10 @@ class Testimony:
         assert not unexplained
 
     def check_nothing_lost(self) -> None:
-        """Check, with DiLoCo, that all counts that was learnt by members that neither died nor took another state.
+        """With DiLoCo, check that all microbatches count that were learnt by members that neither died nor took over
+        another state.
 
-        What a member learnt while it was in doubt about a result that was committed in the end is left out.
+        Microbatches in `lost` are left out.
         """
         for stage in (self.stages[peer_id] for peer_id in self.living):
             if all(stage.carried):
@@ -237,7 +240,8 @@ class Testimony:
                 assert stage.fed - stage.indices - stage.lost <= counted, "gradient mass is lost"
 
     def _check_replay(self, stage: WitnessStage) -> None:
-        """Check that the anchor is what its lineage's rounds make of the first anchor, and counts nothing twice."""
+        """Check that applying the rounds of its lineage to the first anchor gives the stage's anchor, and that nothing
+        counts twice."""
         chain = self.chain(stage.lineage)
         anchor_D, momentum_D = np.zeros(17 + SLOTS), np.zeros(17 + SLOTS)
         for commit in chain:
@@ -257,7 +261,7 @@ def counted_in(chain: Sequence[Commit]) -> list[int]:
 
 
 def check_same_step(groups: Sequence[Testimony]) -> None:
-    """Check that all stages clipped by the norm of the whole model, and none is more than a round ahead."""
+    """Check that all stages clipped by the norm of the whole model, and that none is more than one round ahead."""
     norms: dict[int, dict[int, float]] = {}
     totals: dict[int, set[float]] = {}
     for number, group in enumerate(groups):

@@ -19,7 +19,7 @@ FIGURES = {"figures": {"ratio": 1.0}}
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which benches were run, in place of running them."""
+    """The names of the benches that would have been run. None of them is really run."""
     names: list[str] = []
 
     def measure(name: str, dataset: str) -> dict[str, Any]:

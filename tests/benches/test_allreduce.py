@@ -67,13 +67,13 @@ def test_a_round_waits_for_all_until_the_survivors_have_learnt_more(num_peers: i
     complete = partial(is_complete, averaging_config("fp16", num_peers))
     assert complete(0, (), num_peers * (num_peers - 1))
     assert not complete(0, (), (num_peers - 1) * (num_peers - 1))
-    # One of the survivors still trains for as many members as before: it has not heard yet that one is gone.
+    # One survivor does not know yet that a member is gone, and still trains for the former number of members.
     assert not complete(0, (), (num_peers - 2) * num_peers + num_peers - 1)
     assert complete(0, (), (num_peers - 1) * num_peers)
 
 
 class _Answering(Group):
-    """A group whose members have averaged already, and say so in these words."""
+    """A group whose members have already averaged, and report it with these messages."""
 
     def __init__(
         self, folder: Path, children: Supervisor, finished: list[dict[str, Any]], errors: Sequence[float] = (0.0, 0.0)

@@ -53,7 +53,8 @@ def test_a_late_gradient_is_of_the_weights_before_the_last_step(options: Options
     seen = [{name: value.clone() for name, value in reference.weights.items()}]
     for number in range(NUM_STEPS):
         delayed.step(number)
-        # The reference computes with the weights before, and steps the newest.
+        # The reference computes gradients with the weights before the last step, and applies them to the newest
+        # weights.
         newest = seen[-1]
         reference.load(seen[max(0, number - 1)])
         size = config.microbatches_per_round
@@ -66,7 +67,8 @@ def test_a_late_gradient_is_of_the_weights_before_the_last_step(options: Options
 
 
 def test_a_correction_repeats_by_how_much_a_step_differs_from_the_last_one(options: Options) -> None:
-    """So the first step has none, and the second one is that of late gradients, plus its difference to the first."""
+    """So the first step has no correction. The second one is the step with late gradients, plus its difference from the
+    first one."""
     config, data = _single(options)
     late, corrected = Delayed(config, data, corrected=False), Delayed(config, data, corrected=True)
     start = {name: value.clone() for name, value in late.weights.items()}

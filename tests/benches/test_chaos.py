@@ -1,4 +1,4 @@
-"""What chaos makes of event logs, and that its faults come to an end."""
+"""What chaos computes from event logs, and that its faults end."""
 
 import random
 import signal
@@ -218,7 +218,7 @@ def test_a_clock_that_jumps_is_right_again_later(cast: Cast) -> None:
 async def test_calls_have_their_time_though_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is as on a machine whose clock is set: gRPC's core and Python read the same clock."""
+    """It behaves like a machine whose clock was set, where gRPC's core and Python read the same clock."""
     monkeypatch.setattr(time, "time", right := time.time)
     monkeypatch.setattr(_utils, "time", time)
     set_clock(tmp_path / "clock", -1000.0)

@@ -1,4 +1,4 @@
-"""The closing bench: that both members of a case commit, and that the whole of its options makes 100 million."""
+"""The closing bench: both members of a case commit, and its default options make a stage of 100 million parameters."""
 
 import pytest
 

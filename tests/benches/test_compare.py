@@ -14,7 +14,7 @@ from scripts.benches.compare import Options, verdict
 from scripts.benches.shared.judged import LESS, MORE, MORE_OF_DIFFERENCE, Judgement
 
 Outcomes = Mapping[str, Mapping[str, Any]]
-"""What some benches gave."""
+"""The results of some benches."""
 
 
 def _files(tmp_path: Path, *contents: Any) -> tuple[Path, Path]:

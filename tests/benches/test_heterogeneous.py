@@ -89,7 +89,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(options: dict
 
 @pytest.fixture
 def router(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Router:
-    """Three peers, of which one claims to be much faster, and another rule than the queue's."""
+    """A router with three peers, one of which claims to be much faster, and with another rule than the queue's."""
     for name in ("_charge", "_enter"):
         monkeypatch.setattr(PeerQueue, name, getattr(PeerQueue, name))  # This is put back at the end of the test.
     cost = COSTS[request.param]

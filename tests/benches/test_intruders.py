@@ -1,4 +1,5 @@
-"""The bench `intruders`: that its intruders count what comes of their calls, and that a harmless one fails it."""
+"""The bench `intruders`: its intruders count the outcomes of their calls, and a harmless intruder makes the bench
+fail."""
 
 import asyncio
 import contextlib
@@ -38,7 +39,7 @@ def test_an_intruder_that_is_heard_is_one(outcomes: dict[str, int]) -> None:
 
 
 async def _tally(kind: str, tally: Path, *handlers: grpc.GenericRpcHandler) -> dict[str, Any]:
-    """What an intruder has written down about a server with these services once one of its calls has ended."""
+    """Run an intruder against a server with these services, and return its tally once one of its calls has ended."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(handlers)
     port = server.add_insecure_port("127.0.0.1:0")

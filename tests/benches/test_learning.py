@@ -47,7 +47,7 @@ def test_figures_are_means_over_the_seeds_and_ratios_to_plain_training_of_the_sa
 
 
 def test_plain_diloco_of_one_worker_that_takes_its_mean_is_plain_adamw(tmp_path: Path) -> None:
-    """With an outer rate of one and no momentum the outer step gives back what the worker came to."""
+    """With an outer rate of one and no momentum, the outer step results in the worker's own weights."""
     mean = OuterConfig(learning_rate=1.0, momentum=0.0)
     config, data = with_corpus(dataclasses.replace(run_config(_options(tmp_path), "diloco", 0), outer=mean))
     diloco, adamw = PlainDiloco(config, data, 1), Reference(single_config(config), data)

@@ -128,7 +128,7 @@ def test_a_stage_holds_what_is_computed_and_no_copy_more(
 
 @pytest.mark.parametrize("setting", SETTINGS)
 async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
-    """Both members are in this process, so the test can see what was measured, but not check how much it was."""
+    """Both members are in this process, so the test can check which figures there are, but not their size."""
     config = run_config(setting, Options(d_model=128, layers=1, in_flight=2))
     write_config(config, tmp_path / "run.toml")
     async with asyncio.timeout(60):
@@ -180,7 +180,7 @@ def _fine_tuning(setting: str, lora_rank: int, **sizes_of_model: Any) -> RunConf
         stages=StagesConfig(num_stages=model.num_layers // 4),
         data=DataConfig(sequence_length=2048, microbatch_size=1),
         rounds=RoundsConfig(setting="synchronous" if setting == "synchronous" else "diloco"),
-        # The default for a model that comes in.
+        # The default for imported models.
         optimizer=OptimizerConfig(name="adamw"),
         averaging=AveragingConfig(codec="fp32"),
         wire=WireConfig(dtype="bf16"),
@@ -225,7 +225,7 @@ def test_a_case_is_compared_with_arithmetic() -> None:
 
 
 def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that counts forwards, in a process that keeps what is freed, as a peer does."""
+    """The test uses a clock that counts forwards, in a process that keeps freed memory as a peer does."""
     num_forwards, prepared = 0, []
 
     def build(config: RunConfig, stage: int, *, device: str) -> torch.nn.Module:
@@ -239,7 +239,7 @@ def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(backend, "build_stage", build)
     monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: float(num_forwards)))
-    # The real function would make this process keep what it frees, which other tests look for.
+    # The real function would make this process keep freed memory, and other tests check that memory is freed.
     monkeypatch.setattr(memory, "compute_like_peers", lambda: prepared.append(num_forwards))
     assert memory.recompute_ratio(_config()) == Ratio(median=2.0, extremes=(2.0, 2.0), interval=(2.0, 2.0))
     assert prepared == [0]

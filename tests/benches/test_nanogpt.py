@@ -1,4 +1,4 @@
-"""What the bench `nanogpt` has to be told."""
+"""The options that the bench `nanogpt` requires."""
 
 import pytest
 

@@ -14,7 +14,8 @@ RECORD_BYTES = 1000
 
 
 def _used(size: int, sent: float, busiest: float) -> Counters:
-    """Ten seconds of peers each of which receives `sent` bytes/s, and sends as much on average; one sends `busiest`."""
+    """The counters of ten seconds. Each peer receives `sent` bytes/s, and sends as much on average; the busiest one
+    sends `busiest`."""
     others = (size * sent - busiest) / (size - 1)
     passed = [10 * (sent + others)] * (size - 1) + [10 * (sent + busiest)]
     return Counters(

@@ -21,7 +21,7 @@ NAMES: list[RowName] = ["base", "xxlarge", "gpt3"]
 def test_shares_are_those_of_the_table(row: Row, column: str) -> None:
     none, *printed = GPU_UTILISATION[column]
     for milliseconds, utilisation in zip(ROUND_TRIPS_MS[1:], printed, strict=True):
-        # If everything takes so many times as long, the round trip too, the share stays the same.
+        # If everything takes this many times as long, the round trip included, the share stays the same.
         share = row.share(LINK_MEGABITS_PER_SECOND, row.num_merged * milliseconds / 1000)
         assert share == pytest.approx(utilisation / none, rel=0.04)
 

@@ -1,7 +1,8 @@
 """Writes checkpoints of a run in a child process, until test_writer kills it.
 
-For every line on stdin, `FOLDER`, a child goes on from the folder's newest checkpoint, as a peer would. It says
-`child PID`, `found ROUND`, then `wrote ROUND` for each one that it has written; when it is dead, `dead` is said.
+For every line on stdin, which names a folder, a child goes on from the folder's newest checkpoint, as a peer would. The
+child prints `child PID`, `found ROUND`, and then `wrote ROUND` for each checkpoint that it has written. After its death
+`dead` is printed.
 """
 
 import asyncio

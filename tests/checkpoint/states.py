@@ -1,4 +1,4 @@
-"""Real stages' states to write and to read back, the same under every cut."""
+"""The states of real stages, to write and to read back. They are the same for every number of stages."""
 
 import dataclasses
 import hashlib

@@ -113,7 +113,7 @@ def test_one_of_another_run_is_refused(written: Path, config: RunConfig, differe
 
 
 def test_other_text_is_said_by_its_names_and_what_to_do(tmp_path: Path) -> None:
-    """So it is with several datasets too, and if they are the same in another order."""
+    """This also holds for several datasets, and for the same datasets in another order."""
 
     def of(*datasets: str, digest: str, digests: tuple[str, ...] = ()) -> RunConfig:
         data = dataclasses.replace(CONFIG.data, dataset=datasets, digest=digest * 64, dataset_digests=digests)

@@ -1,4 +1,4 @@
-"""Writing as the rounds go by: what stays in the folder, and what a death or a full disk leaves of it."""
+"""Writing checkpoints round after round: which files stay in the folder, also after a kill or on a full disk."""
 
 import asyncio
 import dataclasses
@@ -140,7 +140,7 @@ async def test_a_run_that_went_back_leaves_no_later_rounds_to_be_mixed_in(tmp_pa
 async def test_no_checkpoint_is_replaced_by_one_of_another_branch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A lost stage began anew. What it had learnt before is still there, under another name."""
+    """A lost stage began anew. Its former checkpoint is still there, under another name."""
     path, _ = write_cut(tmp_path, cut(2), 4)
     learnt = path.read_bytes()
     anew = trained(cut(2), 0, 4)
@@ -157,7 +157,7 @@ async def test_no_checkpoint_is_replaced_by_one_of_another_branch(
 
 
 async def test_what_lies_ahead_of_the_first_one_written_is_no_future_of_this_run(tmp_path: Path) -> None:
-    """A peer that had been further is back, and has downloaded what the others hold."""
+    """A peer that had been at a later round is back, and has downloaded the state of the others."""
     for number in (2, 6, 8):
         write_cut(tmp_path, cut(2), number)
     writer = _writer(tmp_path, keep=3)

@@ -37,7 +37,8 @@ def test_encoding_twice_gives_the_same_bytes(codec: Codec) -> None:
 
 @every_codec
 def test_parts_cut_at_tiles_decode_to_what_the_whole_does(codec: Codec) -> None:
-    """With sparse codecs that holds nearly: a header, a table or the largest magnitude, belongs to the whole part."""
+    """With sparse codecs this holds only approximately, because a header, table or largest magnitude belongs to a whole
+    part."""
     vector_N = make_vector(3 * 4096 + 500)
     whole_N = codec.decode(codec.encode(vector_N), vector_N.numel())
     assert 4096 % codec.tile == 0
@@ -70,7 +71,7 @@ def test_the_largest_numbers_give_finite_ones(codec: Codec) -> None:
     try:
         decoded_N = codec.decode(codec.encode(vector_N), 5000)
     except MalformedMessage:
-        # A sum in a transform may overflow.
+        # A sum in the cosine transform may overflow.
         assert codec.name.startswith("dct")
     else:
         assert torch.isfinite(decoded_N).all()

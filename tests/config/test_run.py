@@ -55,7 +55,7 @@ def test_defaults_are_resolved() -> None:
 
 
 def test_muon_is_the_default_where_it_pays() -> None:
-    """DiLoCo's inner steps of at least 8 tokens for each column, of a model that was drawn."""
+    """This is DiLoCo with inner steps of at least 8 tokens for each column, and a model whose weights are drawn."""
     model, data = ModelConfig(d_model=64), DataConfig(sequence_length=32, microbatch_size=8)
     enough = RunConfig(model=model, data=data, rounds=RoundsConfig(inner_batch_samples=16))
     assert enough.gradient_step == dataclasses.replace(enough.optimizer, name="muon")

@@ -1,4 +1,4 @@
-"""A member's way from round to round: what it keeps of its own when it becomes a state that others hold."""
+"""A member goes from round to round, and keeps some state of its own when it takes over a state that others hold."""
 
 from unittest.mock import Mock
 

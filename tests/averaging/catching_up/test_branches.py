@@ -1,4 +1,5 @@
-"""Who is believed to be ahead: what others hold counts, not how far they say that they are."""
+"""Which peers are believed to be ahead. What counts is how many hold the same state, and not the round that they
+claim."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ def at(round_number: int, branch: str = "", *, samples: int | None = None) -> St
 
 
 def voice(standing: Standing, *, since: int | None = None) -> Voice:
-    """What a holder there answers. Its branch parted from the common one after round `since`."""
+    """The answer of a holder at this place. Its branch parted from the common one after round `since`."""
     branch = standing.lineage.removesuffix(str(standing.round))
     rounds = range(max(0, standing.round - PAST), standing.round)
     return Voice(
@@ -65,10 +66,10 @@ class Peer:
         self.branches.committed(after)
 
     def hear(self, announced: Mapping[str, Standing] | None = None, /, **voices: Voice) -> Standing | None:
-        """Let all holders answer; returns where this peer should go.
+        """Let all holders answer, and return the place to which this peer should go.
 
         Args:
-            announced: where those that do not answer said that they were.
+            announced: the places that holders which do not answer had announced.
         """
         self.branches.listen()
         for name, told in voices.items():
@@ -114,7 +115,7 @@ def test_one_alone_is_not_followed_farther_than_the_run_can_have_come() -> None:
 
 
 def test_while_somebody_is_about_to_come_one_alone_is_not_followed() -> None:
-    """The one about to come is on this peer's branch, and has not heard of the commit yet."""
+    """The peer that is about to join is on this peer's branch, and does not know of the commit yet."""
     peer = Peer(5)
     lie = voice(at(7, "x"), since=3)
     assert peer.hear(b=voice(at(4)), liar=lie) is None
@@ -189,7 +190,7 @@ def test_with_a_majority_wanted_only_one_that_is_rounds_ahead_is_followed() -> N
 
 
 def test_of_three_parts_two_come_together_and_then_the_third() -> None:
-    """A peer that stands where all branches begin decides first; the others wait for that."""
+    """A peer at the place where all branches begin decides first. The others wait for its decision."""
     b, c = voice(at(7, "b"), since=5), voice(at(8, "c"), since=5)
     behind, other = Peer(5), Peer(5)
     for number in (6, 7):
@@ -200,7 +201,8 @@ def test_of_three_parts_two_come_together_and_then_the_third() -> None:
 
 
 def test_the_dead_have_signed_where_they_were() -> None:
-    """Two peers committed rounds with one that is still there, and died. Two others were away meanwhile."""
+    """Two peers committed rounds together with a third one, and then died. The third one is still there. Two others
+    were away meanwhile."""
     peer, left = Peer(5), voice(at(7))
     assert peer.hear(other=voice(at(5)), left=left) is None
     assert peer.hear({"dead": at(7), "too": at(7)}, other=voice(at(5)), left=left) == at(7)

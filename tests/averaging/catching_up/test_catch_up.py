@@ -1,4 +1,4 @@
-"""Peers that are behind, or on another branch, come to where their group is."""
+"""Peers that are behind, or on another branch, reach the round and branch of their group."""
 
 import asyncio
 from collections import Counter
@@ -36,7 +36,8 @@ async def test_who_was_away_for_a_few_rounds_keeps_what_it_has_learnt(num_rounds
 
 @in_virtual_time
 async def test_two_branches_meet_and_the_poorer_one_yields() -> None:
-    """Both go on while cut off from each other. Then the one with fewer samples downloads; nothing is mixed."""
+    """Both branches go on while they are cut off from each other. Then the one with fewer samples downloads the other's
+    state. Nothing is mixed."""
     async with network_of(make_config("diloco", microbatches=2), 1, 2) as network:
         members = stages(network, 1, 2)
         network.cut.add(frozenset((1, 2)))

@@ -1,4 +1,4 @@
-"""What a donor keeps, for how long, and what it answers."""
+"""What a donor keeps, for how long it keeps it, and what it answers."""
 
 import asyncio
 import hashlib
@@ -126,7 +126,7 @@ async def test_pins_are_few_and_those_in_use_stay() -> None:
         await holder.segment(unused, 0)
     await holder.segment(third, 0)
     holder.commit()
-    # Both are being fetched: the next asker gets the newer of them, and the results since.
+    # Both snapshots are being fetched. The next peer that asks gets the newer one, and the results since then.
     assert (await holder.offer()).standing.round == 2
     assert holder.num_copies == 3
 

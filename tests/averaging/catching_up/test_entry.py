@@ -84,7 +84,8 @@ async def slow_line(**changes: float) -> AsyncIterator[SlowLine]:
 
 @in_virtual_time
 async def test_a_newcomer_behind_a_slow_line_slows_no_round_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    """The run pauses while the newcomer downloads. So it is where the group is, still no member, and not judged yet."""
+    """The run pauses while the newcomer downloads. So the newcomer reaches the group's round, but is not a member yet,
+    and is not judged yet."""
     caplog.set_level(logging.INFO)
     async with slow_line() as network:
         newcomer, joining = network.add_newcomer()
@@ -99,7 +100,7 @@ async def test_a_newcomer_behind_a_slow_line_slows_no_round_and_says_why(caplog:
         [line] = [line for line in caplog.messages if "Before it takes part" in line]
         assert "an exchange would take 15.1 s, and the others compute a round in 0.5 s" in line
         assert "cannot take part" not in caplog.text
-        # The newcomer's line is better, which it does not know yet; so it sees each round.
+        # The newcomer's line is now better. It does not know that yet, so it observes each round.
         network.line_seconds = 0.1
         for _ in range(10):
             await network.commit(*network.members)
@@ -173,20 +174,20 @@ def test_where_nobody_has_measured_nobody_is_kept_out() -> None:
 
 
 def seen(judged: Entry, *rounds: tuple[float, int]) -> Entry:
-    """Have the peer see the group in these rounds, each at some time."""
+    """Let the peer see the group in each of these rounds, at the given time."""
     for now, group_round in rounds:
         judged.saw(group_round, now=now)
     return judged
 
 
 def test_where_all_lines_are_slow_the_rounds_that_were_seen_count() -> None:
-    """The first one had begun before."""
+    """The first round that the peer sees had begun before."""
     judged = seen(entry(rate=ROUND_SAMPLES), (0.0, 7), (1.0, 8), (19.0, 9), (37.0, 10))
     assert judged.slowness is None
 
 
 def test_one_round_that_was_seen_late_is_no_short_round() -> None:
-    """The peer hears late that the round before is over, and soon after that the next one is."""
+    """The peer learns late that one round is over, and soon afterwards that the next one is over as well."""
     judged = seen(entry(rate=ROUND_SAMPLES), (0.0, 7), (18.0, 8), (36.0, 9), (53.0, 10), (54.0, 11), (72.0, 12))
     assert judged.slowness is None
 

@@ -1,4 +1,4 @@
-"""A newcomer replays rounds: slower and faster than they pass, and with results that lie."""
+"""A newcomer replays rounds: slower or faster than the run goes on, and with false results."""
 
 import asyncio
 import hashlib
@@ -17,8 +17,8 @@ from tests.support.virtual_time import in_virtual_time
 async def test_who_replays_slower_than_rounds_pass_takes_a_new_snapshot_and_says_that_it_never_arrives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A result takes three seconds over the newcomer's line, and a round half a second. It arrives once the run
-    pauses."""
+    """A result takes three seconds over the newcomer's line, and a round takes half a second. The newcomer catches up
+    only when the run pauses."""
     caplog.set_level(logging.INFO)
     async with group_of(2, 3, segment_bytes=1 << 20) as group:
 
@@ -120,7 +120,8 @@ async def test_a_source_with_wrong_results_is_passed_over(caplog: pytest.LogCapt
 
 @in_virtual_time
 async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download() -> None:
-    """Until the download the peer reports nothing and takes part in nothing, so no other averages with it."""
+    """Until the download is done, the peer reports nothing and takes part in no round, so no other peer averages with
+    it."""
     async with group_of(2, 3) as group:
         states: list[tuple[bool, int]] = []
 
@@ -149,7 +150,7 @@ async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e30])
 @in_virtual_time
 async def test_a_result_of_impossible_numbers_is_not_applied(value: float, caplog: pytest.LogCaptureFixture) -> None:
-    """The result's digest and lineage fit, as they do in what a liar makes up."""
+    """The result's digest and lineage are right: a liar can compute them, too."""
     async with group_of(2, 3) as group:
 
         def lie(target: int, reply: pb.DownloadReply) -> None:

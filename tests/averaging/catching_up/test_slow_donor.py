@@ -1,6 +1,7 @@
-"""Joining through a donor whose line is slow and shared: each newcomer arrives in its turn, or by way of the others.
+"""Joining through a donor with a slow, shared line: each newcomer gets the state in its turn, from the donor or from
+others.
 
-On virtual time, with lines that carry so many bytes a second: what bench joining measures between real hosts.
+The tests run in virtual time, with lines of a fixed rate. The bench `joining` measures the same between real hosts.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ QUANTUM_BYTES = 3
 """How many bytes a flow sends before the next one has its turn: flows over one line share it."""
 MICROBATCHES = 8
 MICROBATCH_BYTES = 18
-"""How much training on one microbatch sends over the donor's line: in a round, twice as much as an average has."""
+"""The bytes that training on one microbatch sends over the donor's line. In a round these are twice the bytes of an
+average."""
 COMPUTING_SECONDS = 0.8
 PAUSE_SECONDS = 2.0
 """The time between a commit and the next round's first microbatch."""
@@ -53,7 +55,7 @@ class SlowDonor(Network):
     """A stage that one peer serves, over a slow line, while a run trains over it.
 
     Attributes:
-        serving: the numbers of those that have arrived, which train as well.
+        serving: the numbers of the newcomers that have arrived, and now train as well.
     """
 
     def __init__(self) -> None:
@@ -141,8 +143,9 @@ async def slow_donor() -> AsyncIterator[SlowDonor]:
 
 @in_virtual_time
 async def test_four_that_join_at_once_all_serve_soon(caplog: pytest.LogCaptureFixture) -> None:
-    """The first newcomer has the donor's line. Another one has begun a snapshot that only the donor holds. It must not
-    stay with that: over the donor's line it gets one round in the time in which the group commits one."""
+    """The first newcomer uses the donor's line. Another one has begun to download a snapshot that only the donor holds.
+    It must not stay with that snapshot: over the donor's line it would get one round in the time in which the group
+    commits one."""
     caplog.set_level(logging.INFO)
     async with slow_donor() as network, asyncio.TaskGroup() as tasks:
         training = [tasks.create_task(network.train(DONOR))]
@@ -189,7 +192,7 @@ async def asked(donor: Peer, request: pb.DownloadRequest) -> list[pb.DownloadRep
 
 
 async def hold(donor: Peer) -> pb.SnapshotHeader:
-    """Ask for a snapshot as a peer does that has not finished its download."""
+    """Ask for a snapshot, as a peer does while its download is not finished."""
     (offer,) = await asked(donor, pb.DownloadRequest(offer=pb.OfferRequest()))
     segment = pb.SegmentRequest(snapshot=snapshot_id(offer.header), index=0)
     await asked(donor, pb.DownloadRequest(segment=segment))

@@ -31,7 +31,7 @@ async def fetch(transfer: StateTransfer, *numbers: int, max_bytes: int = 4 * NUM
 
 
 def after(num_messages: int, act: Callable[[str, pb.DownloadReply], None]) -> Callable[[str, pb.DownloadReply], None]:
-    """A tamperer that calls `act` for all pieces but the first few."""
+    """A tamper function that calls `act` for every piece after the first `num_messages`."""
     num_seen = 0
 
     def tamper(donor: str, reply: pb.DownloadReply) -> None:
@@ -57,7 +57,7 @@ async def test_those_who_find_a_donor_serving_another_wait_their_turn_and_all_ge
     assert "download first), 0.00 MB/s" in waits.present
     all_fetched = await fetching
     assert {fetched.snapshot.digest for fetched in all_fetched} == {holder(line, 1).digest}
-    # The time in which donors served others says nothing of their lines.
+    # The time in which donors served others says nothing about the speed of their lines.
     assert asyncio.get_running_loop().time() > 5.0
     assert max(fetched.seconds for fetched in all_fetched) < 1.0
 

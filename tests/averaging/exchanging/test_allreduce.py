@@ -40,7 +40,7 @@ async def average(
     gathers: bool = False,
     only_owner: str | None = None,
 ) -> list[Any]:
-    """What each member ends with, or what it says went wrong."""
+    """Run an exchange, and return each member's average, or its error."""
     of_results = of_results or codec
     shares = shares_of(samples, vectors[0].numel(), codec.tile, only_owner)
     names = [str(i) for i in range(len(vectors))]
@@ -87,7 +87,7 @@ def test_all_end_with_the_same_weighted_mean(
         np.testing.assert_allclose(result.vector_D.numpy(), expected, atol=1e-6 if codec == "fp32" else 4e-3)
         assert torch.equal(result.vector_D, results[0].vector_D)
         assert (result.digest, result.squared_norm) == (results[0].digest, results[0].squared_norm)
-        # A mean in which the vectors cancel out is small, and their roundings are not.
+        # If the vectors cancel out, their mean is small, but their rounding errors are not.
         assert result.squared_norm == pytest.approx(float(np.sum(expected**2)), rel=1e-2, abs=2e-3)
         assert result.num_samples == sum(samples)
 
@@ -96,7 +96,7 @@ def test_all_end_with_the_same_weighted_mean(
 @pytest.mark.parametrize("name", ["int4", "topk", "dct-topk", "dct-lowpass"])
 @in_virtual_time
 async def test_nothing_is_lost_but_what_the_residuals_keep(name: str, gathers: bool) -> None:
-    """The members' residuals times their weights, plus the owners' residuals, are what the sum lacks."""
+    """What the sum lacks is exactly the members' residuals times their weights, plus the owners' residuals."""
     config = AveragingConfig(codec=name)  # type: ignore[arg-type]  # names of codecs
     codec, of_results = contribution_codec(config), result_codec(config)
     samples = [1, 3, 4]
@@ -245,7 +245,7 @@ async def test_an_owner_that_answers_nonsense_is_named(value: float, norm: float
 
 @in_virtual_time
 async def test_a_part_that_comes_twice_at_once_counts_once() -> None:
-    """While the first is decoded, the second one comes."""
+    """The second copy arrives while the first one is decoded."""
     reduction = Reduction(shares_of([1, 1], 4), "0", codec=FP32, result_codec=FP32)
     reduction.add_decoded("0", torch.zeros(2))
     part = FP32.encode(torch.ones(2))

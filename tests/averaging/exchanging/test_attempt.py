@@ -1,4 +1,4 @@
-"""One attempt: who is named for silence, and what another member may send."""
+"""One attempt: which member is blamed for silence, and what another member may send."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -50,7 +50,7 @@ async def test_a_peer_that_stood_still_blames_nobody_for_the_silence() -> None:
     transport: Any = None
     exchanging = asyncio.create_task(attempt.exchange(transport, 1000.0))
     await asyncio.sleep(0.2)
-    virtual_loop().advance(100.0)  # This is as if the process had been stopped.
+    virtual_loop().advance(100.0)  # This imitates a process that was stopped.
     await asyncio.sleep(0.2)
     assert not exchanging.done()
     with pytest.raises(MemberFailed, match="nothing of its contribution came") as failed:

@@ -1,4 +1,4 @@
-"""Closings that take longer than any call, and members that answer and do nothing."""
+"""Closings that take longer than any call, and members that answer but do nothing."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 400.0
 
 
 class SlowStage(FakeStage):
-    """A stage that takes its time to close."""
+    """A stage that closes slowly."""
 
     def __init__(self, lineage: str = "00") -> None:
         super().__init__(lineage)

@@ -1,4 +1,4 @@
-"""What error feedback keeps from one exchange to the next, whichever way they go and whoever takes part."""
+"""What error feedback keeps from one exchange to the next, for each way to exchange and any set of members."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ NUM_ELEMENTS = 4 * TILE + 17
 
 
 class Members:
-    """What all members know between exchanges; gives what they owe of one fragment as dense vectors."""
+    """The state of all members between exchanges. It returns their residuals of a fragment as dense vectors."""
 
     def __init__(self, codec: str, decay: float = 1.0, size: int = SIZE) -> None:
         config = AveragingConfig(codec=codec, feedback_decay=decay, gather_members=GATHER_MEMBERS)  # type: ignore[arg-type]  # names of codecs
@@ -114,7 +114,8 @@ _ATTEMPTS = st.builds(
 @settings(max_examples=10)
 @given(st.sampled_from(["topk", "dct-topk", "int4", "dct-lowpass"]), st.lists(_ATTEMPTS, min_size=2, max_size=6))
 def test_what_is_contributed_is_applied_or_still_owed(codec: str, attempts: list[Attempt]) -> None:
-    """Holds for any members, weights, parts and ways. A member's own debt has the weight of its contribution."""
+    """This holds for any members, weights, parts and ways to exchange. A member's own residual counts with the weight
+    of its contribution."""
 
     async def run() -> None:
         members = Members(codec)
@@ -165,7 +166,8 @@ def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("second_samples", [0, 2])
 @pytest.mark.parametrize("codec", ["topk", "dct-topk"])
 async def test_what_a_lone_member_owes_is_paid_once_a_second_one_is_there(codec: str, second_samples: int) -> None:
-    """The exchange turns from a butterfly to a gather. What the member learnt alone comes with it, whole and once."""
+    """The exchange changes from a butterfly to a gather. What the member had learnt alone is added completely, and
+    once."""
     members = Members(codec)
     alone = _contribution(0, 2)
     _, averages = await members.exchange({"0": alone})
@@ -185,7 +187,7 @@ async def test_what_a_lone_member_owes_is_paid_once_a_second_one_is_there(codec:
 
 @pytest.mark.parametrize("codec", ["topk", "dct-topk"])
 async def test_members_that_come_and_go_do_not_make_more_of_what_is_owed(codec: str) -> None:
-    """What is owed to sums counts equally at any weight, however often the weights change."""
+    """The residual of a sum counts the same at every weight, however often the weights change."""
     members = Members(codec)
     alone = _contribution(0, 2)
     _, averages = await members.exchange({"0": alone})
@@ -207,7 +209,7 @@ async def test_what_is_owed_decays_once_a_round_whichever_way_it_is_paid() -> No
     members = Members("topk", decay=0.5)
     _, averages = await members.exchange({"0": _contribution(0, 2)})
     members.commit(averages)
-    owed = 2 * members.sum_debt("0")  # This is the debt as it was dropped; the one that is asked for has decayed.
+    owed = 2 * members.sum_debt("0")  # This is the residual before its decay; `sum_debt` returns it after the decay.
     nothing = {name: _contribution(1, 2, scale=0.0) for name in ("0", "1")}
     _, averages = await members.exchange(nothing)
     members.commit(averages)
@@ -264,7 +266,7 @@ async def test_another_state_owes_nothing() -> None:
 
 
 async def test_a_member_that_lost_what_an_exchange_left_starts_without() -> None:
-    """Only that fragment's debt is gone; the contribution that was closed is made anew."""
+    """Only that fragment's residual is gone. The closed contribution is made anew."""
     members = Members("topk")
     for fragment in (0, 1):
         _, averages = await members.exchange({"0": _contribution(fragment, 2, fragment=fragment)})

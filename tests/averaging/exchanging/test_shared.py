@@ -85,7 +85,7 @@ def stages_of(network: Network, *numbers: int) -> list[SharingStage]:
 
 
 def learn(network: Network, round_number: int, numbers: Collection[int] = (1, 2, 3, 4)) -> None:
-    """Have every stage learn four microbatches: two at each peer, or all at the one that is left."""
+    """Let every stage learn four microbatches: two at each peer, or all four at the only peer that is left."""
     for group in ({1, 2}, {3, 4}):
         alive = sorted(group & set(numbers))
         for index in range(4 * round_number, 4 * round_number + 4):
@@ -108,7 +108,7 @@ async def test_holders_apply_the_sum_over_the_roles(setting: str, codec: str, to
                 expected -= sum(role(stage_number, index).double() for index in indices) / 4
         for stage in stages:
             assert torch.equal(stage.shared, stages[0].shared), "the same bits at both stages"
-        if codec != "topk":  # topk leaves most of so small a vector for later rounds.
+        if codec != "topk":  # topk leaves most of such a small vector for later rounds.
             np.testing.assert_allclose(stages[0].shared.numpy(), expected.numpy(), atol=tolerance)
 
 
@@ -175,7 +175,8 @@ async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_n
 
 @in_virtual_time
 async def test_a_stage_that_lost_its_samples_does_not_hold_up_for_good_who_shares_a_block_with_it() -> None:
-    """The stage that waits lets only a round's worth through, which may be too little for the other's round."""
+    """The waiting stage lets only the samples of one round through, which may be too few for the other stage's
+    round."""
     async with sharing_network(tied("diloco")) as network:
         stages = stages_of(network, 1, 2, 3, 4)
         learn(network, 0)
@@ -233,7 +234,8 @@ def test_fragments_share_the_block_in_its_own_rounds() -> None:
 async def test_a_decided_round_is_committed_once_the_other_stages_average_is_to_be_had(
     since: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a line stands still, for example, no peer ends because of that, or waits until a member happens to come by."""
+    """If a line stalls, for example, no peer ends because of it, and no peer has to wait until another member calls
+    it."""
     async with sharing_network(tied()) as network:
         stages, num_refused, is_cut_off = stages_of(network, 1, 2, 3, 4), 0, False
 

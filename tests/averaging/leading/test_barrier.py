@@ -32,7 +32,8 @@ TIMING = Timing()
 
 
 class OtherStage:
-    """Stage 1, of two peers: the lower one led and cannot be reached, the other one leads and is ready at some time."""
+    """Stage 1, which has two peers. The one with the lower id led before, and cannot be reached. The other one leads
+    now, and becomes ready at some time."""
 
     def __init__(self, ready_at: float, back_at: float = float("inf")) -> None:
         self.clock = LoopClock()
@@ -61,7 +62,8 @@ class OtherStage:
         return pb.BarrierReply(ready=is_ready, squared_norm=4.0, leader=contact_of(record(number, 1)))
 
     async def wait(self) -> float:
-        """Wait for the other stage as stage 0 does. Returns the seconds for which it had been ready by then."""
+        """Wait for the other stage as stage 0 does. Return for how many seconds the other stage had been ready at the
+        end."""
         context = make_context(record(9), lambda stage: [record(1, stage), record(2, stage)], timing=TIMING)
         member = FakeStage()
         member.round = 7
@@ -130,7 +132,7 @@ async def test_no_stage_commits_before_all_are_prepared() -> None:
 
 @in_virtual_time
 async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
-    """A stage that waits at the barrier has all that it needs, even from a member that has left since."""
+    """A stage that waits at the barrier already has all that it needs, even if one of its members leaves."""
     async with two_stages() as network:
         first, second = stages(network, 1, 2), stages(network, 3, 4)
         first[0].learn(0, 1, 2)
@@ -149,7 +151,7 @@ async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
 
 @in_virtual_time
 async def test_leaders_that_do_not_get_through_to_each_other_hear_through_others() -> None:
-    """Some line between two machines may not work, though each of them reaches others."""
+    """The line between two machines may not work although both of them reach others."""
     async with two_stages() as network:
         first, second = stages(network, 1, 2), stages(network, 3, 4)
         network.cut.add(frozenset({1, 3}))
@@ -163,7 +165,7 @@ async def test_leaders_that_do_not_get_through_to_each_other_hear_through_others
 
 @in_virtual_time
 async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -> None:
-    """Stage 1 commits on the strength of stage 0's answer; stage 0's survivor must then commit that very result."""
+    """Stage 1 commits because of stage 0's answer, so the survivor of stage 0 must commit the same result."""
     async with two_stages() as network:
         first, second = stages(network, 1, 2), stages(network, 3, 4)
 

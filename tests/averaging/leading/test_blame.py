@@ -1,4 +1,4 @@
-"""Members that fail in an attempt, or send what makes no sense: the others commit without them."""
+"""Members that fail in an attempt, or send nonsense. The others commit without them."""
 
 import asyncio
 from collections.abc import Callable
@@ -155,7 +155,8 @@ async def test_a_member_that_fails_and_goes_on_reporting_is_left_out(fault: str)
 )
 @in_virtual_time
 async def test_what_a_member_has_that_fails_is_had_from_others(method: str, fault: str) -> None:
-    """Otherwise the round would look complete and never be: no trainer replays what a member reports."""
+    """Otherwise the round would seem complete, and would never be committed: no trainer replays microbatches that a
+    member reports."""
     async with network_of(make_config(), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
         broken(network, 3, method, fault)
@@ -177,7 +178,7 @@ async def test_what_a_member_has_that_fails_is_had_from_others(method: str, faul
 
 @in_virtual_time
 async def test_who_refuses_once_is_asked_again() -> None:
-    """The member may have lost touch with its leader for a moment."""
+    """The member may have lost the connection to its leader for a moment."""
     async with network_of(make_config("diloco"), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
         broken(network, 3, "Average", "refusal")

@@ -1,4 +1,4 @@
-"""Which member gives up what several count."""
+"""Which member drops a microbatch that several members count."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ def _drops(**committed: set[int]) -> dict[str, set[int]]:
 
 
 def test_who_has_nothing_alone_drops_it_all_and_others_nothing() -> None:
-    """The member was away, for example, and all that it had was replayed. Dropping everything costs nothing."""
+    """The member was away, for example, and all of its microbatches were replayed. Dropping them costs nothing."""
     assert _drops(returned={1, 3}, one={0, 1, 2}, other={3, 4}) == {"returned": {1, 3}}
 
 
@@ -28,7 +28,7 @@ def test_of_two_that_have_the_same_one_keeps_it() -> None:
 
 
 def test_who_has_little_alone_drops_the_rest_rather_than_others_a_part_each() -> None:
-    """The member makes its sum anew from the little that it alone has."""
+    """The member recomputes its sum from the few microbatches that only it has."""
     held = {"returned": {0, 1, 2, 3, 4, 5}, "one": {6, 7, 0, 1, 2}, "other": {8, 9, 3, 4}}
     assert _drops(**held) == {"returned": {0, 1, 2, 3, 4}}
 
@@ -44,7 +44,7 @@ def test_who_has_no_doubles_drops_nothing() -> None:
 
 
 def test_of_what_a_returned_member_had_nobody_computes_more_than_a_third_again() -> None:
-    """Holds whatever part of its microbatches was replayed before the member came back."""
+    """This holds for any share of its microbatches that was replayed before the member came back."""
     for num_replayed in range(33):
         half = num_replayed // 2
         held = {
@@ -72,7 +72,7 @@ async def test_duplicates_count_once() -> None:
 
 @in_virtual_time
 async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> None:
-    """The member was away, say, and what it had was replayed."""
+    """The member was away, for example, and its microbatches were replayed."""
     async with network_of(make_config(), 1, 2, 3) as network:
         returned, *others = stages(network, 1, 2, 3)
         returned.learn(1, 3)

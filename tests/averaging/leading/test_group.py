@@ -87,7 +87,7 @@ OPERATIONS = st.tuples(st.sampled_from(["begin", "join", "prepare", "commit", "a
 
 @given(st.lists(OPERATIONS, max_size=30))
 def test_promises_only_rise_and_only_prepared_results_are_committed(operations: list[tuple[str, Ballot]]) -> None:
-    """Holds for any messages in any order. A refused message changes nothing."""
+    """This holds for any messages in any order. A refused message changes nothing."""
     group = Group(0)
     prepared: dict[Ballot, bool] = {}
     for name, ballot in operations:

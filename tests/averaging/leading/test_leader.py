@@ -1,4 +1,4 @@
-"""Leaders that die, freeze, or whose messages are lost or late: their members end with the same round."""
+"""Leaders die or freeze, or their messages are lost or late. Their members still end with the same round."""
 
 import asyncio
 from functools import partial

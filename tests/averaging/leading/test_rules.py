@@ -1,4 +1,4 @@
-"""Who leads, when a round is complete in both settings, who may commit it, and what a new leader has to finish."""
+"""Who leads, when a round is complete in each setting, who may commit it, and what a new leader has to finish."""
 
 from functools import partial
 

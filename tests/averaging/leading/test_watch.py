@@ -47,7 +47,8 @@ async def test_neither_its_own_stage_nor_a_peer_that_does_not_serve_pulls_a_stag
 
 @in_virtual_time
 async def test_a_stage_that_another_has_waited_for_goes_on_with_what_it_has() -> None:
-    """Otherwise it might get no more samples: the other stage lets a round's worth through, and then none."""
+    """Otherwise it might get no more samples: the other stage lets the samples of one round through, and then no
+    more."""
     averager = averaging_with()
     now = averager.context.clock.monotonic()
     averager.place.awaited(now - QUICK.awaited_seconds / 2)

@@ -1,4 +1,4 @@
-"""What is known of a member that has fallen silent: it may come back with all it has, or it is gone."""
+"""A member that has fallen silent may come back with all its microbatches, or it may be gone."""
 
 import itertools
 from typing import Any
@@ -57,7 +57,7 @@ def test_a_member_that_reports_has_lost_nothing() -> None:
 
 
 def test_a_newcomer_waits_for_those_that_only_answered_it() -> None:
-    """Those peers do not know of the newcomer yet, and would be passed over if it led a round at once."""
+    """Those peers do not know of the newcomer yet, and would be left out if it led a round at once."""
     group, third = Group(), PeerId(record(3).peer_id)
     assert not group.roster.awaits_members(HERE)
     group.roster.answered(third, HERE)
@@ -73,7 +73,7 @@ def test_a_newcomer_waits_for_those_that_only_answered_it() -> None:
 
 
 def test_a_member_that_leaves_is_called_until_it_is_gone() -> None:
-    """What it has is lost once it is gone, and is then known to be lost."""
+    """Once the member is gone, its microbatches are lost, and the others know that."""
     group = Group()
     group.listed = [record(2).model_copy(update={"state": PeerState.LEAVING})]
     group.clock.advance(TIMING.fresh_seconds)
@@ -314,7 +314,7 @@ def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pyt
 
 
 def test_what_several_have_told_of_is_not_more_than_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round may have as many microbatches as are kept, and every member tells of the same ones."""
+    """A round may have as many microbatches as the roster keeps, and every member reports the same ones."""
     monkeypatch.setattr("swarm.averaging.members.round_reports.LONGEST_LIST", 10)
     group = Group(round_microbatches=10)
     group.report(*range(10))

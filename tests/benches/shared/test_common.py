@@ -1,4 +1,4 @@
-"""What benches share: configurations, files that processes wait for, a peer's settings."""
+"""Code that benches share: configurations, files for which processes wait, and a peer's settings."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ def test_a_child_that_ends_is_noticed_by_who_waits_for_its_file(tmp_path: Path) 
 
 
 class _Trained(SwarmProcesses):
-    """A swarm without peers, whose trainer is a line of the shell's in the trainer's folder."""
+    """A swarm without peers. Its trainer is a shell command that runs in the trainer's folder."""
 
     line = ""
 

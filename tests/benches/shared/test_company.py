@@ -1,4 +1,4 @@
-"""How busy a machine was with others."""
+"""How busy the machine was with other processes."""
 
 import os
 
@@ -17,7 +17,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def test_what_this_process_did_not_use_is_the_others(
     own_seconds: float, share: float, is_said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two cores for 50 seconds, of which they were idle for 40 in all."""
+    """There are two cores for 50 seconds. They were idle for 40 core seconds in all."""
     seen = iter([(100.0, 700.0, 5.0), (140.0, 800.0, 5.0 + own_seconds)])
     now = (0.0, 0.0, 0.0)
 

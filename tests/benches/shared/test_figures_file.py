@@ -1,4 +1,4 @@
-"""The file of `bench all`: what is none is refused in one line, and figures say what they are of."""
+"""The file of `bench all`: a file of another form is refused in one line, and figures have their origin."""
 
 from pathlib import Path
 

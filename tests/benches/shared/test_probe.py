@@ -1,4 +1,4 @@
-"""What the benches make of the answers of peers that they watch."""
+"""What the benches compute from the answers of the peers that they watch."""
 
 import asyncio
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_the_longest_gap_is_that_of_all_together() -> None:
 
 @pytest.fixture
 def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SwarmProcesses:
-    """A swarm of one peer that nobody started, watched in a hurry."""
+    """A swarm of one peer that was never started, with short intervals for watching."""
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(probe, "START_SECONDS", 0.1)
     record = SimpleNamespace(stage=0, endpoint="host:1", certificate_pem="")
@@ -65,8 +65,8 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SwarmProcesses:
 
 
 def _answers(monkeypatch: pytest.MonkeyPatch, *committed: int) -> None:
-    """Have the peer give one of these answers for each poll, and the last one for ever after; without any, it gives
-    none."""
+    """Let the peer answer each poll with the next of these numbers, and then always with the last one. Without numbers
+    it does not answer."""
     left = list(committed)
 
     async def describe(channel: object, request: pb.DescribeRequest, *, seconds: float) -> pb.DescribeReply:

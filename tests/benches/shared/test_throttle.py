@@ -1,4 +1,4 @@
-"""The lines of the benches: how much passes, whose turn it is, and how long it is under way."""
+"""The lines of the benches: their rate, the order of senders, and their delay."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ def throttle() -> Iterator[Throttle]:
 
 @pytest.fixture
 async def sink() -> AsyncIterator[str]:
-    """A server that takes everything, answers "done" at the end, and says where it is."""
+    """A server that reads everything and answers "done" at the end. Yields its endpoint."""
 
     served: list[asyncio.Task[None]] = []
 
@@ -60,7 +60,7 @@ async def _arrival(stream: Stream) -> float:
 
 
 async def _send(link: Link, endpoint: str, num_bytes: int) -> float:
-    """Send to an endpoint through a machine's lines; gives the seconds until all of it had arrived."""
+    """Send to an endpoint through a machine's lines. Return the seconds until everything has arrived."""
     began_at = time.monotonic()
     stream = await _connected(link, endpoint)
     stream[1].write(bytes(num_bytes))
@@ -70,7 +70,7 @@ async def _send(link: Link, endpoint: str, num_bytes: int) -> float:
 
 def test_a_line_serves_in_turn_and_catches_up_on_little() -> None:
     line = Line(1000.0)
-    assert line.queue(100, now=5.0) == pytest.approx(5.08)  # An idle line is 0.02 s ahead.
+    assert line.queue(100, now=5.0) == pytest.approx(5.08)  # An idle line may be 0.02 s ahead.
     assert line.queue(100, now=5.0) == pytest.approx(5.18)
     assert line.queue(100, now=9.0) == pytest.approx(9.08)
     assert line.num_bytes == 300
@@ -117,7 +117,7 @@ class _Echo:
         self._writer = writer
 
     async def call(self, text: bytes, timeout_seconds: float) -> bytes | None:
-        """The answer; None if there was none in time."""
+        """Send a text, and return the answer; None if none came in time."""
         self._writer.write(text)
         return await self.answer(timeout_seconds)
 

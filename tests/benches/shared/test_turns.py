@@ -1,4 +1,4 @@
-"""Processes that take turns: how long is waited for them, and that their death is noticed."""
+"""Processes that take turns: how long the bench waits for them, and that it notices their death."""
 
 import sys
 from pathlib import Path

@@ -22,7 +22,8 @@ def run_config(tmp_path: Path) -> RunConfig:
 
 
 def test_the_reference_steps_on_the_mean_gradient_of_the_microbatches_that_count(run_config: RunConfig) -> None:
-    """Leaving all but one microbatch out is a round of that microbatch alone, once or twice counted."""
+    """If all but one microbatch are left out, the step is that of a round of this microbatch alone, whether it counts
+    once or twice."""
     config, data = with_corpus(run_config)
     only_first = {index: 0 for index in range(1, config.microbatches_per_round)}
     once, twice, plain = (Reference(config, data) for _ in range(3))

@@ -66,7 +66,8 @@ def test_the_paper_s_rule_moves_one_peer_each_time_from_the_idlest_stage_to_the_
 
 
 def test_who_was_sent_at_one_look_of_the_paper_s_rule_is_there_at_the_next() -> None:
-    """A download takes 30 seconds here, and so does a period, so ten peers are always three, three and four."""
+    """Here a download takes 30 seconds, as long as a period. So the ten peers always stay spread as three, three and
+    four."""
     world = World(lambda swarm, rng: SwarmRule(swarm, rng, period_seconds=30.0))
     world.leave(0, 3)
     world.timeline.run(121.0)

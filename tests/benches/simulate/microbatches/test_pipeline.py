@@ -46,7 +46,7 @@ def build(
 
 
 class Noted(Ours):
-    """Our router, which notes the failures that it is told of."""
+    """Our router, which also records the failures that are reported to it."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__(timeline, random.Random(1))
@@ -93,7 +93,8 @@ def test_what_a_dead_peer_had_goes_to_another_one() -> None:
     pipeline.kill(working.peer_id)
     pipeline.timeline.run(30.0)
     assert pipeline.num_reroutes == 1
-    # A forward of 2/3 s, 5/6 s that are lost, the time to notice that, all of stage 1 again, and 4/3 s backward.
+    # The sum of a forward of 2/3 s, 5/6 s that are lost, the time to notice the death, all of stage 1 again, and 4/3 s
+    # backward.
     assert done == [pytest.approx(1.5 + NOTICE_SECONDS + 4.0 + 4 / 3)]
 
 
@@ -179,7 +180,7 @@ def test_peers_tell_trainers_apart() -> None:
 
 
 def test_peers_that_hand_on_choose_by_what_they_have_seen_themselves() -> None:
-    """Each of two peers of stage 0 sends to one of stage 1, whatever the trainer would choose."""
+    """Each of the two peers of stage 0 sends to a different peer of stage 1, whatever the trainer would choose."""
 
     class Fixed(Ours):
         def __init__(self, timeline: Timeline, choice: PeerId) -> None:
