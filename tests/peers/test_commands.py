@@ -1,4 +1,5 @@
-"""Every program has an entry point, its modules are out of the collector's sight, and others can start it."""
+"""Every program has an entry point, other processes can start it, and its modules are excluded from garbage
+collection."""
 
 import gc
 import io

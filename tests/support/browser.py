@@ -1,6 +1,7 @@
-"""Debian's Chromium, driven by playwright's Python package without browsers of its own.
+"""Debian's Chromium, driven by playwright's Python package, without the browsers that playwright brings.
 
-What needs it is skipped where one of the two is missing: apt install chromium, and the extra browser.
+Tests that need it are skipped if one of the two is missing: install them with apt install chromium, and the extra
+browser.
 """
 
 import shutil
@@ -19,7 +20,7 @@ async def chromium() -> AsyncIterator[Any]:
         pytest.skip("there is no Chromium: apt install chromium")
     playwright = pytest.importorskip("playwright.async_api", reason="the extra browser is not installed")
     async with playwright.async_playwright() as driver:
-        # A container has no user namespaces to build a sandbox of.
+        # Chromium's sandbox needs user namespaces, which a container does not have.
         browser = await driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
             yield browser
@@ -31,12 +32,12 @@ async def chromium() -> AsyncIterator[Any]:
 async def page_at(
     browser: Any, url: str, *, width: int = 1440, height: int = 900, expected: str = "", **options: Any
 ) -> AsyncIterator[Any]:
-    """A page that shows the URL; nothing may go wrong in it until the block ends.
+    """Open a page with the URL. Until the block ends, no error may happen in it.
 
-    It fails for scripts' errors, for what the page's policy refused, and for requests to other places.
+    The block fails after an error in a script, something that the page's policy refused, or a request to another host.
 
     Args:
-        expected: faults with these words are none.
+        expected: errors that contain these words are ignored.
         options: of the browser's context.
     """
     faults: list[str] = []

@@ -1,6 +1,6 @@
-"""A whole pipeline in one process: every peer with a real gRPC server on the loopback, a compute thread and a hop.
+"""A whole pipeline in one process. Every peer has a real gRPC server on the loopback, a compute thread and a hop.
 
-For tests of what crosses stages. Routers are fed by hand, rounds are driven by the test.
+For tests that involve several stages. The test gives records to the routers, and ends the rounds.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ SUM_TOLERANCE = 2e-4
 """The tolerance for a sum over all targets."""
 
 GRAPH_BYTES = 1 << 30
-"""What a peer's autograd graphs may take: more than they do."""
+"""The bytes that a peer's autograd graphs may take. They never take so many."""
 
 ORPHAN_SECONDS = 10.0
 """How long an answer waits for a retry, by the stages' clock."""
@@ -132,7 +132,7 @@ async def eventually(condition: Callable[[], bool], *, meanwhile: Callable[[], N
 
 
 def failures_of(*routers: Router) -> list[PeerId]:
-    """The peers that these routers are told have failed, from now on."""
+    """The list of peers whose failures are reported to these routers from now on."""
     failures: list[PeerId] = []
     for router in routers:
         router.failed = lambda peer_id, **_: failures.append(peer_id)  # type: ignore[method-assign]
@@ -141,7 +141,7 @@ def failures_of(*routers: Router) -> list[PeerId]:
 
 @asynccontextmanager
 async def held(runtime: Runtime) -> AsyncIterator[None]:
-    """Keep a compute thread from doing anything inside the block."""
+    """Inside the block, keep a compute thread from running any task."""
     started, release = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -208,7 +208,7 @@ class Peer:
         await self.channels.close()
 
     def held(self) -> AbstractAsyncContextManager[None]:
-        """Keep its compute thread from doing anything inside the block."""
+        """Inside the block, keep the peer's compute thread from running any task."""
         return held(self.runtime)
 
     @property
@@ -260,7 +260,7 @@ class Chain:
     async def train_all(
         self, indices: Sequence[int], *, round_number: int = 0, accumulate_only_at: int | None = None
     ) -> list[float]:
-        """Train and acknowledge several microbatches at once; gives the losses."""
+        """Train and acknowledge several microbatches at the same time. Return the losses."""
 
         async def one(index: int) -> float:
             reply = await self.train(index, round_number=round_number, accumulate_only_at=accumulate_only_at)
@@ -276,7 +276,7 @@ class Chain:
                 return await self.trainer.evaluate(batch, hold.held)
 
     def sums(self) -> dict[str, torch.Tensor]:
-        """What all peers have accumulated, added up over the peers of each stage; on the CPU."""
+        """The accumulated gradients, summed over the peers of each stage, on the CPU."""
         total: dict[str, torch.Tensor] = {}
         for peer in self.peers:
             for name, value in peer.weights.buckets.open().sums.items():
@@ -296,7 +296,7 @@ class Chain:
         return [peer.stage.counters[name] for peer in self.peers]
 
     def states(self, microbatch: int) -> list[EntryState | None]:
-        """What each peer's ledger has of a microbatch."""
+        """The state of a microbatch in each peer's ledger."""
         entries = [peer.stage.ledger.find(microbatch) for peer in self.peers]
         return [None if entry is None else entry.state for entry in entries]
 
@@ -336,7 +336,7 @@ async def running_chain(
     """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops.
 
     Args:
-        devices: by stage.
+        devices: the device of each stage's peers.
     """
     hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
     stages = [stage for stage, count in enumerate(num_peers) for _ in range(count)]

@@ -30,12 +30,12 @@ async def commit_round(chain: Chain) -> None:
 
 
 def apply_average(peer: Peer, average: Mapping[str, torch.Tensor], squared_norm: float = 0.0) -> None:
-    """Have a peer commit its round with this average, on its compute thread."""
+    """Let a peer commit its round with this average, on its compute thread."""
     peer.weights.commit(average, total_squared_norm=squared_norm, num_samples=16, num_members=1, lineage="")
 
 
 async def begin_next_round(peers: Sequence[Peer]) -> None:
-    """Have every peer begin the next round, with other weights."""
+    """Let every peer begin the next round, with other weights."""
     for peer in peers:
         average = {name: torch.full_like(master, 0.01) for name, master in peer.weights.masters.items()}
 

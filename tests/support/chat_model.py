@@ -1,4 +1,4 @@
-"""A model's folder that can chat: a small Llama with random weights, a tokenizer of words, and a chat template."""
+"""The folder of a model that can chat: a small Llama with random weights, a tokenizer of words, and a chat template."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ NUM_WORDS = 120
 
 
 def save_chat_model(folder: Path, *, template: str | None = TEMPLATE) -> Path:
-    """Make the folder; gives it."""
+    """Make the folder, and return it."""
     torch.manual_seed(0)
     words = ["[UNK]", END_OF_TURN, *_ROLES, *(f"word{number}" for number in range(NUM_WORDS))]
     model = LlamaForCausalLM(

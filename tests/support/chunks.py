@@ -1,4 +1,4 @@
-"""The chunks of a tensor, whatever messages they travel in."""
+"""Splits a tensor into chunks, for any kind of message."""
 
 from collections.abc import Iterator
 

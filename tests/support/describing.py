@@ -1,4 +1,4 @@
-"""A peer that does nothing but say what it is told to: a gRPC server with Describe alone, without TLS."""
+"""A peer that only answers Describe, with the replies that a test chooses: a gRPC server without TLS."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, add_StageServiceSe
 from swarm.types import PeerRecord, PeerState
 
 Say = Callable[[pb.DescribeRequest], pb.DescribeReply]
-"""Gives what the peer answers; an error that this raises ends the call."""
+"""Returns the peer's reply. An error that it raises ends the call."""
 
 
 class _Servicer(StageServiceServicer):
@@ -29,7 +29,7 @@ class _Servicer(StageServiceServicer):
 
 @asynccontextmanager
 async def describing(stage: int, say: Say) -> AsyncIterator[PeerRecord]:
-    """Serve inside the block; gives what the peer announces."""
+    """Serve inside the block. Yields the peer's record."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_StageServiceServicer_to_server(_Servicer(say), server)
     endpoint = f"127.0.0.1:{bind_server(server, '127.0.0.1', 0, None)}"

@@ -1,4 +1,4 @@
-"""A node of the DHT that does to others what no node of ours would do."""
+"""A node of the DHT that misbehaves in ways in which our own nodes never do."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -21,7 +21,7 @@ Sealed = tuple[str, bytes]
 
 
 class Stranger:
-    """Joins at an address; ends with its `with` block. It sends, stores and believes anything.
+    """A node that joins at an address, and ends with its `with` block. It sends, stores and believes anything.
 
     Attributes:
         dht: its node.
@@ -49,7 +49,8 @@ class Stranger:
         self._thread.close()
 
     def send(self, address: str, key: str, records: Sequence[Sealed], expiration: float, **options: Any) -> list[bool]:
-        """Store records at the node with this address, and nowhere else; tells which of them it took."""
+        """Store records at the node with this address, and nowhere else. Return for each record whether the node
+        accepted it."""
         protocol = self.dht.node.protocol
         answers: list[bool] | None = self._thread.run(
             protocol.call_store(
@@ -62,7 +63,7 @@ class Stranger:
         return answers
 
     def ask(self, address: str, key: str) -> Found:
-        """What the node with this address has under a key."""
+        """The records that the node with this address has under a key."""
         protocol, key_id = self.dht.node.protocol, DHTID.generate(key)
         reply = self._thread.run(protocol.call_find(_peer_id(address), [key_id]))
         kept = reply[key_id][0]
@@ -70,13 +71,14 @@ class Stranger:
         return {} if kept is None else {name: (loads(at.value), at.expiration_time) for name, at in kept.value.items()}
 
     def neighbours(self, address: str) -> list[str]:
-        """The libp2p ids in the routing table of the node with this address, once for every id that they have there."""
+        """The libp2p ids in the routing table of the node with this address. One is listed once for every Kademlia id
+        under which it appears."""
         beside = DHTID.generate("anywhere")
         reply = self._thread.run(self.dht.node.protocol.call_find(_peer_id(address), [beside]))
         return [str(peer_id) for peer_id in reply[beside][1].values()]
 
     def greet_as(self, name: str, address: str) -> None:
-        """Tell the node with this address that this one has the id which follows from `name`."""
+        """Tell the node with this address that this node's id is the one that follows from `name`."""
         self.dht.node.protocol.node_info = NodeInfo(node_id=DHTID.generate(name).to_bytes())
         self._thread.run(self.dht.node.protocol.call_ping(_peer_id(address)))
 
@@ -89,7 +91,7 @@ class Stranger:
         return bool(self._thread.run(self.dht.node.store(key, value, expiration, exclude_self=True)))
 
     def keep(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
-        """Have a record itself, so that others hear of it."""
+        """Store a record in this node itself, so that others find it here."""
         protocol = self.dht.node.protocol
         protocol.storage.store_subkey(DHTID.generate(key), subkey, protocol.serializer.dumps(value), expiration)
 

@@ -7,7 +7,7 @@ import pytest
 
 
 class FullDisk:
-    """A disk on which os.write may write no more than this many bytes; tests change the number."""
+    """A disk on which os.write may write only this many more bytes. Tests change the number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, room: int) -> None:
         self.room = room

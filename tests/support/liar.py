@@ -1,7 +1,7 @@
-"""A swarm-peer that makes up where it is: `python -m tests.support.liar ANCHOR OPTIONS...`.
+"""A swarm-peer that lies about its round: `python -m tests.support.liar ANCHOR OPTIONS...`.
 
-It says that it is at round 1000, serves a state in which all weights are ANCHOR, and follows nobody. All else it does
-as the program does, with the same options.
+It says that it is at round 1000, serves a state in which all weights are ANCHOR, and follows no other peer. In all
+other respects it works like the program, with the same options.
 """
 
 import sys

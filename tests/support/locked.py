@@ -1,4 +1,4 @@
-"""An owner, tokens and members of a locked run, and those who would like to be."""
+"""The owner, tokens and members of a locked run, and intruders."""
 
 import datetime
 from dataclasses import replace
@@ -14,12 +14,12 @@ OWNER, STRANGER = (new_owner(NOW - datetime.timedelta(days=60)) for _ in range(2
 
 
 def issue(role: Role = Role.PEER, *, by: OwnerKey = OWNER, days: float = 30.0, made: datetime.datetime = NOW) -> Token:
-    """A token that was made at some time, and holds for this many days."""
+    """A token that was made at `made`, and is valid for this many days."""
     return by.issue(role, name="test", now=made, lifetime=datetime.timedelta(days=days))
 
 
 def expired(role: Role = Role.PEER) -> Token:
-    """A token that held until an hour ago."""
+    """A token that expired an hour ago."""
     return issue(role, days=29 + 23 / 24, made=NOW - datetime.timedelta(days=30))
 
 
@@ -34,12 +34,12 @@ OPEN = generate()
 
 
 def as_member_of_ours(intruder: Identity) -> Identity:
-    """An intruder's identity that believes in our owner, whatever its own certificates say."""
+    """An intruder's identity that trusts our owner, whatever its own certificates say."""
     return replace(intruder, authority=OWNER.authority)
 
 
 def passed_on() -> Identity:
-    """An identity that a member's certificate was used to let in."""
+    """An identity whose certificate was issued with a member's certificate instead of the owner's."""
     key = certificates.new_key()
     issuer = certificates.load(PEER.certificate_pem)
     forged = certificates.member(key, issuer, certificates.load_key(PEER.key_pem))
@@ -48,7 +48,7 @@ def passed_on() -> Identity:
 
 
 def promoted() -> Identity:
-    """An identity with a peer's certificate that a trainer's token has issued."""
+    """An identity with a peer's certificate that was issued with a trainer's token."""
     key, token = certificates.new_key(), TRAINER_TOKEN
     as_peer = certificates.token(
         token.key, token.key, role=Role.PEER, name=token.name, now=NOW, expires=NOW + datetime.timedelta(days=1)

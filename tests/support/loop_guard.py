@@ -1,8 +1,9 @@
-"""What must not happen on an event loop, and a guard that finds it: large tensors touched, or the loop held for long.
+"""A guard against two things that must not happen on an event loop: to touch large tensors, and to block the loop for
+long.
 
-A held loop is one whose thread computed for long within one callback: its own processor time counts, and not the time
-by the clock, so a machine that is busy elsewhere fails no test. Loops in virtual time are left alone, because they run
-the work of threads themselves.
+A loop counts as blocked if its thread computes for long within one callback. Only the processor time of the thread
+counts, not the time by the clock, so tests do not fail because the machine is busy. Loops in virtual time are not
+checked, because they run the work of threads themselves.
 """
 
 import asyncio
@@ -30,11 +31,11 @@ LONGEST_SECONDS = 0.05
 _ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
 """Operations that touch no memory."""
 _ELSEWHERE = str(Path(asyncio.__file__).parent), str(Path(torch.__file__).parent)
-"""Frames in these folders do not show which code of ours is at fault."""
+"""Frames in these folders are skipped, because they do not show which of our code is at fault."""
 
 
 class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Notes operations on large tensors, of the thread that has entered it."""
+    """Records operations on large tensors, in the thread that has entered this context."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +60,7 @@ class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Collections:
-    """How many seconds the search for cycles took in each thread: it may come at any time, whatever is running then."""
+    """How many seconds the garbage collector took in each thread. It may run at any time, in any callback."""
 
     def __init__(self) -> None:
         self._seconds = threading.local()
@@ -75,7 +76,7 @@ class _Collections:
 
 @contextmanager
 def guarded_loops() -> Iterator[None]:
-    """Fail if an event loop does what it must not do inside."""
+    """Fail if an event loop touches a large tensor, or is blocked for long, inside the block."""
     found: list[str] = []
     collections, run = _Collections(), asyncio.Handle._run
 

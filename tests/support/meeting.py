@@ -59,7 +59,7 @@ async def meeting_point(
 
 @dataclass
 class Hidden:
-    """A peer that waits, with a server that echoes and tells where calls come from."""
+    """A peer that waits at meeting points. Its server echoes messages, and records where calls come from."""
 
     own: Identity
     endpoint: str
@@ -106,7 +106,7 @@ async def hidden_peer(
 
 
 async def echo(channel: grpc.aio.Channel, data: bytes, *, seconds: float = 5.0) -> bytes:
-    """Have a hidden peer echo."""
+    """Send data to a hidden peer, and return the data that it sends back."""
     call: Any = channel.unary_unary("/test/Echo")
     reply: bytes = await call(data, timeout=seconds, wait_for_ready=True)
     return reply

@@ -1,4 +1,4 @@
-"""What this process takes of the machine's memory. Needs Linux."""
+"""The memory that this process uses. Needs Linux."""
 
 import os
 from pathlib import Path

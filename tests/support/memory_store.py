@@ -1,4 +1,4 @@
-"""A DHT in one process, for tests: give it to several directories."""
+"""A DHT in one process, for tests. Several directories can share it."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from swarm.machine.clock import Clock
 
 
 class MemoryStore:
-    """A RecordStore that keeps, of two records, the one that expires later, as the DHT does.
+    """A RecordStore. Of two records with the same key and subkey it keeps the one that expires later, as the DHT does.
 
     Attributes:
-        records: by key, what is found under it.
+        records: the records under each key.
     """
 
     def __init__(self, clock: Clock) -> None:

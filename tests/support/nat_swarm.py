@@ -11,7 +11,8 @@ from tests.support.swarm import RealPeer, RealSwarm, wait_until, whole_lines
 
 
 class NatSwarm(RealSwarm):
-    """Peers and trainers take their invite from the first peer's screen, and no option that says where they are."""
+    """Peers and trainers on hosts of a small internet. They get the invite that the first peer prints, and no option
+    with an address."""
 
     start_seconds = end_seconds = 300.0
 
@@ -19,7 +20,7 @@ class NatSwarm(RealSwarm):
         super().__init__(folder, children, setting=setting)
         self.config.write_text(self.config.read_text().replace("num_stages = 2", f"num_stages = {num_stages}"))
         self.serves_seconds: list[float] = []
-        """How long each peer took to serve."""
+        """How long each peer took until it served."""
 
     @property
     def invite(self) -> str:
@@ -50,7 +51,7 @@ class NatSwarm(RealSwarm):
         return self.children.start(name, host.command(command_line("trainer", [self.invite, *own, *logs])))
 
     def status_from(self, host: Host) -> dict[str, dict[str, object]]:
-        """What swarm-status says of each peer, by its name, as it is seen from a host."""
+        """The figures that swarm-status shows of each peer when it runs on this host, by the peer's name."""
         log = self.folder / "logs" / "status.log"
         log.unlink(missing_ok=True)
         child = self.children.start("status", host.command(command_line("status", [self.invite, "--json"])))
@@ -59,7 +60,7 @@ class NatSwarm(RealSwarm):
         return {peer["name"]: peer for stage in view["stages"] for peer in stage["peers"]}
 
     def answers_from(self, host: Host) -> dict[str, dict[str, object]]:
-        """The same, once all of the peers that were started answer."""
+        """Wait until all peers that were started answer, and return the same figures as `status_from`."""
 
         def answers() -> dict[str, dict[str, object]] | None:
             rows = self.status_from(host)

@@ -39,7 +39,7 @@ class Link:
     open: asyncio.Event = field(default_factory=asyncio.Event)
     """While cleared, bytes are held back: see Proxy.stall."""
     num_bytes: int = 0
-    """How many bytes were passed on."""
+    """The number of bytes that were passed on."""
 
 
 class Proxy:
@@ -90,7 +90,7 @@ class Proxy:
             link.latency_seconds = seconds
 
     def stall(self) -> None:
-        """Hold everything back, losing nothing, until `resume`."""
+        """Hold all bytes back until `resume`. Nothing is lost."""
         for link in self.links.values():
             link.open.clear()
 
@@ -128,7 +128,7 @@ class Proxy:
                 pipes.create_task(_pipe(client_reader, server_writer, self.links[Direction.TO_SERVER]))
                 pipes.create_task(_pipe(server_reader, client_writer, self.links[Direction.TO_CLIENT]))
         except* OSError:
-            # One side went away without a goodbye, so the other side is closed likewise.
+            # One side has gone without closing, so the other side is closed as well.
             for writer in writers:
                 reset(writer)
         finally:

@@ -1,4 +1,4 @@
-"""A program that prints digests of what the members of a stage compute each for themselves and compare.
+"""A program that prints digests of results that every member of a stage computes for itself, and that have to be equal.
 
 Run by tests/test_reproducible.py, as it would be on other processors.
 """
@@ -36,8 +36,8 @@ from tests.compression.all_codecs import CODECS
 
 CPU = torch.device("cpu")
 NUM_ELEMENTS = 3 * 4096 + 77
-"""The length of an encoded vector: its last tile and last block are not whole, nor is its last group of numbers that a
-processor takes at once."""
+"""The length of an encoded vector. Its last tile and its last block are incomplete, and so is its last group of numbers
+that a processor computes with one instruction."""
 CONFIG = RunConfig(
     model=ModelConfig(d_model=72, num_heads=2, num_layers=2),
     stages=StagesConfig(num_stages=1),
@@ -51,13 +51,14 @@ ANOTHER_PROCESSOR = {
     "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
     "NPY_DISABLE_CPU_FEATURES": "AVX F16C FMA3 AVX2 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL",
 }
-"""An environment in which torch, numpy, and MKL, which torch uses, compute as if the processor had fewer
+"""An environment in which torch, numpy and MKL (which torch uses) compute as if the processor had fewer
 instructions."""
 MAGNITUDES = torch.tensor([math.ldexp(1.0, -exponent) for exponent in (0, 0, 0, 1, 5, 10, 20, 60, 70, 130, 140)])
 
 
 def drawn(like: Mapping[str, torch.Tensor], *key: int | str) -> dict[str, torch.Tensor]:
-    """Numbers of many magnitudes, some of them subnormal. Uniform draws are alike everywhere."""
+    """Numbers of many magnitudes, some of them subnormal. They are made from uniform draws, which are equal on all
+    processors."""
     generator = seeded_generator(torch.device("cpu"), *key)
     return {
         name: (torch.rand(tensor.shape, generator=generator) - 0.5)
@@ -67,7 +68,7 @@ def drawn(like: Mapping[str, torch.Tensor], *key: int | str) -> dict[str, torch.
 
 
 def of_arithmetic(device: torch.device = CPU) -> dict[str, str]:
-    """Weights and moments after some steps on a device, and tiles."""
+    """Digests of weights and moments after some steps on a device, and of tiles."""
     shapes = {"matrix": torch.empty(301, 513), "vector": torch.empty(1003), "number": torch.empty(())}
     hidden = {"layers.0.matrix": torch.empty(301, 77), "layers.1.matrix": torch.empty(40, 203)}
     optimizers = {
@@ -90,7 +91,7 @@ def of_arithmetic(device: torch.device = CPU) -> dict[str, str]:
 
 
 def of_states() -> dict[str, str]:
-    """A stage's state at the beginning, and after some rounds."""
+    """Digests of a stage's state at the beginning, and after some rounds."""
     digests = {}
     runs: tuple[tuple[Setting, Literal["adamw", "muon"]], ...] = (
         ("synchronous", "adamw"), ("synchronous", "muon"), ("diloco", "adamw")
@@ -111,7 +112,7 @@ def of_states() -> dict[str, str]:
 
 
 def of_codecs(folder: Path) -> dict[str, str]:
-    """What each codec decodes its file to."""
+    """Digests of the vectors that the codecs decode from their files."""
     return {
         name: digest_of({"vector": codec.decode((folder / name).read_bytes(), NUM_ELEMENTS)})
         for name, codec in CODECS.items()
@@ -126,7 +127,7 @@ def write_encoded(folder: Path) -> None:
 
 
 def of_everything(folder: Path) -> dict[str, str]:
-    """The digests of all functions above; the files of `write_encoded` are in the folder."""
+    """The digests of all functions above. The folder has the files of `write_encoded`."""
     return of_arithmetic() | of_states() | of_codecs(folder)
 
 

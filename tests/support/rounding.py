@@ -1,6 +1,7 @@
-"""One process that rounds where a swarm's stages do: what a run with a smaller `wire.dtype` is compared with.
+"""Training in one process that rounds where a swarm's stages do. Tests compare runs with a smaller `wire.dtype` with
+it.
 
-The rounding is written down here once more, from docs/protocol.md, and shares no code with the library's.
+The rounding is implemented here a second time, after docs/protocol.md, and shares no code with the library.
 """
 
 import math
@@ -16,9 +17,9 @@ from tests.support.chain import tokens
 
 
 def rounded(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A float32 tensor as it arrives."""
+    """A float32 tensor, rounded as it would arrive after the wire."""
     if dtype == "fp16":
-        # The largest magnitude, m * 2^e with 1/2 <= m < 1, is brought to m * 2^15.
+        # The tensor is scaled so that its largest magnitude, m * 2^e with 1/2 <= m < 1, becomes m * 2^15.
         scale = 2.0 ** (15 - max(math.frexp(float(tensor.abs().max()))[1], -111))
         return (tensor * scale).half().float() / scale
     if dtype != "int8":

@@ -1,4 +1,4 @@
-"""A model that says what a test wants, in bytes, and tells what it was asked."""
+"""A model that writes the text that a test chooses, in bytes, and records what it was asked."""
 
 import asyncio
 import functools
@@ -20,10 +20,10 @@ END = 0
 
 
 class ScriptedEngine:
-    """Says the same text again and again, and fails where it is told to.
+    """Writes the same text again and again, and fails at the place that the test chooses.
 
     Attributes:
-        asked: what prompts were continued, and how.
+        asked: the prompts that were continued, with their sampling.
         under_way: how many sequences are being continued.
     """
 
@@ -65,5 +65,5 @@ def scripted_model(engine: ScriptedEngine, *, template: str | None = TEMPLATE) -
 
 @functools.cache
 def _template(text: str) -> ChatTemplate:
-    """A chat template, whose child process all tests of this process share."""
+    """A chat template. All tests of this process share its child process."""
     return ChatTemplate(text, {}, now=lambda: datetime(2026, 1, 1))

@@ -28,7 +28,7 @@ from tests.support.memory_store import MemoryStore
 
 @dataclass(frozen=True)
 class ShownRun:
-    """What is announced, and where it is shown."""
+    """The announced record, and the endpoint that shows it."""
 
     config: RunConfig
     entry: Entry
@@ -40,7 +40,7 @@ async def shown_run(
     config: RunConfig, own: Identity, dht_address: str, *, port: int = 0, clock: Clock | None = None,
     software_version: str = "", insecure: bool = False,
 ) -> AsyncIterator[ShownRun]:  # fmt: skip
-    """A run whose one peer says that the DHT is entered at `dht_address`, and what its clock shows."""
+    """A run with one peer. It says that the DHT is entered at `dht_address`, and what time its clock shows."""
     shown_clock, clock = clock or SystemClock(), SystemClock()
     dht = MemoryStore(clock)
     server = grpc.aio.server(options=SERVER_OPTIONS)

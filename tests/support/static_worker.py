@@ -1,9 +1,9 @@
-"""One of several workers of swarm-static that go through many meshes, so that torch is imported once for all of them.
+"""One of several workers of swarm-static that run many meshes, one after another, so that torch is imported only once.
 
     python tests/support/static_worker.py NUMBER CASES
 
-CASES is JSON: one list after the other, and in each of them groups of workers that run at the same time, as [first
-worker, number of workers, port, command line]. It ends with the first run that fails, and with its exit code.
+CASES is a JSON list of lists, which run one after another. Each inner list has groups of workers that run at the same
+time, as [first worker, number of workers, port, command line]. If a run fails, the program ends with its exit code.
 """
 
 import functools

@@ -57,7 +57,7 @@ def write_text(path: Path) -> Path:
 def run(
     program: str, *arguments: str, timeout_seconds: float = 60.0, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; `environment` is added to our own."""
+    """Run a program to its end. `environment` is added to this process's own."""
     return subprocess.run(
         command_line(program, arguments), capture_output=True, text=True, timeout=timeout_seconds, check=False,
         env=None if environment is None else {**os.environ, **environment},
@@ -65,13 +65,14 @@ def run(
 
 
 def run_all(*commands: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
-    """Run programs beside each other to their ends: the program first, then its arguments. Gives them in this order."""
+    """Run several programs at the same time, to their ends. Each command is the program's name and its arguments.
+    Returns the results in the same order."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda command: run(*command), commands))
 
 
 def wait_until(condition: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
-    """Poll until `condition` is true; gives its value."""
+    """Poll until `condition` is true, and return its value."""
     deadline = time.monotonic() + timeout_seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_seconds:.0f} s for {what}"
@@ -80,7 +81,7 @@ def wait_until(condition: Callable[[], Any], timeout_seconds: float, what: str) 
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a file that another process is writing to: the last one may not have its end yet."""
+    """The whole lines of a file to which another process is writing. A last line without its end is left out."""
     return path.read_text().rpartition("\n")[0].splitlines()
 
 
@@ -146,7 +147,7 @@ class RealSwarm:
     def launch(
         self, stage: int | str, *options: str, environment: Mapping[str, str] | None = None
     ) -> tuple[Child, Path]:
-        """Start a peer and do not wait; gives the file that is there once it serves."""
+        """Start a peer and do not wait. Return the process, and the file that exists once the peer serves."""
         self._num_started += 1
         name = f"peer-{self._num_started}"
         ready_file = self.folder / f"{name}.json"
@@ -191,13 +192,13 @@ class RealSwarm:
         return [row for row in rows if "train/loss" in row]
 
     def wait_for_steps(self, trainer: str, count: int, timeout_seconds: float = 60.0) -> list[dict[str, Any]]:
-        """Wait until a trainer has logged so many steps."""
+        """Wait until a trainer has logged this many steps."""
         log = self.folder / "logs" / f"{trainer}.log"
         wait_until(lambda: len(self.steps(trainer)) >= count, timeout_seconds, f"step {count} of {trainer}: {log}")
         return self.steps(trainer)
 
     def wait_for_end(self, trainer: Child, timeout_seconds: float | None = None) -> int:
-        """Wait until a trainer has ended, for `end_seconds` unless another time is given; gives its exit code."""
+        """Wait until a trainer has ended, for `end_seconds` unless another time is given. Return its exit code."""
 
         def ended() -> list[int]:
             return [exit_.returncode for exit_ in self.children.exits() if exit_.name == trainer.name]
@@ -207,7 +208,7 @@ class RealSwarm:
         return codes[0]
 
     def audit(self) -> dict[str, Any]:
-        """What swarm-status --audit finds in the logs of all processes."""
+        """The result of swarm-status --audit for the logs of all processes."""
         logs = map(str, sorted(self.events.iterdir()))
         result = run("status", "--json", "--audit", *logs, timeout_seconds=self.start_seconds)
         assert result.stdout, result.stderr
@@ -216,7 +217,7 @@ class RealSwarm:
         return report
 
     def status(self, *, through_dht: bool = False) -> dict[str, Any]:
-        """What swarm-status --json prints."""
+        """The object that swarm-status --json prints."""
         where = ["--initial-peers", self.address] if through_dht else ["--peer", self.peers[0].entry]
         result = run("status", *where, "--json", timeout_seconds=self.start_seconds)
         assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The guard of event loops finds what it must, and nothing else."""
+"""The guard of event loops finds exactly what it has to find."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The proxy does to connections what it says."""
+"""The proxy delays, stalls, cuts and refuses connections as its methods say."""
 
 import asyncio
 import time

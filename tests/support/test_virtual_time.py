@@ -1,4 +1,4 @@
-"""Virtual time passes in the right order, and none of the machine's with it."""
+"""Virtual time passes in the right order, and takes none of the machine's time."""
 
 import asyncio
 import contextvars

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 
 
 def write_tokenizer(path: Path, words: Sequence[str]) -> str:
-    """Write a tokenizer that knows these words, and takes any other for `[UNK]`, which is 0; gives its path as an
+    """Write a tokenizer that knows these words. Any other word becomes `[UNK]`, which is 0. Return its path, for an
     option."""
     vocabulary = {word: number for number, word in enumerate(["[UNK]", *words])}
     tokenizer = tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
@@ -27,11 +27,11 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message.content + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML; the assistant's parts are what it says, with the token that ends it."""
+"""ChatML. It marks what the assistant says, with the token that ends it, as generated."""
 
 
 def write_chat_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> str:
-    """Write a tokenizer of bytes and of ChatML's tokens; gives the path of its tokenizer.json as an option."""
+    """Write a tokenizer of bytes and of ChatML's tokens. Return the path of its tokenizer.json, for an option."""
     alphabet = sorted(ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)

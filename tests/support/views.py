@@ -1,4 +1,4 @@
-"""Views of made-up swarms, as swarm-status would have them, for what shows or remembers them."""
+"""Views of made-up swarms, like those of swarm-status, for tests of code that shows or keeps views."""
 
 from collections.abc import Iterable
 from typing import Any

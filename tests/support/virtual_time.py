@@ -1,8 +1,8 @@
-"""An asyncio event loop whose time jumps to whatever comes next: waiting costs nothing, and runs repeat.
+"""An asyncio event loop whose time jumps to the next event. Waiting costs nothing, and every run is the same.
 
-For tests whose whole world is in one process. Sockets and child processes do not mix with it: their time is the
-machine's. Work for threads runs on the loop itself, and takes `THREAD_SECONDS` of its time. Tasks that belong to
-one `PROCESS` can be stopped and continued together, as the signals do it.
+It is for tests that run in one process alone. Sockets and child processes cannot be used with it, because they run in
+the machine's time. Work for threads runs on the loop itself, and takes `THREAD_SECONDS` of its time. Tasks that belong
+to one `PROCESS` can be stopped and continued together, as SIGSTOP and SIGCONT do.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
 
 THREAD_SECONDS = 0.001
-"""How much virtual time passes while a thread would work: other things may happen meanwhile."""
+"""How much virtual time passes while a thread would work. Other things may happen in this time."""
 
 PROCESS: ContextVar[object] = ContextVar("PROCESS", default=None)
-"""Which process of the test's world a task belongs to; tasks inherit it from those that start them."""
+"""The simulated process to which a task belongs. A task inherits it from the task that starts it."""
 
 
 @dataclass(eq=False)
 class _Callback:
-    """Something that a process is to do."""
+    """A callback that belongs to a simulated process."""
 
     process: object
     run: Callable[[], object]
@@ -50,17 +50,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move the time on. Called when nothing is ready, with the seconds until the next thing is."""
+        """Move the time on. Called when nothing is ready, with the seconds until the next callback is due."""
         self._now += seconds
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def stop_process(self, process: object) -> None:
-        """Stop a process as SIGSTOP does: from its next await on it does nothing, whatever expires or comes in."""
+        """Stop a process as SIGSTOP does. From its next await on it does nothing, whatever expires or arrives."""
         self._stopped.setdefault(process, [])
 
     def continue_process(self, process: object) -> None:
-        """Continue a process as SIGCONT does: it does at once, and in order, all that it would have done."""
+        """Continue a process as SIGCONT does. It runs all callbacks that became due meanwhile, at once and in order."""
         for callback in self._stopped.pop(process, []):
             super().call_soon(self._do, callback, context=callback.context)
 

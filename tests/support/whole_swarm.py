@@ -1,7 +1,7 @@
 """A whole swarm in one process: real stage peers and trainers on the loopback, with a DHT in memory.
 
-For tests of what microbatches and rounds do together. What a peer does is what swarm-peer does; only the DHT, the
-corpus and the process around it are missing. Peers and trainers log their events, as the programs do.
+For tests in which microbatches and rounds work together. Peers run the code of swarm-peer; only the DHT, the corpus and
+the process around it are replaced. Peers and trainers log their events, as the programs do.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ class WholePeer:
     server: StageServer | None = None
 
     async def kill(self) -> None:
-        """End the peer without a farewell. This is as near to kill -9 as one comes within a process: calls under way
-        end a second later."""
+        """End the peer without any message to others. This is as similar to kill -9 as is possible within a process;
+        calls under way end a second later."""
         assert self.task is not None
         self.task.cancel()
         with suppress(asyncio.CancelledError):
@@ -79,7 +79,7 @@ class WholeSwarm:
         return sorted(self.folder.iterdir())
 
     async def start(self, stage: int) -> WholePeer:
-        """Start a peer; returns when it serves."""
+        """Start a peer, and return it when it serves."""
         own = identities.generate()
         peer = WholePeer(stage=stage, peer_id=own.peer_id, log=self._log(f"peer-{stage}"))
         serving = asyncio.get_running_loop().create_future()
@@ -107,7 +107,7 @@ class WholeSwarm:
                 await asyncio.Event().wait()
 
     async def train(self, steps: int, *, first: int = 0) -> list[Step]:
-        """Have a new trainer train so many steps; gives them."""
+        """Let a new trainer train this many steps, and return the steps."""
         config, stages = self.config, range(self.config.stages.num_stages)
         own, log, done = identities.generate(), self._log("trainer"), list[Step]()
         log.write(start_of(config, peer_id=own.peer_id, name="", stage=TRAINER_STAGE))
@@ -159,7 +159,7 @@ class _Data:
 async def whole_swarm(
     config: RunConfig, folder: Path, *, num_peers: tuple[int, ...], resume: ResumeOptions | None = None
 ) -> AsyncIterator[WholeSwarm]:
-    """A swarm with so many peers at each stage; all end with the block."""
+    """A swarm with these numbers of peers at its stages. All of them end with the block."""
     swarm = WholeSwarm(config, folder, resume=resume or ResumeOptions())
     try:
         for stage, count in enumerate(num_peers):

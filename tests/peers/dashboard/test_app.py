@@ -1,4 +1,4 @@
-"""The page over HTTP: to whom it is shown, what a browser is told about scripts, and how many may look."""
+"""The page over HTTP: who may see it, its headers about scripts, and how many viewers there may be."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ async def _page(token: str | None = None) -> AsyncIterator[tuple[str, Hub]]:
 
 
 async def _said(url: str, token: str = "", **options: Any) -> Any:
-    """The first message to a viewer, or the code with which the viewer is sent away."""
+    """The first message to a viewer, or the code with which its connection is closed."""
     async with connect(f"{url.replace('http', 'ws')}/live", **options) as socket:
         try:
             await socket.send(token)

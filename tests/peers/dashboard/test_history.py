@@ -1,4 +1,4 @@
-"""What a dashboard remembers: who took part, who has given what, what happened; and that it comes back."""
+"""What a dashboard remembers: participants, contributions and events; also after a restart."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_who_took_part_and_who_was_there_and_did_not() -> None:
     rounds = {number: found.stages[0] for number, found in history.rounds.rounds.items()}
     assert rounds[0].took_part == [*rounds[1].took_part, B] == [A, B]
     assert history.rounds.to_json()["1"] == {"at": 4.0, "stages": {"0": {"took_part": [A], "missing": [B]}}}
-    # A peer that comes a moment later has taken part, too.
+    # A peer that reports a moment later has taken part, too.
     history.add(later, view([peer("bob", round=2, recent_rounds=(0, 1))]), 6.0)
     assert history.rounds.to_json()["1"] == {"at": 4.0, "stages": {"0": {"took_part": [A, B], "missing": []}}}
 

@@ -1,4 +1,4 @@
-"""What viewers are told: everything once, then changes; and that a text is made once for all of them."""
+"""Viewers get the whole state once, and then changes. Each message is made once for all viewers."""
 
 import asyncio
 import json

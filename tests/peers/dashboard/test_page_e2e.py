@@ -1,4 +1,5 @@
-"""The page in a real Chromium: what it shows of made-up swarms, to whom it can be read, and what it makes of names."""
+"""The page in a real Chromium: what it shows of made-up swarms, whether it is accessible, and how it shows strange
+names."""
 
 import asyncio
 import time
@@ -32,7 +33,7 @@ TABLE = """() => [...document.querySelectorAll("#peers tbody tr")].map(
 
 
 class _Shown:
-    """A lookout that sees what the test says, and the dashboard that looks from there."""
+    """A lookout whose views a test chooses, and a dashboard that shows them."""
 
     def __init__(self) -> None:
         self.config = CONFIG
@@ -47,7 +48,7 @@ class _Shown:
         return self.seen
 
     async def show(self, seen: SwarmView) -> None:
-        """Have all viewers see this view."""
+        """Show this view to all viewers."""
         self.seen = seen
         await self.watcher.look()
         self.hub.publish({"runs": {CONFIG.run_id: self.watcher.state}})
@@ -76,7 +77,7 @@ async def _dashboard(*, token: str | None = None, port: int = 0) -> AsyncIterato
 
 
 def _swarm(round_number: int = 7) -> SwarmView:
-    """Three stages, one peer of which is silent, and one on its way."""
+    """Three stages. One peer is silent, and one is on its way to its stage."""
 
     def row(name: str, **figures: Any) -> PeerRow:
         rounds = tuple(range(max(0, round_number - 8), round_number))
@@ -108,7 +109,7 @@ async def test_it_shows_what_status_has_and_follows_it() -> None:
             assert await page.inner_text("#join code") == "swarm-peer swarm://1abc"
             assert await page.locator(".rounds .cell.in").count() > 20
 
-            # One dies: the page hears of it.
+            # One viewer's peer dies, and the page shows it.
             gone = _swarm(8)
             await shown.show(
                 replace(gone, stages=(replace(gone.stages[0], peers=gone.stages[0].peers[:1]), *gone.stages[1:]))
@@ -218,7 +219,7 @@ async def test_everybody_can_read_it(width: int, scheme: str) -> None:
             await page.wait_for_selector("#peers tbody tr")
             assert await page.evaluate("document.documentElement.dataset.theme") == scheme
             assert await page.evaluate("document.documentElement.scrollWidth") <= width
-            # The browser's debugger puts axe's script into the page; the page's policy does not bind it.
+            # The browser's debugger inserts axe's script into the page. The page's policy does not apply to it.
             results = await axe.Axe().run(page)
             assert results.violations_count == 0, results.generate_report()
             reached = set()
@@ -241,7 +242,7 @@ async def test_a_thousand_peers_are_drawn_within_a_second() -> None:
     async with chromium() as browser, _dashboard() as (url, shown):
         await shown.show(view(*crowd))
         async with page_at(browser, url) as page:
-            # Milliseconds since the page's scripts were there: how long a browser takes to begin does not count.
+            # Milliseconds since the page's scripts were loaded. The start of the browser does not count.
             drawn = await page.wait_for_function(
                 """() => document.querySelectorAll("#pipeline button").length === 1000 && performance.now() - Math.max(
                   ...performance.getEntriesByType("resource").map(({ name, responseEnd }) =>

@@ -1,4 +1,4 @@
-"""swarm-dashboard as a user starts it: what it refuses, and that it watches, tells, and remembers."""
+"""swarm-dashboard as a user starts it: what it refuses, shows and remembers."""
 
 import asyncio
 import dataclasses
@@ -87,8 +87,8 @@ def test_without_its_libraries_it_says_what_to_install(missing: str, monkeypatch
 
 
 async def _told(arguments: list[str], runs: set[str], *, embed: bool = False) -> dict[str, Any]:
-    """What a dashboard tells its viewer once it has seen these runs. It then ends in order: by Ctrl-C, or, if embedded,
-    once its stdin is closed."""
+    """The state that a dashboard sends to a viewer once it has found these runs. The dashboard is then ended: by Ctrl-C
+    or, if it is embedded, by closing its stdin."""
     dashboard = await asyncio.create_subprocess_exec(
         *command_line("dashboard", [*arguments, *(["--embed"] if embed else [])]), stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, start_new_session=True,

@@ -1,4 +1,4 @@
-"""Figures over time: means over spans, of which no more are kept than there is room for."""
+"""Figures over time: means over a bounded number of spans."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One look serves all, a failing one is told, and the page has what status has."""
+"""One view serves all viewers, a failure is shown, and the page has all figures of swarm-status."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ CONFIG = configs.load_preset("tiny")
 
 
 class _Place:
-    """A lookout that sees what the test says, one view after another, and then the last one for ever."""
+    """A lookout that returns the test's views, one after another, and then always the last one."""
 
     def __init__(self, *outcomes: SwarmView | Exception) -> None:
         self.config = CONFIG

@@ -1,4 +1,4 @@
-"""What is found on the way to other peers: judged from made-up figures, and asked of a peer."""
+"""The findings about lines to other peers: judgements of made-up figures, and measurements with a real peer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is found on a machine: judged from made-up figures, and asked of this one."""
+"""The findings about a machine: judgements of made-up figures, and checks of this machine."""
 
 from collections.abc import Sequence
 from pathlib import Path

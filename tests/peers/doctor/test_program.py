@@ -34,7 +34,7 @@ NODE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWQfGkQq4wGkyNqHUBd7HScWJGfNYsPzRUnGwk
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait so long that findings do not depend on how busy the machine is."""
+    """Set waits so long that findings do not depend on how busy the machine is."""
     monkeypatch.setattr(line, "DISTANCE_SECONDS", 60.0)
     monkeypatch.setattr(line, "RATE_SECONDS", 60.0)
     monkeypatch.setattr(ports, "ANSWER_SECONDS", 60.0)

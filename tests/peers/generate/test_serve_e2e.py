@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    """Start a server, which Ctrl-C ends cleanly at the end; its address."""
+    """Start a server, and yield its address. At the end Ctrl-C ends it, without an error."""
     arguments = ["--model", str(folder), "--serve", "0", "--threads", "1", "--max-sequences", "4"]
     with subprocess.Popen(
         command_line("generate", arguments),

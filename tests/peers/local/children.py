@@ -1,4 +1,4 @@
-"""A local swarm whose child processes are not started, only noted."""
+"""A local swarm whose child processes are only recorded, and not started."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ class _Process(subprocess.Popen[bytes]):
 
 
 class Children(Supervisor):
-    """Notes what should be started, and writes a first line into each log."""
+    """Records the processes that should be started, and writes a first line into each log."""
 
     def __init__(self, log_folder: Path) -> None:
         super().__init__(log_folder)
@@ -63,7 +63,7 @@ class Children(Supervisor):
 def started_peers(
     tmp_path: Path, run: RunConfig | None = None, **options: object
 ) -> tuple[LocalOptions, LocalPeers, Children]:
-    """LocalPeers without any peer yet, with two GPUs for eight."""
+    """LocalPeers without any peer yet. Two GPUs are there for eight peers."""
     children = Children(tmp_path / "out" / "logs")
     values = LocalOptions(**{"output": tmp_path / "out", **options})  # type: ignore[arg-type]
     places = [Device(name=f"cuda:{number % 2}", free_bytes=8 << 30) for number in range(8)]
@@ -81,14 +81,14 @@ def write_ready_file(path: Path) -> None:
 
 
 def serve(peer: LocalPeer) -> LocalPeer:
-    """Have a peer serve."""
+    """Let a peer serve."""
     write_ready_file(peer.ready_file)
     assert peer.is_ready()
     return peer
 
 
 def leave_old_files(output: Path) -> None:
-    """Write what an earlier run left, and a file of the user's."""
+    """Write the files that an earlier run leaves, and a file of the user."""
     for name in (*OLD, "logs/mine.txt", "metrics.jsonl"):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text(json.dumps({"step": 60, "train/loss": 2.0, "train/tokens_per_sec": 1.0}) + "\n")

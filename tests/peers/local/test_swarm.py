@@ -1,4 +1,4 @@
-"""A local swarm whose child processes are only noted: what it waits for, deletes, kills and gives up."""
+"""A local swarm whose child processes are only recorded: what it waits for, deletes and kills, and when it gives up."""
 
 import asyncio
 import json

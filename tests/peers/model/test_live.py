@@ -39,7 +39,7 @@ CONFIG = cut(2)
 
 
 class StageHolder(Holder):
-    """Holds a stage's parameters, of which the first changes with every round, and some state of an optimizer."""
+    """A peer that holds a stage's parameters, the first of which changes with every round, and some optimizer state."""
 
     def __init__(self, stage: int, clock: Clock) -> None:
         super().__init__(clock)
@@ -98,13 +98,13 @@ class World:
         return LiveModel(dataclasses.replace(member, known=known), transport=cast("Transport", self.line))
 
     def commit(self, stage: int) -> None:
-        """Have a stage's holders commit a round."""
+        """Let a stage's holders commit a round."""
         for holder in self.stages[stage]:
             holder.commit()
 
 
 def _is_exact(world: World, folder: Path, round_number: int) -> None:
-    """The files hold what the stages had at that round, and an export takes them."""
+    """Assert that the files have the weights of the stages at that round, and that an export accepts them."""
     found = origin.from_checkpoints(folder, None)
     assert found.card.round == round_number
     for stage in world.stages:
@@ -124,7 +124,7 @@ async def test_all_stages_come_and_nothing_but_their_weights(
     assert await world.model().write_checkpoints(tmp_path) == 3
     _is_exact(world, tmp_path, 3)
     assert len(file.names(tmp_path)) == 2
-    # Each byte is sent once, in segments; what optimizers remember is not sent.
+    # Each byte is sent once, in segments. Optimizer state is not sent.
     weights = sum(t.nbytes for stage in world.stages for t in stage[0].tensors.values())
     assert weights <= sum(world.line.num_bytes.values()) < weights + 2 * 512
     assert "stage 0 of 0 to 1 is here" in caplog.text

@@ -1,4 +1,4 @@
-"""Where processes compute, decided from what devices report: no GPU is needed for that."""
+"""The choice of devices, from made-up reports of devices. The tests need no GPU."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Figures for Prometheus: read with its own parser they are those that status has."""
+"""Figures for Prometheus: its own parser reads the same values that swarm-status has."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def _read(url: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 
 async def _scrape(record: Any, prefix: str = "swarm_peer", **labels: str) -> Any:
-    """What Prometheus reads from a process that has these figures."""
+    """Export these figures, and return what Prometheus reads."""
     own = OwnFigures()
     own.follow(lambda: record, **labels)
     (port,) = free_ports(1)

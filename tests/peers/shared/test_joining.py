@@ -1,4 +1,4 @@
-"""The lines with which others come to a run are such that they work."""
+"""The command lines with which others join a run work as printed."""
 
 import dataclasses
 

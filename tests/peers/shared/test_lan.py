@@ -1,4 +1,4 @@
-"""What is announced in the local network: what of it is believed, and which run a program takes."""
+"""Announcements in the local network: which are believed, and which run a program takes."""
 
 import dataclasses
 import re

@@ -18,7 +18,7 @@ from tests.support.manual_clock import ManualClock
 
 
 class _Directory:
-    """Has no peer, and cannot be read the first `num_faults` times."""
+    """A directory without peers, which cannot be read the first `num_faults` times."""
 
     def __init__(self, num_faults: int) -> None:
         self.num_faults = num_faults
@@ -31,7 +31,7 @@ class _Directory:
 
 
 class _Forgetful:
-    """Has a peer at each stage from the fifth reading on, which is in the middle of a look."""
+    """A directory that has a peer at each stage from the fifth reading on. That is while `look` reads the stages."""
 
     def __init__(self) -> None:
         self.num_readings = 0

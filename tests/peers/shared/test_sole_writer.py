@@ -1,4 +1,4 @@
-"""One process at a time writes to an events file or an output folder; the next one may as soon as it is gone."""
+"""One process at a time may write to an event log or an output folder. When it ends, the next one may at once."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder where a process writes that has a child."""
+    """A folder that is locked by a process that has a child."""
     return tmp_path / "out"
 
 

@@ -1,4 +1,4 @@
-"""What a program that answers over HTTP is told on its command line, and where it listens."""
+"""The address and the secret of a program that serves HTTP, as given on its command line."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -52,7 +52,7 @@ def test_an_address_is_taken_at_once(host: str, is_local: bool) -> None:
 
 @asynccontextmanager
 async def _served() -> AsyncIterator[tuple[str, int]]:
-    """Run a server that answers at once, or takes its time; its address."""
+    """Run a server that answers at once or slowly, and yield its address."""
 
     async def answer(request: Request) -> PlainTextResponse:
         await asyncio.sleep(0.8 if request.url.path == "/slow" else 0.0)

@@ -1,4 +1,4 @@
-"""Stage peers in one process: real servers and weights, a DHT in memory, and moves when a test says so."""
+"""Stage peers in one process, with real servers and weights and a DHT in memory. They move when a test says so."""
 
 import asyncio
 import random
@@ -80,7 +80,8 @@ class LocalPeer:
         """
         Args:
             model: the user's copy of the model that the run begins with.
-            cache: where the peer keeps what it got of that model from others; None where the run's weights are drawn.
+            cache: the folder for weights that the peer gets from others; None if the run's weights are drawn from its
+                seed.
         """
         self._config = config
         self.identity = generate()

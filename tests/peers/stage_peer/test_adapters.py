@@ -1,4 +1,4 @@
-"""A swarm that trains adapters: they are all that its peers average, write to checkpoints and give to joiners."""
+"""A swarm that trains adapters. Its peers average, write to checkpoints and give to joiners only the adapters."""
 
 import dataclasses
 import math

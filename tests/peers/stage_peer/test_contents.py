@@ -39,7 +39,7 @@ class SlowLine(FakeLine):
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A peer that has nothing of the run's model but its digest."""
+    """A peer that has only the digest of the run's model."""
 
     config: RunConfig
     full: Weights
@@ -48,7 +48,7 @@ class Newcomer:
     cache: Path
 
     def start(self) -> Contents:
-        """What the peer has when its process starts."""
+        """Make the peer's Contents, as its process does at the start."""
         member = Membership.enter(self.config, MemoryStore(self.clock), generate(), self.clock, insecure=True)
         return Contents(member, None, self.cache, checkpoints=None)
 

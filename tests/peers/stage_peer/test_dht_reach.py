@@ -1,4 +1,4 @@
-"""A node of the DHT that others do not reach, and reach later."""
+"""A node of the DHT that others cannot reach at first, but later can."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ NODE_ID = "12D3KooWGRUVh6WhGUE1NEHGbHPhc3nCWzYLWvQYYTLvMaFRRxMH"
 
 @dataclass
 class Node:
-    """A node that notes what it became."""
+    """A node that records whether it became a client."""
 
     was: list[str] = field(default_factory=list)
     can_start: bool = True

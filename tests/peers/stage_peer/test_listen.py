@@ -1,4 +1,4 @@
-"""What --announce takes, and what others are told then."""
+"""The values that --announce accepts, and the addresses that are announced for them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where the others are: which of the announced peers answer, which are silent, and which leave."""
+"""The rounds of other peers, some of which are silent or leaving."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ STAGE = 1
 
 
 class _Directory:
-    """Has living peers of some stages, and at every stage a peer that is dead and was far ahead."""
+    """A directory with living peers at some stages, and at every stage a dead peer that was far ahead."""
 
     def __init__(self, living: Sequence[PeerRecord], silent: Mapping[int, int], leaving: Collection[int]) -> None:
         self.num_looks = 0
@@ -87,7 +87,7 @@ async def _find(
     async with AsyncExitStack() as stack:
         living = []
         for number, turns in rounds.items():
-            # After the last turn it is repeated.
+            # After the last reading, it is repeated.
             saying = itertools.chain(turns, itertools.repeat(turns[-1]))
             peer = describing(number, lambda _, number=number, saying=saying: say(number, saying))  # type: ignore[misc]
             living.append(await stack.enter_async_context(peer))

@@ -1,4 +1,4 @@
-"""What a peer announces of where it is reached, by what others find when they dial it back."""
+"""The addresses that a peer announces, depending on what others reach when they dial it back."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -42,7 +42,7 @@ NAMED = pb.CheckRequest(endpoints=["peer.example:41001", ":5001"], dht_endpoints
 
 @dataclass
 class Node:
-    """A DHT's node that notes whether it is asked."""
+    """A node of the DHT that records whether it is a client."""
 
     is_client: bool = False
 
@@ -53,7 +53,7 @@ class Node:
 
 @dataclass
 class Router:
-    """A router that forwards every port, and notes which ones it was asked for."""
+    """A router that forwards every port, and records the ports that it was asked to forward."""
 
     asked: list[tuple[int, int]] = field(default_factory=list)
 
@@ -112,7 +112,7 @@ async def _reach(
 
 @pytest.fixture
 def nobody_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is as behind a router: the peers that dial back get no answer."""
+    """Let the peers that dial back get no answer, as if this peer were behind a router."""
 
     async def dial(host: str, port: int) -> str:
         raise ConnectionRefusedError

@@ -1,4 +1,4 @@
-"""With what a stage peer begins, given where the others are and what is in its folder, and what it says of that."""
+"""The state with which a stage peer begins, depending on the rounds of the others and the checkpoints in its folder."""
 
 import dataclasses
 import hashlib
@@ -59,7 +59,7 @@ def _choose(
 
 
 def _value(beginning: Beginning | None) -> float:
-    """The round that these weights are of."""
+    """The round from which these weights come."""
     assert beginning is not None
     assert beginning.restored is not None
     return float(beginning.restored.tensors["anchor/some.weight"][0])
@@ -185,7 +185,7 @@ def test_a_synchronous_stage_may_be_a_round_late_for_the_others_can_repeat_one(t
         assert (_value(beginning), beginning.round, beginning.lineage) == (40, 40, "lineage 40")
     with pytest.raises(Fatal, match="stand at round 39, and"):
         _choose(SYNCHRONOUS, Others(rounds={0: 39, 2: 39}), folder)
-    # This one began there itself, with a checkpoint or a download: it has no other weights.
+    # This peer began at that round itself, with a checkpoint or a download, so it has no weights of the round before.
     with pytest.raises(Fatal, match=r"stand at round 41, .* --resume-round 40"):
         _choose(SYNCHRONOUS, Others(rounds={0: 41, 2: 41}, repeating=frozenset({0})), folder)
     assert _value(_choose(SYNCHRONOUS, Others(rounds={0: 40, 2: 41}, repeating=frozenset({2})), folder)) == 40

@@ -1,4 +1,4 @@
-"""swarm-static alone: faults, stops, and what it leaves."""
+"""swarm-static as a single process: faults, stops, and the files that it leaves."""
 
 import dataclasses
 import errno
@@ -59,7 +59,7 @@ def _plain_logging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def static(*arguments: str | Path | int) -> int:
-    """Run it; gives its exit code."""
+    """Run swarm-static, and return its exit code."""
     return run_program(PROG, lambda: program.main([str(argument) for argument in arguments]))
 
 

@@ -49,7 +49,7 @@ def torchrun(num_workers: int, *arguments: Word, meeting: Sequence[str] = ()) ->
 
 
 def run(children: Supervisor, command: list[str]) -> None:
-    """Run it to its end."""
+    """Run a command to its end."""
     wait_for_end(children, children.start("static", command))
 
 
@@ -70,7 +70,7 @@ def losses(path: Path) -> list[float]:
 
 
 def weights(folder: Path, step: int = STEPS, num_stages: int = 1) -> Mapping[str, torch.Tensor]:
-    """What checkpoints have of the whole model."""
+    """The weights of the whole model, from the checkpoints."""
     paths = [folder / str(file.FileName(round=step, num_stages=num_stages, stage=n)) for n in range(num_stages)]
     return {
         name: tensor

@@ -1,4 +1,4 @@
-"""From where runs are looked at: several of them side by side, by invites, and as they share a DHT."""
+"""Ways to look at runs: several runs side by side, by their invites, or all runs of one DHT."""
 
 import dataclasses
 import time

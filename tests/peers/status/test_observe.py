@@ -1,4 +1,4 @@
-"""What peers answer, and who is on the way from one stage to another, as people see it."""
+"""The view of a swarm: the answers of peers, and which peers are moving."""
 
 import json
 import math
