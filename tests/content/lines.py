@@ -1,4 +1,4 @@
-"""A line to peers that have some content, which may lie, refuse, be busy or die."""
+"""A line to peers with some content. They may lie, refuse, be busy or die."""
 
 import hashlib
 from collections import Counter
@@ -11,7 +11,7 @@ from swarm.types import PeerRecord, PeerState
 
 
 def digest_of(content: bytes) -> str:
-    """The digest by which content is asked for."""
+    """The digest that names a content."""
     return hashlib.sha256(content).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Several peers share the work, and none of them is believed."""
+"""Several peers share the work, and all that they send is checked."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Over real gRPC: what is given, to how many at once, and when."""
+"""The servicer of content over real gRPC: what it sends, to how many callers at once, and when."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""The run's tokenizer is had from peers, and none of them is believed."""
+"""The run's tokenizer is fetched from peers, and all that they send is checked."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A stage's initial weights are had from peers that have the model's folder, or a part of it."""
+"""A stage's initial weights are fetched from peers that have the model's folder, or a part of it."""
 
 import logging
 import random

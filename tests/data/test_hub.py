@@ -1,4 +1,4 @@
-"""What is said where the hub gives nothing: a few words instead of the library's own."""
+"""Errors of the hub are reported in a few words, instead of the library's own message."""
 
 from typing import Any
 

@@ -41,7 +41,7 @@ def stranger_at(node: DhtNode, *, is_client: bool = True) -> "Stranger":
 
 
 def send(stranger: "Stranger", to: DhtNode, key: str, signers: Sequence[identity.Identity], seconds: float) -> int:
-    """Have a stranger store well-made records at a node; returns how many the node took."""
+    """Let a stranger store valid records at a node. Return how many the node accepted."""
     expiration = time.time() + seconds
     records = [(signer.peer_id, sealed_note(key, expiration, signer)) for signer in signers]
     return sum(stranger.send(to.addresses()[0], key, records, expiration))

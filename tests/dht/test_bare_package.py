@@ -1,4 +1,4 @@
-"""Only those parts of a package are imported that are needed."""
+"""Only the needed parts of a package are imported."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Daemons that do not start, and what daemons leave behind that were killed with their owner."""
+"""Daemons that do not start, and files of daemons that were killed together with their owner."""
 
 import os
 import socket

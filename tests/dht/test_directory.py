@@ -1,4 +1,4 @@
-"""The directory over its in-memory twin of the DHT, on manual time."""
+"""The directory, with a DHT in memory and a manual clock."""
 
 import asyncio
 import contextlib
@@ -224,7 +224,7 @@ async def test_a_clock_that_stays_where_it_was_set_is_believed_in_the_end(store:
 
 
 class Strict(Store):
-    """A DHT whose nodes have the right time, and refuse what lasts too long."""
+    """A DHT whose nodes have the right time, and refuse records that last too long."""
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         far = expiration > self._clock.time() + MAX_LIFETIME_SECONDS

@@ -1,4 +1,4 @@
-"""One of hivemind's nodes: what bounds it, without p2pd."""
+"""The bounds of one of hivemind's nodes, without p2pd."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What a peer answers about the DHT, and what is believed of it."""
+"""What a peer answers about the DHT, and which of its answers are believed."""
 
 import asyncio
 import logging

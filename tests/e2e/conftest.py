@@ -1,4 +1,4 @@
-"""What tests with real processes share."""
+"""Fixtures for all tests with real processes."""
 
 from collections.abc import Iterator
 from pathlib import Path

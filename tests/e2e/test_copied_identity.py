@@ -69,7 +69,7 @@ def test_after_a_kill_the_same_identity_serves_again_at_once(swarm: RealSwarm) -
     original = swarm.peers[1]
     identity = str(swarm.folder / f"{original.child.name}.pem")
     swarm.kill(original)
-    # Its state is gone, as it was the stage's only peer.
+    # The stage's state is gone, because this was its only peer.
     again, ready = swarm.launch(1, "--identity", identity, "--start-over")
     wait_until(ready.exists, 60.0, f"{again.name} to serve; see {again.log}")
     assert json.loads(ready.read_text())["peer_id"] == original.ready["peer_id"]

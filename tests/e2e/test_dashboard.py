@@ -57,7 +57,8 @@ async def _status(invite: str) -> dict[tuple[int, str], dict[str, Any]]:
 
 
 async def _compare(page: Any, invite: str) -> bool:
-    """Whether the page has what status has; between two looks of status nothing may have changed but numbers."""
+    """Whether the page shows the same as swarm-status. Between two calls of swarm-status only numbers may have
+    changed."""
     before = await _status(invite)
     await asyncio.sleep(2.5)
     shown = {(int(row["stage"]), row["peer"]): row for row in await page.evaluate(ROWS)}
@@ -74,7 +75,7 @@ async def _compare(page: Any, invite: str) -> bool:
 
 
 async def _tells_of_both(page: Any) -> bool:
-    """Whether the page has told of a peer that went and of one that serves."""
+    """Whether the page lists the events that one peer has gone, and that another one serves."""
     events = await page.inner_text("#events")
     return all(re.search(words, events) for words in (r"has gone|does not answer", r"serves stage \d"))
 

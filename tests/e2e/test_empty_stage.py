@@ -1,6 +1,6 @@
-"""A stage whose peers have all died: it is named and waited for, and begins anew if a user says so.
+"""All peers of a stage have died. Others name the stage and wait for it, and it begins anew if a user asks for that.
 
-That the dead are announced no longer takes twenty seconds.
+It takes twenty seconds until dead peers are no longer announced.
 """
 
 import os

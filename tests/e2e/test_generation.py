@@ -107,7 +107,7 @@ async def _counters(channels: ChannelPool, peer: RealPeer) -> pb.GenerationCount
 
 
 async def _kill_in_mid_text(swarm: RealSwarm, engine: Engine) -> list[int]:
-    """Have a text written, and kill its middle peer meanwhile; gives its tokens."""
+    """Let a text be written, and kill its middle peer meanwhile. Return the tokens of the text."""
     middle, channels = [peer for peer in swarm.peers if peer.stage == 1], ChannelPool(identity=generate())
     before = [(await _counters(channels, peer)).tokens for peer in middle]
     found: list[int] = []
@@ -130,7 +130,7 @@ def _text(tokens: list[int]) -> str:
 
 @contextmanager
 def _server(swarm: RealSwarm) -> Iterator[str]:
-    """swarm-generate --serve, which Ctrl-C ends cleanly; gives where it is."""
+    """Run swarm-generate --serve, and yield its URL. At the end Ctrl-C ends it, without an error."""
     arguments = ["--initial-peers", swarm.address, "--serve", "0"]
     with subprocess.Popen(command_line("generate", arguments), stderr=subprocess.PIPE, text=True) as server:
         try:

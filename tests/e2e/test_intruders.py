@@ -1,4 +1,5 @@
-"""Bearers of a token that lie to a real swarm of two stages: it goes on, and its peers stay small."""
+"""Processes with a token lie to a real swarm of two stages. The swarm goes on, and the memory of its peers stays
+small."""
 
 import asyncio
 import contextlib
@@ -129,7 +130,8 @@ def test_a_trainer_s_token_fills_no_node_with_records(swarm: RealSwarm) -> None:
 
 
 def _flood(address: str, run_id: str) -> tuple[int, int]:
-    """Store as much as possible at one peer; gives how many it took under keys of other runs, and of this one."""
+    """Store as many records as possible at one peer. Return how many it accepted under keys of other runs, and of this
+    run."""
     from tests.support.dht_stranger import Stranger
 
     token, expiration = locked.issue(Role.TRAINER), time.time() + 100

@@ -1,4 +1,4 @@
-"""A member of a real swarm that makes up where it is: the others keep their weights, go on, and say so."""
+"""A member of a real swarm lies about its round. The others keep their weights, go on, and log it."""
 
 import json
 import re

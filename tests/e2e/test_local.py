@@ -1,4 +1,4 @@
-"""swarm-local as a user starts it, and what is left of it afterwards: nothing."""
+"""swarm-local as a user starts it. It leaves no process behind."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def _start(folder: Path, *arguments: str, num_stages: int = 2) -> subprocess.Pop
     config = folder / "run.toml"
     text = CONFIG.replace("num_stages = 2", f"num_stages = {num_stages}")
     config.write_text(text.format(dataset=write_text(folder / "text.txt"), setting="diloco"), encoding="utf-8")
-    # Every process of it inherits the mark, so that leftovers can be told from other tests' processes.
+    # Every process that it starts inherits this mark, so that its leftovers can be told from processes of other tests.
     environment = {**os.environ, "SWARM_TEST_MARK": str(folder)}
     return subprocess.Popen(
         command_line("local", ["--config", str(config), "--output", str(folder / "out"), *arguments]),

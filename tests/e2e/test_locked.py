@@ -1,4 +1,5 @@
-"""A locked run of two stages: everybody joins by the lines that the first peer prints, and strangers do not."""
+"""A locked run of two stages. Members join with the command lines that the first peer prints, and strangers cannot
+join."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ PEER_TOKEN, TRAINER_TOKEN = str(locked.PEER_TOKEN), str(locked.TRAINER_TOKEN)
 
 
 def _printed(swarm: RealSwarm, which: str) -> list[str]:
-    """What the first peer says to type, after the program's name."""
+    """The arguments in the command line for this program, as the first peer prints it."""
     log = swarm.folder / "logs" / "peer-1.log"
     lines = [line for line in whole_lines(log) if line.strip().startswith(f"{which}:")]
     return lines[0].split()[2:]

@@ -58,7 +58,7 @@ def _live_through_a_kill_and_a_join(folder: Path) -> None:
 
 
 def _wait_for_equal_rounds(swarm: RealSwarm, one: RealPeer, other: RealPeer) -> None:
-    """Wait until two peers were together in enough rounds, after each of which they had the same state."""
+    """Wait until two peers were together in enough rounds. Asserts that after each of them they had the same state."""
 
     def are_there() -> bool:
         ones, others = _states(swarm, one), _states(swarm, other)

@@ -1,4 +1,4 @@
-"""A model of Hugging Face becomes a run, is trained by real processes, and goes home."""
+"""A model of Hugging Face becomes a run, is trained by real processes, and is exported again."""
 
 import dataclasses
 import json
@@ -120,10 +120,10 @@ def _other_machine(folder: Path, name: str) -> dict[str, str]:
 def _train(
     swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps: int, *, kills: bool, options: Sequence[str] = ()
 ) -> None:
-    """Train with a first peer that has the model, and others, as on other machines, that have nothing.
+    """Train with a first peer that has the model, and others that have nothing, as if they were on other machines.
 
     Args:
-        options: of the first peer.
+        options: options of the first peer.
     """
     folder = swarm.folder
     swarm.model = folder / "run"

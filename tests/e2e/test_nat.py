@@ -32,7 +32,7 @@ def internet() -> Iterator[Internet]:
 
 
 def nft(host: Host, rules: str) -> None:
-    """Have the packet filter of a host follow rules."""
+    """Set rules in the packet filter of a host."""
     subprocess.run(host.command(["nft", "-f", "-"]), input=rules, text=True, check=True)
 
 

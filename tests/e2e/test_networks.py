@@ -84,12 +84,12 @@ class Lab:
         machine.sh(f"ip link set {interface} up")
 
     def close(self) -> None:
-        """Take the networks away."""
+        """Remove the networks."""
         for name in self._names:
             _sh(f"ip netns del {_PREFIX}-{name}")
 
     def peer(self, machine: Machine, name: str, *words: str) -> tuple[dict[str, Any], str]:
-        """Start a peer, and wait until it serves; gives what it tells launchers, and its invite."""
+        """Start a peer, and wait until it serves. Return the object in its ready file, and its invite."""
         ready = self._folder / f"{name}.json"
         own = [
             "--threads", "1", "--device", "cpu", "--name", name, "--identity", str(self._folder / f"{name}.pem"),

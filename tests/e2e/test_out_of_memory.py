@@ -1,4 +1,5 @@
-"""Processes that the system gives too little memory: a line and an end, wherever it runs out; and the run goes on."""
+"""Processes with too little memory. Wherever memory runs out, the process prints a line and ends, and the run goes
+on."""
 
 import resource
 import subprocess

@@ -64,7 +64,7 @@ class Swarm(RealSwarm):
         }
 
     def kill_all(self) -> None:
-        """Kill all processes at once, without a word."""
+        """Kill all processes at once with kill -9."""
         for peer in list(self.peers):
             self.kill(peer)
 
@@ -182,7 +182,7 @@ def test_diloco_enters_at_the_others_round_and_writes_on_leaving(folder: Path, c
     (victim,) = [peer for peer in swarm.peers if peer.stage == 1]
     swarm.wait_for_round(5, 2)
     swarm.kill(victim)
-    # So rarely that what it writes, it writes on leaving.
+    # Checkpoints are so rare that the peer writes only those on leaving.
     options = ["--checkpoint", str(swarm.checkpoints), "--checkpoint-every", "1000", "--keep-checkpoints", "9"]
     (joiner,) = swarm.start_peers([1], *options, "--resume", str(swarm.checkpoints))
     enters = re.search(r"it enters at round (\d+) as it was at round 5", joiner.child.log.read_text())

@@ -1,4 +1,4 @@
-"""One real swarm, 2 stages x 2 peers, that lives through everything below in turn."""
+"""One real swarm of 2 stages x 2 peers. The tests below disturb it one after another."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_prometheus_is_told_what_status_is(swarm: RealSwarm) -> None:
 
 
 def _holds_something(events: Path) -> bool:
-    """Whether a peer has acknowledged something that no round has yet."""
+    """Whether a peer has an acknowledged microbatch that no round has counted yet."""
     names = [json.loads(line)["event"] for line in whole_lines(events)]
     since = names[::-1].index("commit") if "commit" in names else len(names)
     return "ack" in names[len(names) - since :]

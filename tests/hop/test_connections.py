@@ -1,4 +1,4 @@
-"""A peer that cannot be reached: when the router hears of that, and when the peer is chosen again."""
+"""A peer that cannot be reached: when the router learns of it, and when the peer is chosen again."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Which peer a hop asks next, and what follows from a failure."""
+"""Which peer a hop asks next, and the consequences of a failure."""
 
 import random
 
@@ -60,7 +60,7 @@ class World:
         return Retries(stage=0, router=self.router, clock=self.clock, limits=limits, repeats=self.repeats)
 
     def seconds_until_asked_again(self, record: PeerRecord) -> float:
-        """How long this microbatch leaves a peer alone that another microbatch could ask at any time."""
+        """How long this microbatch does not ask a peer which another microbatch could ask at once."""
         seconds = 0.0
         while self.retries.choose(4) != record:
             self.clock.advance(0.5)

@@ -1,4 +1,4 @@
-"""What of a session's positions is sent to which peer, and which tokens may come back."""
+"""Which positions of a session are sent to which peer, and which tokens may come back."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Backends of stages without servers, one microbatch's way through them, and one process to compare them with."""
+"""Backends of stages without servers, a function that runs a microbatch through them, and a reference in one
+process."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def hidden_of(number: int) -> torch.Tensor:
 
 
 def arrived(download: Download | None) -> torch.Tensor:
-    """The tensor of a download that must be there."""
+    """The tensor of a download, which must have finished."""
     assert download is not None
     return download.wait()
 
@@ -58,7 +59,7 @@ def arrived(download: Download | None) -> torch.Tensor:
 def run_microbatch(
     chain: Sequence[StageBackend], microbatch: int, *, accumulate: bool = True, round_number: int = 0
 ) -> tuple[float, list[Any]]:
-    """Run one microbatch through all stages; gives the loss, and what each stage accumulated."""
+    """Run one microbatch through all stages. Return the loss, and what each stage accumulated."""
     inputs: dict[str, torch.Tensor] = {TOKENS: tokens_of(microbatch, chain[0].config)}
     forwards = []
     for backend in chain[:-1]:

@@ -37,7 +37,7 @@ def linear(seed: int = 0) -> nn.Module:
 
 
 class Steps(Events):
-    """Events of which only the inner steps are kept: the bucket of each, and its number of samples."""
+    """Keeps only the events about inner steps: for each the bucket, and its number of samples."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, int]] = []
@@ -73,7 +73,7 @@ def assert_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tens
 
 
 def accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> GradientBucket:
-    """Do what the backend does with an acknowledged gradient, the mean over samples of one target each."""
+    """Accumulate an acknowledged gradient, as the backend does. It is the mean over samples with one target each."""
     bucket = weights.buckets.open()
     summed = [gradient * num_samples for gradient in gradients(number).values()]
     bucket.add(summed, Amount(num_samples, num_samples))

@@ -1,4 +1,4 @@
-"""Busy peers: what they refuse goes elsewhere or comes again, and no peer is banned for it."""
+"""Busy peers: a microbatch that they refuse goes to another peer or is tried again, and no peer is banned for it."""
 
 import asyncio
 import dataclasses
@@ -19,7 +19,7 @@ from tests.support.manual_clock import ManualClock
 
 @pytest.mark.parametrize(("round_samples", "part"), [(4, 1), (8, 2), (10, 3)])
 async def test_a_peer_with_its_part_of_a_round_in_flight_leaves_others_the_rest(round_samples: int, part: int) -> None:
-    """Its part of the microbatches, of two samples each, is that of one of two members."""
+    """There are two members, so its part is half of the microbatches, of two samples each."""
     rounds = RoundsConfig(setting="synchronous", round_samples=round_samples)
     async with running_chain(dataclasses.replace(SYNCHRONOUS, rounds=rounds)) as chain:
         peer = chain.peers[0]
@@ -39,7 +39,7 @@ async def test_a_peer_with_its_part_of_a_round_in_flight_leaves_others_the_rest(
 
 @pytest.mark.parametrize("full", [0, 1])
 async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
-    """At the first stage the trainer waits; at a later one the stage before it does."""
+    """At the first stage the trainer waits. At a later stage the stage before waits."""
     max_in_flight = [2 if stage == full else 16 for stage in range(3)]
     async with running_chain(SYNCHRONOUS, max_in_flight=max_in_flight) as chain:
         failures = failures_of(chain.router, chain.peers[0].router)
@@ -53,7 +53,7 @@ async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
 
 
 async def test_a_peer_whose_microbatches_are_all_elsewhere_takes_on_more() -> None:
-    """It takes no more than its largest number, and only while the next stage does not refuse what it has."""
+    """It never takes more than its largest number, and takes more only while the next stage refuses nothing from it."""
     async with running_chain(SYNCHRONOUS, max_in_flight=(2, 16, 16), largest_in_flight=4) as chain:
         first = chain.peers[0].stage.admission
         async with chain.peers[2].held():
@@ -79,7 +79,7 @@ async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
 
 
 def _let_work_wait(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
-    """Have these peers say that some tasks are at their compute threads."""
+    """Let these peers report that some tasks wait for their compute threads."""
 
     class BusyRuntime(Runtime):
         @property
@@ -111,7 +111,7 @@ async def test_a_microbatch_goes_where_nothing_waits(monkeypatch: pytest.MonkeyP
 async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
     num_peers: int, num_sent_on: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among a few peers every sender knows enough of them: the first one takes it."""
+    """If there are only a few peers, each sender has asked all of them, so the first one takes it."""
     async with running_chain(SYNCHRONOUS, num_peers=(num_peers, 1, 1)) as chain:
         _let_work_wait(monkeypatch, *chain.at(0))
         await chain.ack(await chain.train(0))
@@ -120,7 +120,7 @@ async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
 
 
 async def test_busy_against_a_credit_bans_nobody() -> None:
-    """A credit is advice: by the time it is used, somebody else may have taken the room."""
+    """A credit promises nothing: when it is used, another caller may already have taken the slot."""
     async with running_chain(SYNCHRONOUS, max_in_flight=(1, 1, 1)) as chain:
         await chain.train_all([0])
         failures = failures_of(chain.router)
@@ -162,7 +162,7 @@ async def test_a_slow_peer_with_a_full_queue_is_not_taken_for_stalled() -> None:
 
 @pytest.mark.usefixtures("talkative")
 async def test_who_stalls_alone_is_asked_again_and_given_longer() -> None:
-    """The peer has answered no call yet, and may be no faster than that."""
+    """The peer has answered no call yet, so it may simply be slow."""
     clock = ManualClock()
     async with running_chain(DILOCO, hop_clock=clock) as chain:
         first = chain.peers[0]

@@ -37,7 +37,7 @@ from tests.support.chain import assert_close
 @pytest.mark.parametrize("config", [CONFIG, DROPOUT])
 @pytest.mark.parametrize("limit_bytes", [PLENTY, 0])
 def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, limit_bytes: int) -> None:
-    """Holds whether graphs are kept or computed again, and with dropout."""
+    """This holds with kept graphs and with forwards computed again, and with dropout."""
     chain = chain_of(config, limit_bytes)
     losses = [run_microbatch(chain, microbatch)[0] for microbatch in range(3)]
     expected_losses, expected = reference_of(config, range(3))
@@ -257,7 +257,8 @@ def test_the_answer_has_the_shapes_of_the_specs() -> None:
 
 
 def test_neither_a_backward_nor_a_roll_back_imports_anything_large() -> None:
-    """A new peer's compute thread would stand still at its first backward: sympy takes longer to import than torch."""
+    """Otherwise a new peer's compute thread would block at its first backward: sympy takes longer to import than
+    torch."""
     program = """
 import sys
 from tests.stage.backends import CONFIG, chain_of, run_microbatch

@@ -36,7 +36,7 @@ def _bf16(config: RunConfig, *, tied: bool = False, checkpointing: bool = False)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_the_casts_that_graphs_share_give_the_bits_of_casts_of_their_own(stages: int, checkpointing: bool) -> None:
-    """Casts of its own are what torch.autocast makes of the float32 weights."""
+    """Casts of its own are those that torch.autocast makes of the float32 weights."""
     config = dataclasses.replace(
         _bf16(DROPOUT, tied=True, checkpointing=checkpointing), stages=StagesConfig(num_stages=stages)
     )
@@ -97,7 +97,7 @@ def test_a_new_version_is_cast_anew() -> None:
 
 
 def test_what_is_computed_for_the_round_before_shares_casts_too() -> None:
-    """Another stage may have to do that round again. Casts are let go together with the round's weights."""
+    """Another stage may have to repeat that round. Casts are freed together with the round's weights."""
     backend = backend_of(_bf16(CONFIG), 1)
 
     def commit() -> None:

@@ -1,4 +1,4 @@
-"""Gradients are taken out of a stage's sum again, with the weights that they were computed with."""
+"""Gradients are taken out of a stage's sum again, with the weights with which they were computed."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_bucket_that_loses_all_its_gradients_is_empty_to_the_last_bit() -> Non
 
 @pytest.mark.parametrize("num_staying", [1, 2])
 def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
-    """If others replayed nearly all that a member had, few microbatches stay, and only these are computed again."""
+    """If others replayed nearly all microbatches of a member, few of them stay, and only these are computed again."""
     chain = chain_of(DROPOUT)
     for index in range(num_staying):
         run_microbatch(chain, index)

@@ -56,7 +56,7 @@ def test_fp16_loses_no_small_gradients() -> None:
 
 
 def _learnt(config: RunConfig, dtype: Any, *, num_steps: int) -> torch.Tensor:
-    """How far some steps move the weights of the whole model. Its embedding is a thousand times too large."""
+    """The change of the whole model's weights by some steps. The model's embedding is a thousand times too large."""
     chain = chain_of(dataclasses.replace(config, wire=WireConfig(dtype=dtype)))
     state = chain[0].weights.state_tensors()
     state["anchor/embedding.weight"].mul_(1000)

@@ -1,4 +1,5 @@
-"""What crosses between stages: as small as promised, the same bytes every time, and close to what was meant."""
+"""Tensors between stages: their size is as promised, their bytes are the same every time, and their values are
+close."""
 
 import dataclasses
 import math

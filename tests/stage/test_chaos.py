@@ -1,4 +1,4 @@
-"""Connections that break and trainers that change their minds, at random: what counts, counts once."""
+"""Connections break and trainers give up at random. Every microbatch that counts, counts once."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,7 @@ from tests.support.proxy import Proxy
 
 _NUM_MICROBATCHES = 12
 _NUM_CUTS = 40
-"""No more cuts: if connecting took longer than the time between two cuts, nothing would ever get through."""
+"""The number of cuts is limited: if connecting takes longer than the time between two cuts, nothing gets through."""
 _DILOCO = dataclasses.replace(DILOCO, rounds=RoundsConfig(round_samples=16, inner_batch_samples=1000))
 _SYNCHRONOUS = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="synchronous", round_samples=1000))
 
@@ -33,7 +33,8 @@ class _FastClock(SystemClock):
 
 
 async def _train(chain: Chain, index: int, rng: random.Random) -> None:
-    """Train a microbatch until it is acknowledged. Some answers are thrown away, some are not waited for."""
+    """Train a microbatch until it is acknowledged. Some answers are discarded, and for some the trainer does not
+    wait."""
     while True:
         training = asyncio.create_task(chain.train(index))
         if rng.random() < 0.3:

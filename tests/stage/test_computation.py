@@ -38,7 +38,7 @@ def _computation(backend: object, runtime: Runtime) -> Computation:
 
 
 async def test_one_that_is_given_up_before_it_began_says_so() -> None:
-    """Otherwise a call that waits for the answer would be told for ever that it is under way."""
+    """Otherwise a call that waits for the answer would always be told that the computation is under way."""
     computation = _computation(Backend(), cast(Runtime, None))
     async with asyncio.TaskGroup() as tasks:
         computation.start(tasks)
@@ -87,7 +87,7 @@ async def test_nothing_is_computed_for_a_call_that_is_gone_until_a_retry_comes(m
 
 @pytest.mark.parametrize("is_broken", [False, True])
 async def test_a_failed_microbatch_ends_the_peer_only_if_its_weights_are_broken(is_broken: bool) -> None:
-    """Otherwise a sum would keep a gradient that the ledger does not know, and no step would be taken any more."""
+    """Otherwise a sum would keep a gradient that the ledger does not know, and the stage would take no more steps."""
 
     def require_sound() -> None:
         if is_broken:

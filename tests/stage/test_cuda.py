@@ -1,4 +1,4 @@
-"""Stages on a GPU: they compute what stages on a CPU do, beside them, and leave nothing behind."""
+"""Stages on a GPU: they compute the same as stages on a CPU, work together with them, and leak no memory."""
 
 import asyncio
 import dataclasses
@@ -114,7 +114,7 @@ def test_the_loss_of_a_large_vocabulary_takes_a_part_of_its_logits_memory(dtype:
 
 
 async def test_rolling_back_on_a_gpu_brings_the_sum_back() -> None:
-    """There is dropout, and the masks are those of the first time."""
+    """There is dropout, and its masks are the same as in the first computation."""
     async with running_chain(_DROPOUT, devices=_ALL) as chain:
         await chain.train_all([0, 1])
         before = chain.sums()
@@ -151,7 +151,7 @@ async def test_what_travels_is_the_same_from_and_to_either(dtype: Any, devices: 
         expected_losses, expected = rounding_reference(config, range(4))
         assert losses == pytest.approx(expected_losses, rel=1e-3)
         for name, value in chain.sums().items():
-            # A number that lies between two others may be rounded to either, after another order of additions.
+            # A number between two representable ones may be rounded to either of them if additions have another order.
             assert float((value - expected[name]).norm()) <= 5e-3 * float(expected[name].norm()), name
 
 
@@ -174,7 +174,7 @@ async def test_a_swarm_of_both_trains_to_the_same_losses() -> None:
 
 
 async def _round(chain: Chain, number: int) -> float:
-    """Train a round's microbatches, and take the step; gives their mean loss."""
+    """Train a round's microbatches, and take the step. Return the mean loss."""
     losses = await chain.train_all(range(8 * number, 8 * number + 8), round_number=number)
     closings = [await peer.runtime.control(peer.weights.close) for peer in chain.peers]
     squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
@@ -208,7 +208,7 @@ def test_optimizers_on_a_gpu_take_the_steps_of_a_cpu_to_the_bit() -> None:
 @pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
 async def test_microbatches_leave_no_memory_behind(graph_bytes: int) -> None:
     async with running_chain(SYNCHRONOUS, graph_bytes=graph_bytes, devices=_ALL) as chain:
-        # The first microbatches allocate what stays: the libraries' own buffers.
+        # The first microbatches allocate the libraries' own buffers, which stay.
         await chain.train_all(range(4))
         before = _allocated_bytes()
         await chain.train_all(range(4, 8))
@@ -219,13 +219,13 @@ def _allocated_bytes() -> int:
     """The bytes of the GPU that living tensors take."""
     gc.collect()
     torch.cuda.synchronize()
-    # Memory that another queue used counts as allocated until torch looks whether that queue is done.
+    # Memory that another queue used counts as allocated until torch checks that the queue is done.
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
 
 
 def _delay() -> None:
-    """Have the current queue do nothing for a tenth of a second."""
+    """Let the current queue do nothing for a tenth of a second."""
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # torch's
 
 

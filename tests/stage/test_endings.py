@@ -1,4 +1,4 @@
-"""What happens to a computation whose call ends after everything else of its peer has."""
+"""A computation whose call ends after all other tasks of its peer have ended."""
 
 import pytest
 
@@ -15,7 +15,7 @@ async def test_a_call_that_outlives_its_peer_neither_fails_nor_begins_anything()
         assert entry is not None
         assert entry.computation is not None
         computation = entry.computation
-    # The peer's tasks have ended. grpc may only now get round to ending the call.
+    # The peer's tasks have ended. gRPC may end the call only now.
     stage.endings.abandon(computation, computation.subscriber)
     next_one = Microbatch(index=1, round=0, num_samples=SYNCHRONOUS.data.microbatch_size)
     with pytest.raises(NotReady, match="stopping"):

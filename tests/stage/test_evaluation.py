@@ -1,4 +1,4 @@
-"""Evaluations: the reference's loss, on the weights of one round, however many pass meanwhile."""
+"""Evaluations give the reference's loss on the weights of one round, however many rounds pass meanwhile."""
 
 import asyncio
 import dataclasses
@@ -43,12 +43,12 @@ def _num_held(chain: Chain) -> list[int]:
 
 
 def _pass_a_round_before_each_microbatch(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have all peers begin the next round each time that the trainer evaluates a microbatch."""
+    """Let all peers begin the next round each time that the trainer evaluates a microbatch."""
     evaluate, passing, num_asked = chain.trainer.evaluate, asyncio.Lock(), itertools.count(1)
     all_hold = asyncio.Event()
 
     async def later(*args: Any) -> float:
-        # A chain of peers that has not yet been asked to hold round 0 would no longer find it.
+        # A peer that has not been asked to hold round 0 would no longer have it.
         if next(num_asked) == CONCURRENCY:
             all_hold.set()
         await all_hold.wait()
@@ -69,7 +69,7 @@ async def test_rounds_may_pass_faster_than_an_evaluation_takes(
         _pass_a_round_before_each_microbatch(chain, monkeypatch)
         assert await held_out_loss(chain.trainer, DATA, round_number=0, num_samples=24) == expected
         assert [peer.stage.round for peer in chain.peers] == 6 * [24]
-        # Training has left the round behind, and no peer keeps it longer than it is wanted.
+        # Training has gone beyond the round, and no peer keeps it longer than necessary.
         await eventually(lambda: not any(_num_held(chain)))
         with pytest.raises(RoundGone, match="round 0 is not kept"):
             await chain.evaluate(BATCH)
@@ -135,7 +135,7 @@ async def test_a_holder_that_dies_is_replaced_by_a_peer_that_has_the_round() -> 
 
 
 async def test_evaluation_is_the_references_on_the_anchor() -> None:
-    """Inner steps since then do not count, and dropout is off."""
+    """Inner steps since the anchor do not count, and dropout is off."""
     config = dataclasses.replace(
         DILOCO, model=DROPOUT.model, rounds=RoundsConfig(round_samples=16, inner_batch_samples=2)
     )
@@ -166,7 +166,7 @@ async def test_the_anchor_of_the_round_before_can_still_be_evaluated() -> None:
 
 
 async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes after older work and before later work: otherwise it would never end at a bottleneck."""
+    """The evaluation runs after older work and before later work. Otherwise it would never end at the slowest stage."""
     async with running_chain(SYNCHRONOUS) as chain:
         last, order = chain.peers[2], list[str]()
         inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}

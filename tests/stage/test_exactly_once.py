@@ -17,7 +17,8 @@ from tests.support.manual_clock import ManualClock
 
 @BOTH
 async def test_a_repeat_of_a_tentative_microbatch_is_answered_and_not_counted(config: RunConfig) -> None:
-    """The synchronous answer is from memory. With DiLoCo, where replicas differ, it is for the new activations."""
+    """In the synchronous setting the former answer is repeated. With DiLoCo, where replicas differ, the answer is
+    computed for the new activations."""
     async with running_chain(config) as chain:
         first, second = await chain.train(0), await chain.train(0)
         assert second.loss == pytest.approx(first.loss, abs=1e-6)
@@ -70,7 +71,7 @@ async def test_a_repeat_of_what_counts_at_stage_0_is_refused() -> None:
 
 
 async def test_what_counts_at_a_stage_is_not_accumulated_elsewhere_behind_it() -> None:
-    """A peer of stage 0 died, say: its microbatches are run again, perhaps by other peers of later stages."""
+    """For example, a peer of stage 0 died. Its microbatches are run again, perhaps by other peers of later stages."""
     microbatches = range(6)
     async with running_chain(SYNCHRONOUS, num_peers=(2, 1, 2)) as chain:
         await chain.train_all([*microbatches])
@@ -122,7 +123,7 @@ async def test_of_several_answers_one_is_acknowledged_and_the_others_take_nothin
 
 
 def _was_asked_again(peer: Peer) -> bool:
-    """Whether a retry came: a synchronous one joined, and one with DiLoCo began another computation."""
+    """Whether a retry came. In the synchronous setting it joins the computation; with DiLoCo it begins another one."""
     return peer.stage.counters["forwards"] + peer.stage.counters["repeated"] >= 2
 
 

@@ -1,4 +1,4 @@
-"""Rounds whose weights are held for texts: which one a text gets, how many there are, and for how long."""
+"""Rounds whose weights are held for texts: which round a text gets, and how many are held for how long."""
 
 import asyncio
 from contextlib import ExitStack
@@ -69,7 +69,7 @@ async def test_there_are_only_so_many() -> None:
         assert stage.rounds.choose(newest) == MAX_ROUNDS - 1
         with pytest.raises(Overloaded), stage.rounds.held(newest):
             pass
-    # A round that no text uses makes room.
+    # A round that no text uses is dropped to make room.
     with stage.rounds.held(newest):
         assert len(stage.rounds) == MAX_ROUNDS
 

@@ -54,7 +54,7 @@ async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8"])
 async def test_a_chain_that_rounds_is_one_process_that_rounds_there(dtype: Any) -> None:
-    """So is its evaluation. Token ids are not rounded."""
+    """The same holds for its evaluation. Token ids are not rounded."""
     config = dataclasses.replace(DROPOUT, wire=WireConfig(dtype=dtype))
     batch = tokens(config, 99)
     async with running_chain(config) as chain:
@@ -97,7 +97,7 @@ async def test_conversations_are_learnt_as_in_one_process() -> None:
 
 
 async def test_a_task_whose_task_group_has_failed_before_is_not_taken_for_cancelled() -> None:
-    """An evaluation is repeated because the swarm moved on, say, and then a sample of text is written."""
+    """For example, an evaluation is repeated because the swarm went on, and then a sample of text is written."""
 
     async def fail() -> None:
         await asyncio.sleep(0)
@@ -129,16 +129,16 @@ def _versions() -> list[Version]:
 
 
 def _num_versions(peer: Peer, others: Sequence[Version]) -> int:
-    """How many versions of a peer's stage are in memory, without `others`, which earlier tests have left."""
+    """How many versions of a peer's stage are in memory, without `others`, which earlier tests left."""
     names, known = peer.weights.masters.keys(), set(map(id, others))
     return sum(found.parameters.keys() == names and id(found) not in known for found in _versions())
 
 
 async def test_a_step_between_forward_and_backward_does_not_change_the_gradient() -> None:
-    """With DiLoCo the gradient is that of the forward's weights, and few versions come to life meanwhile."""
+    """With DiLoCo the gradient is that of the forward's weights, and few versions exist meanwhile."""
 
     def step(peer: Peer) -> bool:
-        """Have an inner batch arrive. Returns whether a step was taken."""
+        """Let an inner batch arrive. Return whether a step was taken."""
         before = peer.weights.version
         peer.weights.buckets.open().add(
             [torch.ones_like(p) for p in before.parameters.values()], samples.Amount(16, 16)
@@ -165,7 +165,8 @@ async def test_a_step_between_forward_and_backward_does_not_change_the_gradient(
 
 
 async def test_nothing_is_left_of_a_microbatch_that_counts() -> None:
-    """With DiLoCo Python need not look for cycles first. A leftover would hold an inner step's weights and bucket."""
+    """With DiLoCo this holds without garbage collection. A leftover would keep an inner step's weights and bucket in
+    memory."""
     gc.disable()
     try:
         async with running_chain(DILOCO) as chain:

@@ -27,7 +27,7 @@ class _Context:
 
 
 async def test_an_opening_keeps_nothing_of_what_came_with_it() -> None:
-    """The opening is kept as long as its microbatch, which has the tensors."""
+    """The opening is kept as long as its microbatch, which already has the tensors."""
     [message] = filled(pb.TrainRequest(open=pb.Open(microbatch=7)), {"x": _TENSOR})
     data, callers = message.SerializeToString(), Callers()
     openings, before_bytes = [], resident_bytes()

@@ -1,4 +1,4 @@
-"""The ledger knows every id once, and what became of it."""
+"""The ledger has every id once, with its state."""
 
 import pytest
 from hypothesis import settings

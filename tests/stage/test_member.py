@@ -1,4 +1,4 @@
-"""A stage entering a run with a state that no peer gave, and its copies of the state at a round's beginning."""
+"""A stage enters a run with a state that no peer gave it, and copies the state at the beginning of a round."""
 
 import asyncio
 import dataclasses
@@ -52,7 +52,7 @@ async def test_what_a_commit_starts_copies_the_state_of_the_new_round(config: Ru
 
 @pytest.fixture
 def digesting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """An event before which no state is digested."""
+    """An event. Until it is set, no state is digested."""
     let_go = threading.Event()
 
     def digest_later(tensors: Tensors, reader: HostReader | None = None) -> str:
@@ -87,7 +87,7 @@ async def test_a_stage_trains_while_its_state_is_digested(config: RunConfig, dig
 
 
 async def test_a_commit_waits_until_the_state_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are made beside the compute thread, also of moments to which the commit writes."""
+    """Copies are made outside the compute thread, also of moments to which the commit writes."""
     copying, let_go = threading.Event(), threading.Event()
 
     def copy_later(reader: HostReader, tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ async def test_a_checkpoint_s_state_enters_with_its_position() -> None:
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
 @pytest.mark.parametrize("held", [True, False])
 async def test_a_closing_that_was_cut_short_is_reopened(config: RunConfig, held: bool) -> None:
-    """The leader died, and with it the call. It does not matter whether the compute thread had begun."""
+    """The leader died, which ended the call. It does not matter whether the compute thread had already begun."""
     async with running_chain(config) as chain:
         peer = chain.peers[1]
         member = StageMember(peer.stage, num_alive=lambda: 1)
@@ -166,7 +166,7 @@ async def test_a_closing_that_was_cut_short_is_reopened(config: RunConfig, held:
 
 
 async def test_with_diloco_a_member_does_not_say_which_microbatches_it_has() -> None:
-    """A round may have more microbatches than a report may name, and no peer asks for them."""
+    """A round may have more microbatches than a report may name, and no peer needs them."""
     async with running_chain(DILOCO) as chain:
         peer = chain.peers[0]
         member = StageMember(peer.stage, num_alive=lambda: 1)
@@ -178,7 +178,7 @@ async def test_with_diloco_a_member_does_not_say_which_microbatches_it_has() -> 
 
 
 async def test_what_comes_while_a_closing_waits_for_the_compute_thread_does_not_join_the_sum() -> None:
-    """So there is nothing to take out again."""
+    """So nothing has to be taken out again."""
     async with running_chain(SYNCHRONOUS) as chain:
         last = chain.peers[2]
         member = StageMember(last.stage, num_alive=lambda: 1)
@@ -195,7 +195,7 @@ async def test_what_comes_while_a_closing_waits_for_the_compute_thread_does_not_
 
 
 async def test_what_begins_between_an_abort_and_the_result_that_is_decided_all_the_same_joins_no_sum() -> None:
-    """A member that missed the commit opens the round again, and then hears of the result."""
+    """A member that missed the commit opens the round again, and then learns of the result."""
     async with running_chain(SYNCHRONOUS) as chain:
         last = chain.peers[2]
         member = StageMember(last.stage, num_alive=lambda: 1)
@@ -223,7 +223,7 @@ async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(co
         snapshot = await member.snapshot()
         await chain.train(1)
         async with last.held():
-            # What is tentative is rolled back first, which has to wait.
+            # Tentative gradients are rolled back first, and that has to wait.
             installing = asyncio.create_task(member.install(snapshot))
             await eventually(lambda: last.stage.ledger.find(1) is None)
             training = asyncio.create_task(chain.train(0))

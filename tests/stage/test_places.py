@@ -1,4 +1,4 @@
-"""How many texts a peer takes, and whose."""
+"""How many texts a peer takes, in all and from each caller."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What strangers may send to a stage: refused with the right error, and the peer goes on serving."""
+"""Bad messages to a stage are refused with the right error, and the peer goes on serving."""
 
 import asyncio
 import gc
@@ -43,7 +43,7 @@ _NAN = _HIDDEN.index_fill(1, torch.tensor([3]), float("nan"))
 
 @pytest.fixture
 async def chain() -> AsyncIterator[Chain]:
-    """A chain. At the end of each test it must have lost no slot, and a good microbatch must pass."""
+    """A chain. At the end of each test no slot may be lost, and a valid microbatch must pass."""
     async with running_chain(SYNCHRONOUS) as chain:
         yield chain
         await eventually(lambda: all(peer.stage.admission.num_admitted == 0 for peer in chain.peers))
@@ -66,7 +66,7 @@ def _tensors(**tensors: torch.Tensor) -> list[pb.TrainRequest]:
 
 
 async def _send(peer: Peer, method: str, requests: Iterable[Any]) -> list[Any]:
-    """Send messages; gives all that a peer answers. Raises the error with which it refuses."""
+    """Send messages, and return all answers of a peer. Raises the error with which it refuses."""
     async with grpc.aio.insecure_channel(peer.record.endpoint, options=CLIENT_OPTIONS) as channel:
         call = getattr(StageServiceStub(channel), method)(iter(requests), timeout=20)
         try:
@@ -124,7 +124,7 @@ def _blocks(scale: float, num_blocks: int = 8, code: int = 1) -> torch.Tensor:
     ],
 )
 async def test_blocks_that_nobody_encodes_are_refused_and_change_nothing(hidden: torch.Tensor, message: str) -> None:
-    """So it is in forwards and in evaluation."""
+    """This holds for forwards and for evaluation."""
     requests = [_open(run_id=INT8.run_id), *_tensors(tokens=_TOKENS, hidden=hidden)]
     evaluation = [*_evaluate(run_id=INT8.run_id), *_as_evaluation(tokens=_TOKENS, hidden=hidden)]
     async with running_chain(INT8) as chain:
@@ -166,7 +166,8 @@ async def test_only_an_ack_may_follow_the_answer(chain: Chain) -> None:
 
 @pytest.mark.slow
 async def test_what_is_refused_after_its_answer_is_taken_out_of_what_others_have_added() -> None:
-    """For that the gradient is computed again from what came with the call, though the call keeps nothing of it."""
+    """For this the gradient is computed again from the tensors of the call, although the call itself no longer keeps
+    them."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0])
         before = {name: value.clone() for name, value in chain.peers[1].weights.buckets.open().sums.items()}
@@ -186,7 +187,7 @@ def _busy(_: Any) -> None:
 async def test_who_sends_eagerly_over_a_slow_line_hears_that_a_peer_is_busy(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller does not hear that its call ended while it wrote. What it sends meanwhile is not kept."""
+    """While the caller writes, it does not notice that its call has ended. What it sends meanwhile is not kept."""
     monkeypatch.setattr(incoming, "DRAIN_SECONDS", 0.2)
     monkeypatch.setattr(incoming, "SLOWEST_BYTES_PER_SECOND", 1 << 10)
     peer = chain.peers[1]
@@ -205,7 +206,7 @@ async def test_who_sends_eagerly_over_a_slow_line_hears_that_a_peer_is_busy(
 
 
 async def test_nothing_is_kept_of_what_was_refused_while_the_rest_of_it_comes(chain: Chain) -> None:
-    """The caller can make that last for minutes, in many calls."""
+    """A caller could make this last for minutes, in many calls."""
     async with grpc.aio.insecure_channel(chain.peers[1].record.endpoint, options=CLIENT_OPTIONS) as channel:
         stub: Any = StageServiceStub(channel)
         call = stub.Evaluate(timeout=20)
@@ -233,7 +234,7 @@ async def test_a_peer_that_is_leaving_says_so(chain: Chain) -> None:
 
 
 async def test_in_diloco_any_round_may_be_named() -> None:
-    """Peers are not at the same round there; the microbatch counts for whichever round it is acknowledged in."""
+    """With DiLoCo peers may be at different rounds. A microbatch counts for the round in which it is acknowledged."""
     async with running_chain(DILOCO) as chain:
         await chain.train_all([0], round_number=17)
         assert [peer.stage.ledger.committed(0) for peer in chain.peers] == [{0}] * 3
@@ -391,7 +392,8 @@ async def test_a_peer_that_has_moved_to_another_stage_is_passed_over(monkeypatch
 
 
 async def test_a_peer_that_has_joined_another_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer was started anew with the same key, at the same port, and its old announcement still holds."""
+    """The peer was started again in another run, with the same key and port, and its old announcement has not
+    expired."""
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), hop_limits=HopLimits(max_failures=1)) as chain:
         gone = chain.at(1)[0]
 
@@ -440,7 +442,7 @@ async def test_too_many_failures_end_in_one_clear_error() -> None:
 
 
 async def test_who_cannot_serve_a_microbatch_now_is_no_failure() -> None:
-    """Peers that can serve it may be busy for long, with a round of which only they have the weights."""
+    """The peers that can serve it may be busy for long, with a round whose weights only they have."""
     async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
         (first, *_) = chain.peers
         first.stage.admission.close()

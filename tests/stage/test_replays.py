@@ -39,7 +39,8 @@ async def test_a_replay_accumulates_only_where_it_is_missing() -> None:
 async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer that knows the microbatch is sent nothing, repeats what it sent and answered, and knows the next one."""
+    """A peer that knows the microbatch gets no tensors. It sends on and answers the same as before, and knows which
+    peer comes next."""
     microbatches, receive, received = range(6), Incoming.tensors, []
 
     async def note(incoming: Incoming) -> Mapping[str, torch.Tensor]:
@@ -61,7 +62,7 @@ async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
         forwards, backwards = alive.counts("forwards"), alive.counts("backwards")
         monkeypatch.setattr(Incoming, "tensors", note)
         for microbatch in lost:
-            # The peer of stage 0 need not be told what it knows of the rest.
+            # The peer of stage 0 already knows the rest of the path.
             hints = {peer: name for peer, name in routes[microbatch].items() if stage == 0 or peer == 0}
             reply = await chain.train(microbatch, accumulate_only_at=stage, hints=hints)
             await chain.ack(reply)
@@ -74,7 +75,8 @@ async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
 
 
 async def test_a_replay_goes_to_whoever_did_the_replay_before_it() -> None:
-    """It does not go to the peers of the first time, which a peer on its way knows: they may have lost it."""
+    """It does not go to the peers of the first time, although a peer on the path knows them: they may have lost the
+    microbatch."""
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 2)) as chain:
         for microbatch in range(4):
             reply = first = await chain.train(microbatch)
@@ -89,7 +91,7 @@ async def test_a_replay_goes_to_whoever_did_the_replay_before_it() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_replay_is_done_by_another_peer_than_the_one_that_has_it(stage: int) -> None:
-    """The leader may hear nothing of the peer that has it, though others still reach that peer."""
+    """The leader may no longer reach the peer that has it, although others still do."""
     num_peers = [1, 1, 1]
     num_peers[stage] = 2
     async with running_chain(SYNCHRONOUS, num_peers=num_peers) as chain:
@@ -112,7 +114,7 @@ async def test_a_replay_joins_what_answers_a_gradient_which_it_is_not_sent(stage
 
 @pytest.mark.parametrize("stage", [1, 2])
 async def test_a_microbatch_does_not_join_its_replay_which_the_stages_behind_have_not_added(stage: int) -> None:
-    """The replay's gradient is taken out of the sum, so that there is one in the end."""
+    """The replay's gradient is taken out of the sum, so that the microbatch counts once in the end."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train(0, accumulate_only_at=stage)
         await chain.train_all([0])
@@ -122,7 +124,7 @@ async def test_a_microbatch_does_not_join_its_replay_which_the_stages_behind_hav
 
 
 async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round() -> None:
-    """Stage 0 waits for the other stages to commit. What they lost with a peer has to come through stage 0."""
+    """Stage 0 waits until the other stages commit. Microbatches that they lost with a peer have to pass stage 0."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0, 1])
         first = chain.peers[0]
@@ -137,7 +139,7 @@ async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round()
 
 
 async def test_what_another_stage_lost_before_anybody_knew_passes_a_stage_that_has_closed_its_round() -> None:
-    """Stage 0's leader does not know, so it has the microbatch run as a new one; stage 1 waits for stage 0."""
+    """Stage 0's leader does not know of the loss, so the microbatch is run as a new one. Stage 1 waits for stage 0."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0, 1])
         middle = chain.peers[1]

@@ -1,4 +1,4 @@
-"""The end of a round at one stage: what is in its sum, and what it does with microbatches of other rounds."""
+"""The end of a round at one stage: what is in its sum, and how it treats microbatches of other rounds."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
 
 
 async def test_what_is_being_undone_is_out_of_the_sum_before_a_round_closes() -> None:
-    """It is so although the ledger has forgotten it."""
+    """This holds although the ledger no longer knows the microbatch."""
     async with running_chain(SYNCHRONOUS) as chain:
         middle = chain.peers[1]
         await chain.train_all([0, 1])
@@ -76,7 +76,7 @@ async def test_microbatches_of_the_round_before_the_last_are_stale() -> None:
 
 @pytest.mark.parametrize("falls_behind", ["before it is asked", "while they wait"])
 async def test_what_is_ahead_of_a_peer_that_catches_up_goes_to_another(falls_behind: str) -> None:
-    """The peer has nothing to do, but all that it took would wait for its download."""
+    """The peer has nothing to do, but whatever it took would have to wait for its download."""
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         behind, other = chain.at(1)
         is_behind = falls_behind == "before it is asked"
@@ -103,7 +103,7 @@ async def test_a_stage_that_has_to_repeat_a_round_gets_it_with_that_rounds_weigh
         for peer in chain.peers:
             if peer.backend.stage != late:
                 await _commit(peer)
-        # Microbatches that wait for the late stage take no place from those that this stage needs.
+        # Microbatches that wait for the late stage take no slots from those that this stage needs.
         ahead = [asyncio.create_task(chain.train(index, round_number=1)) for index in (8, 9)]
         if late > 0:
             await eventually(lambda: chain.peers[late].stage.admission.num_admitted == 2)

@@ -1,4 +1,4 @@
-"""Rounds of a chain: their steps are those of one process, and microbatches of the next round wait for the commit."""
+"""Rounds of a chain take the steps of one process, and microbatches of the next round wait for the commit."""
 
 import asyncio
 import dataclasses
@@ -37,7 +37,7 @@ async def test_whoever_waits_for_the_next_round_is_answered_when_it_begins() -> 
 
 @pytest.mark.parametrize("config", [SYNCHRONOUS, LORA], ids=["all", "adapters"])
 async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig) -> None:
-    """Two peers at one stage, and clipping by the norm over all stages."""
+    """One stage has two peers, and gradients are clipped by their norm over all stages."""
     model = build_transformer(config, device="cpu")
     parameters = trained_parameters(model)
     adamw = torch.optim.AdamW(
@@ -64,7 +64,7 @@ async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig)
             adamw.zero_grad()
             assert losses == pytest.approx(expected, abs=1e-4)
         for peer in chain.peers:
-            # Where a gradient is next to nothing, Adam magnifies the rounding: to a tenth of one step at most.
+            # If a gradient is almost zero, Adam magnifies its rounding error, to a tenth of a step at most.
             assert_close(peer.weights.masters, {name: parameters[name] for name in peer.weights.masters}, 1e-3)
         left, right = chain.at(1)
         assert left.weights.state_digest() == right.weights.state_digest()
@@ -129,7 +129,7 @@ async def test_stage_0_holds_the_next_rounds_microbatches_while_it_is_averaged()
 
 
 async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait is longer than callers bear silence. A peer that would take longer says so, and is not banned."""
+    """The wait is longer than callers accept silence. The peer says that it needs longer, and is not banned."""
     monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
     limits = HopLimits(silence_seconds=1.0, retry_seconds=0.02)
     async with running_chain(SYNCHRONOUS, hop_limits=limits, round_wait_seconds=3.0) as chain:
@@ -149,7 +149,7 @@ async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatc
             await peer.runtime.control(partial(apply_average, peer, peer.weights.close().tensors))
             peer.stage.round_began()
         await chain.ack(await training)
-        # The line to that peer is not taken for slow either, though two samples waited for two seconds.
+        # The line to that peer does not count as slow either, although two samples waited for two seconds.
         seconds = first.router.expected_seconds(chain.peers[1].peer_id, 1)
         assert seconds is not None
         assert seconds < 0.5

@@ -74,7 +74,7 @@ async def test_run_gives_result_and_seconds(runtime: Runtime) -> None:
 
 
 async def test_seconds_are_those_of_the_device_that_does_the_work() -> None:
-    """When the thread is done, a GPU has hardly begun."""
+    """When the thread has finished, a GPU has hardly begun."""
     done = asyncio.Event()
 
     class Watch(Stopwatch):
@@ -204,7 +204,7 @@ async def test_an_idle_thread_keeps_no_result_alive(runtime: Runtime) -> None:
 
 
 async def test_an_error_that_is_kept_keeps_nothing_of_the_failed_task(runtime: Runtime) -> None:
-    """Nor does the error that it came from."""
+    """Its cause, another error, does not keep anything either."""
     held: list[weakref.ref[torch.Tensor]] = []
 
     def inner() -> None:

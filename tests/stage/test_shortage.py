@@ -1,4 +1,4 @@
-"""A peer whose memory runs out: it takes less, and leaves where that does not help."""
+"""A peer whose memory runs out takes fewer microbatches, and leaves if that does not help."""
 
 import asyncio
 import dataclasses
@@ -62,7 +62,7 @@ def test_failures_in_a_row_at_one_microbatch_are_the_end() -> None:
 
 
 def _fail(peer: Peer, monkeypatch: pytest.MonkeyPatch, method: str, fails: Callable[[], bool]) -> None:
-    """Have a peer's backend fail for want of memory as long as `fails` says so."""
+    """Let a peer's backend run out of memory as long as `fails` returns true."""
     real = getattr(peer.backend, method)
 
     def scripted(*arguments: Any, **options: Any) -> Any:
@@ -120,7 +120,8 @@ async def test_a_peer_that_fails_at_every_microbatch_gives_up_and_another_does_i
 
 
 async def test_what_exceeds_the_memory_is_told_to_come_again() -> None:
-    """The bound holds for each round by itself: those of the next round wait, and must not hold up this one's."""
+    """The bound holds for each round separately: microbatches of the next round wait, and must not block those of this
+    round."""
     async with running_chain(SYNCHRONOUS) as chain:
         stage = chain.at(1)[0].stage
         microbatch = Microbatch(index=0, round=0, num_samples=2)
@@ -142,7 +143,7 @@ async def test_what_exceeds_the_memory_is_told_to_come_again() -> None:
 async def test_an_evaluation_without_memory_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That is no reason for the peer to leave, because training may go on."""
+    """The peer does not leave because of this, since training may still go on."""
     async with running_chain(DILOCO, num_peers=(2, 1, 1)) as chain:
         peer = chain.at(0)[0]
         _fail(peer, monkeypatch, "evaluate", lambda: True)

@@ -1,4 +1,4 @@
-"""Slots: as many as keep a peer busy, and who gets them."""
+"""Slots: their number keeps a peer busy, and they are shared fairly among callers."""
 
 import heapq
 import itertools
@@ -65,8 +65,8 @@ def test_a_least_that_is_more_than_the_largest_stays() -> None:
 class _Network:
     """A trainer with its window, and one peer behind a long line, on injected time.
 
-    A microbatch is asked for, waits for the peer's one thread, is computed, is away for as long as later stages take
-    and comes back.
+    A microbatch gets a slot, waits for the peer's one thread, is computed, is away while later stages compute, and
+    comes back.
     """
 
     compute_seconds: float
@@ -119,7 +119,7 @@ class _Network:
 
 @pytest.mark.parametrize("away_seconds", [0.05, 0.2, 0.5])
 def test_a_peer_is_kept_busy_however_long_its_microbatches_are_away(away_seconds: float) -> None:
-    """Each takes 20 ms to compute, so up to 26 microbatches are needed, which nothing tells the peer."""
+    """Each takes 20 ms to compute, so up to 26 microbatches are needed. The peer has to find this number itself."""
     network = _Network(compute_seconds=0.02, away_seconds=away_seconds, largest=64)
     assert network.run(seconds=40.0) > 0.85
     assert network.count.size <= 4 + 1.3 * away_seconds / 0.02
@@ -164,7 +164,7 @@ def test_one_caller_alone_may_take_all() -> None:
 
 
 def test_a_flood_leaves_the_others_their_share() -> None:
-    """One caller asks for more whenever anything changes; another one asks once in a while."""
+    """One caller asks for more whenever anything changes. Another one asks only now and then."""
     clock = ManualClock()
     slots = Slots(_count(4), clock)
     while _taken(slots, "flood"):

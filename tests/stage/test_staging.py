@@ -1,7 +1,7 @@
-"""The way to the device and back: the CPU's, and the order in which a GPU's queues are told to wait.
+"""Copies to a device and back: those of the CPU, and the order in which a GPU's queues wait for each other.
 
-torch.cuda is stood in for by queues that do nothing until somebody waits for it, and then no more than has to be done:
-what is not waited for is not there. tests/stage/test_cuda.py has the same on a GPU.
+Simulated queues take the place of torch.cuda. They do work only when somebody waits for it, and then no more than
+necessary. So a result for which nobody waited is missing. tests/stage/test_cuda.py tests the same on a GPU.
 """
 
 import asyncio

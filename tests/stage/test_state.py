@@ -1,4 +1,4 @@
-"""A stage's state, as others get it, and what is refused of what others give."""
+"""A stage's state as others get it, and which states of others are refused."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_a_state_of_other_tensors_is_refused(setting: str, name: str, wrong: tor
     ],
 )
 def test_a_state_that_nobody_can_have_reached_is_refused(setting: str, name: str, value: float) -> None:
-    """The state's digest fits, because the sender made both."""
+    """The digest matches the state, because the sender made both."""
     weights = _stepped(setting)
     state = weights.state_tensors()
     state[name].view(-1)[-1] = value

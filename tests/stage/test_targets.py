@@ -1,4 +1,5 @@
-"""Microbatches with few targets, or none: gradients, steps and averages weigh targets, as one process would."""
+"""Microbatches with few targets, or none. Gradients, steps and averages weigh every target equally, as one process
+does."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ DILOCO = RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=4)
 
 
 class Member:
-    """A member that accumulates by itself: a chain of stages in one process."""
+    """A member that accumulates on its own: a chain of stages in one process."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -43,7 +44,7 @@ class Member:
         )  # fmt: skip
 
     def train(self, number: int) -> float:
-        """Train and acknowledge a microbatch; gives its loss."""
+        """Train and acknowledge a microbatch, and return its loss."""
         batch, round_number = partial_samples(self.config, number), self.stages[0].weights.round.number
         inputs: Mapping[str, torch.Tensor] = batch
         forwards = []
@@ -115,7 +116,8 @@ def _weights(member: Member) -> dict[str, torch.Tensor]:
 def test_synchronous_rounds_follow_one_process(
     num_stages: int, packing: bool, optimizer: Literal["adamw", "muon"]
 ) -> None:
-    """Holds whatever targets each member has: one has nearly all, another none in the first round."""
+    """This holds however targets are distributed: one member has nearly all, another one has none in the first
+    round."""
     config = partial_config(num_stages=num_stages, packing=packing)
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=optimizer))
     members, reference = [Member(config), Member(config), Member(config)], _reference(config)
@@ -169,7 +171,7 @@ def test_a_microbatch_without_targets_counts_once_and_teaches_nothing() -> None:
 
 
 def test_a_round_without_targets_moves_nothing_by_gradients() -> None:
-    """A step is taken all the same, as in one process."""
+    """A step is still taken, as in one process."""
     config = partial_config()
     members, reference = [Member(config), Member(config)], _reference(config)
     for member, number in zip((0, 1, 0, 1), (2, 6, 10, 14), strict=True):

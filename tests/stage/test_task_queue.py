@@ -1,4 +1,4 @@
-"""The queue gives the most urgent wanted task, and refuses new work when full."""
+"""The queue returns the most urgent task that is still wanted, and refuses new work when it is full."""
 
 from functools import partial
 from typing import Any

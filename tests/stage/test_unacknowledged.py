@@ -1,4 +1,4 @@
-"""Answers that nobody acknowledges: they are taken back at every stage, unless a retry comes in time."""
+"""Answers that nobody acknowledges: their gradients are removed at every stage, unless a retry comes in time."""
 
 import asyncio
 import dataclasses
@@ -29,7 +29,7 @@ async def test_an_answer_that_nobody_acknowledges_is_rolled_back_at_every_stage(
         await asyncio.sleep(0.05)
         assert chain.states(0) == [EntryState.TENTATIVE] * 3, "a retry may still come"
         await eventually(lambda: chain.states(0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
-        # The gradient is forgotten at once, and taken out when the compute threads come to it.
+        # The ledger forgets the gradient at once. The compute threads take it out of the sum later.
         await eventually(lambda: chain.is_idle)
         chain.assert_accumulated([1])
         assert chain.counts("rolled_back") == [1, 1, 1]
@@ -74,7 +74,7 @@ async def test_a_trainer_that_dies_in_mid_microbatch_leaves_nothing(config: RunC
 async def test_a_cancellation_that_is_answered_with_a_broken_connection_is_still_one(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC answers so if the connection breaks at that very moment."""
+    """gRPC raises this error if the connection breaks at that moment."""
     read = Stream.read
 
     async def read_what_broke(*args: Any) -> Any:
@@ -113,7 +113,7 @@ async def test_what_a_dead_trainer_had_under_way_is_not_computed_any_more(config
             await eventually(lambda: chain.states(0) == [None, waits, waits])
         await eventually(lambda: chain.states(0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
         await eventually(lambda: chain.is_idle)
-        # The last stage had begun. It goes on if a stage waits for it that may yet be asked again.
+        # The last stage had begun. It goes on if a stage waits for it that may still get a retry.
         computed = [0, 0, int(config.rounds.synchronous)]
         assert (chain.counts("backwards"), chain.counts("rolled_back")) == (computed, computed)
         chain.assert_accumulated([])
@@ -165,7 +165,7 @@ async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
 
 
 async def _trained_with_a_late_backward(chain: Chain) -> None:
-    """Train a microbatch of which the last stage hears nothing for half a second after its answer."""
+    """Train a microbatch for which the last stage gets no ack within half a second after its answer."""
     first, last = chain.peers[0], chain.peers[2]
     async with AsyncExitStack() as held_back:
         async with last.held():

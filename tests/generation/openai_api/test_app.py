@@ -1,4 +1,4 @@
-"""What the routes answer, and what they refuse, in OpenAI's form."""
+"""The answers and errors of the routes, in OpenAI's form."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""What every request passes, and what ends it when its client goes away."""
+"""The checks that every request passes, and its end when the client disconnects."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ STREAM = json.dumps({"model": RUN, "prompt": "say", "max_tokens": 50, "stream": 
 
 
 class _Exchange:
-    """One request as the web server has it: what the client sends, when it hangs up, and what it is told."""
+    """One request as the web server sees it: what the client sends, when it disconnects, and what it gets."""
 
     def __init__(self, gate: Gate, pieces: list[bytes], **headers: str) -> None:
         names = {"content_type": "application/json"} | headers
@@ -95,7 +95,7 @@ async def test_a_body_may_come_in_pieces_and_be_so_large() -> None:
     await exchange.task
     assert exchange.status == 413
     assert "larger than 4 MiB" in exchange.body.decode()
-    # The body is not read for ever.
+    # Reading the body is limited in time.
     assert await _status(gate, [spaces] * 1000) == 413
 
 

@@ -1,4 +1,4 @@
-"""Turns: so many forwards ahead of the steps that will use their gradients, and no more."""
+"""Turns bound how many forwards run ahead of the steps that will use their gradients."""
 
 import asyncio
 from contextlib import suppress
@@ -67,7 +67,7 @@ async def test_what_fails_or_is_given_up_makes_room() -> None:
 
 
 async def test_one_that_is_late_holds_up_nobody() -> None:
-    """The peer further on is frozen, say. Microbatches that take as long as usual are waited for."""
+    """A peer of a later stage may be frozen. Microbatches that take as long as usual are still waited for."""
     peer = Peer(1)
     await peer.begin(0)
     peer.clock.advance(10.0)
@@ -82,7 +82,8 @@ async def test_one_that_is_late_holds_up_nobody() -> None:
 
 
 async def test_the_first_hold_up_nobody_for_long_either() -> None:
-    """A peer joins while a stage further on has no peers, say, and does not know yet how long is usual."""
+    """For example, a peer joins while a later stage has no peers. It does not know yet how long microbatches usually
+    take."""
     peer = Peer(1)
     await peer.begin(0, 1)
     peer.clock.advance(FIRST_LATE_SECONDS - 1.0)

@@ -64,7 +64,7 @@ def test_no_step_before_an_inner_batch_is_full() -> None:
 
 
 def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -> None:
-    """Every step takes one inner batch, whatever had to wait, and in whatever order batches become ready."""
+    """Every step takes one inner batch, whichever batches had to wait and in whichever order they become ready."""
     weights, events = recorded()
     late = weights.buckets.open()
     late.num_tentative = 1
@@ -217,7 +217,7 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     new_anchor = weights.anchor(1)
     assert new_anchor is not None
     assert_same(new_anchor, moved)
-    # The backlog was stepped at once, on top of what was carried over.
+    # The steps of the backlog were taken at once, after the batches that were carried over.
     assert weights.round_samples == 8
     assert weights.num_unstepped_samples == 0
 
@@ -266,7 +266,8 @@ def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> 
         samples.append(closing.num_samples)
         zero = {name: torch.zeros_like(closing.tensors[name])}
         weights.commit(zero, total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
-        # It is back at its anchor, which an average of zero does not move; the other fragment goes on undisturbed.
+        # This fragment is back at its anchor, which an average of zero does not move. The other fragment goes on
+        # undisturbed.
         torch.testing.assert_close(weights.masters[name].detach(), start[name])
         assert torch.equal(weights.masters[other].detach(), before[other])
     assert samples == [4, 8, 8, 8]
@@ -328,7 +329,7 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
 
 
 def _away(num_fragments: int = 1) -> tuple[StageWeights, dict[str, torch.Tensor]]:
-    """A peer that takes two inner steps of 4 samples each in round 1, and what it learns by these."""
+    """A peer that takes two inner steps of 4 samples each in round 1, and the change of its weights by these steps."""
     weights = overlapping(0, num_fragments)
     commit_without_steps(weights)
     anchor = values_of(weights.masters)
@@ -386,7 +387,8 @@ def test_who_has_not_stepped_yet_in_this_round_keeps_what_no_round_of_its_fragme
     others = overlapping(0, num_fragments=2)
     for _ in range(3):
         commit_without_steps(others)
-    # Round 1 averages the bias with what this peer has learnt; the weight's turn is round 2.
+    # Round 1 averages the fragment with the bias, and what this peer has learnt of it. The fragment with the weight
+    # follows in round 2.
     commit_without_steps(weights)
     assert weights.round.stepped.samples == 0
     if moment == "commit":
