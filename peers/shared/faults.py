@@ -1,7 +1,7 @@
-"""What goes wrong in a program, said in one line on stderr and by an exit code.
+"""Reports a program's faults: in one line on stderr, and by an exit code.
 
-Each command and each bench runs its program in `run_program`. A bug is not said in one line: it keeps its traceback.
-Imports neither grpc nor hivemind, since faults can come before their environment is prepared.
+Each command and each bench runs its program in `run_program`. A bug keeps its traceback. This imports neither grpc nor
+hivemind, because faults may happen before the environment of these is prepared.
 """
 
 import logging
@@ -24,16 +24,16 @@ _FAULTS = (ValueError, SwarmError, OSError)
 def run_program(prog: str, main: Callable[[], int]) -> int:
     """Run a program and turn every fault that is not a bug into one line on stderr.
 
-    A ValueError is the user's fault (exit code 2); SwarmError, OSError and a lack of memory come from the world (1);
-    Ctrl-C gives 130, SIGTERM 143; and where nothing reads the output any more (`| head`), the code is 141, without a
-    line. Of an ExceptionGroup a lack of memory is reported, or else the first fault. Log level `debug` shows the
-    traceback as well.
+    A ValueError is the user's fault, with exit code 2. SwarmError, OSError and a lack of memory have exit code 1. The
+    code is 130 after Ctrl-C, and 143 after SIGTERM. If nothing reads the output any more (`| head`), it is 141, and no
+    line is printed. Of an ExceptionGroup, a lack of memory is reported if there is one, else the first fault. Log level
+    `debug` shows the traceback as well.
 
     Returns:
         The exit code.
 
     Raises:
-        Exception: anything else, a bug, with its traceback.
+        Exception: any other error, which is a bug, with its traceback.
     """
     try:
         exit_code = main()
@@ -64,7 +64,7 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
 
 
 def _has_lost_reader(stream: TextIO) -> bool:
-    """Whether the stream is a pipe of which the other end is closed."""
+    """Whether the stream is a pipe whose other end is closed."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -75,7 +75,7 @@ def _has_lost_reader(stream: TextIO) -> bool:
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors in an ExceptionGroup, and in the groups inside it; of another error, itself."""
+    """All errors in an ExceptionGroup and in the groups inside it. Any other error yields only itself."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves(inner)
@@ -89,7 +89,7 @@ def first_line(error: Exception) -> str:
 
 
 def describe(error: BaseException | None) -> str:
-    """An error in one line; anything but a fault begins with its class."""
+    """An error in one line. If it is not a fault, the line begins with its class."""
     if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
         text = f"{error.filename}: it should be a folder, and is a file or in a file; name another path"
     elif isinstance(error, OSError) and error.strerror:
@@ -102,7 +102,8 @@ def describe(error: BaseException | None) -> str:
 
 
 def _shortage(error: BaseException | None) -> BaseException | None:
-    """The lack of memory behind an error: itself, or one that led to it. A fault has none: it is reported as it is."""
+    """The lack of memory behind an error: the error itself, or one that led to it. None for a fault, which is reported
+    as it is."""
     while error is not None and not is_out_of_memory(error):
         error = None if isinstance(error, _FAULTS) else error.__cause__ or error.__context__
     return error

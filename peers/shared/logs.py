@@ -1,4 +1,4 @@
-"""What a program logs: one line a record, on stderr.
+"""Sets up a program's log: one line a record, on stderr.
 
 Each program sets this up once it knows its options. Nothing here decides what is worth a line.
 """
@@ -23,15 +23,15 @@ def setup_logging(name: str, level: LogLevel) -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     threading.excepthook = _log_faults(threading.excepthook)
     sys.unraisablehook = _log_faults(sys.unraisablehook)
-    # The user of this program has no use for what other packages log.
+    # What other packages log is of no use to the user of this program.
     for package in ("asyncio", "datasets", "hivemind", "huggingface_hub", "matplotlib", "urllib3", "wandb"):
         logging.getLogger(package).setLevel("DEBUG" if level == "debug" else "ERROR")
 
 
 def _log_faults(hook: Callable[[Any], object]) -> Callable[[Any], None]:
-    """Wrap Python's hook for what a thread or a destructor raises: what is no bug is logged, without a traceback.
+    """Wrap Python's hook for errors of threads or destructors: errors that are not bugs are logged without a traceback.
 
-    Lack of memory is no bug, nor is an OSError, such as a full disk below a library that writes in a thread of its own.
+    A lack of memory is not a bug. Nor is an OSError, such as a full disk when a library writes in its own thread.
     """
 
     def log(raised: Any) -> None:

@@ -35,13 +35,15 @@ def prepare_environment() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed for the next thread of this process that wants memory.
+    """Make the C library keep freed memory, for the next thread of this process that allocates.
 
-    glibc by itself gives large tensors pages of their own, and each thread an arena in pieces of 64 MiB; both go back
-    to the system as soon as they are empty. A microbatch's gradients, and the vectors of a round's end, are as large as
-    the stage's weights. The system would clear each of their pages every time, which was most of a round's end. So a
-    process keeps the memory that it once needed, except what is free at the heap's end beyond 2 GiB. This does nothing
-    where the user has set MALLOC_*, or with another C library.
+    By default glibc allocates large tensors in pages of their own, and gives each thread an arena in pieces of 64 MiB.
+    Both go back to the system as soon as they are empty. A microbatch's gradients, and the vectors at the end of a
+    round, are as large as the stage's weights. The system would clear each of their pages at every allocation, which
+    took most of the time at the end of a round. With this, a process keeps the memory that it once needed, except more
+    than 2 GiB of free memory at the heap's end.
+
+    This does nothing if the user has set MALLOC_*, or with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -53,8 +55,8 @@ def keep_freed_memory() -> None:
 def require_addresses(num_bytes: int) -> None:
     """Raise MemoryError if this process's limit (ulimit -v, prlimit --as) leaves less address space than `num_bytes`.
 
-    Call this before large libraries are imported, and before gRPC starts its threads: where address space runs out,
-    some libraries end the process without a word, and some wait for ever.
+    Call this before large libraries are imported, and before gRPC starts its threads. If address space runs out, some
+    libraries end the process without a message, and some wait for ever.
     """
     if num_bytes == 0 or address_limit() is None:
         return
@@ -85,16 +87,17 @@ def address_limit() -> int | None:
 
 
 def die_with_parent(parent: int | None = None) -> Callable[[], None]:
-    """Make the `preexec_fn` for a child that the kernel is to kill when this process dies, however it dies.
+    """Make the `preexec_fn` for a child that the kernel kills when this process dies, however it dies.
 
     The kernel kills the child when the *thread* that started it ends: start such children from a thread that lives as
     long as the process. Does nothing where the system has no prctl.
 
     Args:
-        parent: this process; or, where the process itself makes and calls it, the one that started it.
+        parent: the process id of the parent. By default this process; a process that calls the function for itself
+            names the process that started it.
     """
     parent = parent or os.getpid()
-    # We look it up here, because little is safe between fork and exec.
+    # prctl is looked up here, because few operations are safe between fork and exec.
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
     def in_child() -> None:

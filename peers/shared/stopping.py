@@ -21,7 +21,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Have SIGTERM interrupt the block as Ctrl-C does: for long work of the main thread that has to clean up."""
+    """Let SIGTERM interrupt the block as Ctrl-C does. For long work in the main thread that has to clean up."""
 
     def interrupt(number: int, frame: object) -> None:
         raise Terminated
@@ -34,10 +34,11 @@ def interruptible() -> Iterator[None]:
 
 
 class Stop(asyncio.Event):
-    """Set when the program is to end.
+    """An event that is set when the program is to end.
 
     Attributes:
-        exit_code: the program's exit code if it ends before its work is done: by the signal that came, or for Ctrl-C.
+        exit_code: the program's exit code if it ends before its work is done. It depends on the signal; without one it
+            is that for Ctrl-C.
     """
 
     exit_code = EXIT_INTERRUPTED
@@ -49,7 +50,7 @@ class Stop(asyncio.Event):
 
 
 def stop_event() -> Stop:
-    """An event that SIGINT and SIGTERM set, for the running loop; a second Ctrl-C ends the process at once."""
+    """An event for the running loop, which SIGINT and SIGTERM set. A second Ctrl-C ends the process at once."""
     stop = Stop()
 
     def on_signal(number: int) -> None:
@@ -64,8 +65,8 @@ def stop_event() -> Stop:
 
 
 async def before(stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Run both until one ends, then cancel the other and wait for its end; gives the result of `work`, or None if
-    `stop` ended first. Raises what the one that ended raises."""
+    """Run both until one ends. Then cancel the other one, and wait for its end. Return the result of `work`, or None if
+    `stop` ended first. Raises the error of the one that ended first."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop)
     try:
         await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)

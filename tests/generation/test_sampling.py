@@ -25,7 +25,7 @@ def test_no_temperature_takes_the_likeliest_token() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-308, 5e-324])
 def test_however_low_a_temperature_is_it_takes_the_likeliest_token(temperature: float) -> None:
-    """Of several likeliest ones it takes one: no logit becomes infinite or NaN."""
+    """If several tokens are equally likely, one of them is taken. No logit becomes infinite or NaN."""
     assert _drawn(1000.0 * LOGITS, 10, temperature=temperature, top_p=0.9) == {1: 10}
     assert _drawn(torch.tensor([-2.0, 1.0, 1.0]), 40, temperature=temperature).keys() == {1, 2}
 

@@ -64,7 +64,7 @@ class Host:
 
     @asynccontextmanager
     async def connected(self, identity: Identity) -> AsyncIterator[grpc.aio.Channel]:
-        """A connection of an intruder: one of its own, and without scruples about what it sends."""
+        """A separate connection for an intruder, over which it can send anything."""
         options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS, ("grpc.max_send_message_length", -1))
         local = (*options, ("grpc.use_local_subchannel_pool", 1))
         credentials = tls.pinned_credentials(self.record.certificate_pem, identity)

@@ -202,7 +202,8 @@ with grpc.secure_channel(address, credentials, options=options) as channel:
 
 
 async def test_a_decompression_bomb_stays_packed() -> None:
-    """A quarter of a megabyte that would become a quarter of a gigabyte; packed in a process of its own."""
+    """The message has a quarter of a megabyte, and would become a quarter of a gigabyte. A process of its own packs
+    it."""
     async with running() as host:
         await host.train()
         before = resident_bytes()

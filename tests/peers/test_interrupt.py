@@ -168,7 +168,7 @@ def test_ctrl_c_in_a_program_s_first_imports_ends_it_without_a_word(program: str
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_ctrl_c_in_any_import_ends_a_program_without_a_word(program: str, module: str) -> None:
     ended = _interrupt_at_import(program, module, "--steps")
-    # Programs that do not import it come to their options, which are wrong.
+    # Programs that do not import the module reach their options, which are wrong.
     assert ended.returncode in (130, 2)
     assert ended.returncode == 2 or (ended.stderr, ended.stdout) == ("", "")
     assert "Traceback" not in ended.stderr
@@ -214,7 +214,7 @@ def _ends_unread(script: str, first: str) -> bool:
 
 
 def test_a_reader_that_goes_away_ends_a_program_without_a_word(tmp_path: Path) -> None:
-    """So does a program that prints from a task, and whose error is in a group."""
+    """The same holds for a program that prints from a task, so that its error is in an ExceptionGroup."""
     script = """
 import asyncio, sys
 from peers.shared import faults

@@ -128,9 +128,9 @@ def _was_asked_again(peer: Peer) -> bool:
 
 
 async def _stop_in_mid_microbatch(chain: Chain, stage: int) -> tuple[Chain, Peer]:
-    """Train microbatch 0, and stop the peer of `stage` that took it while the last stage has not computed yet.
+    """Train microbatch 0, and stop the peer of `stage` that took it before the last stage computes.
 
-    Gives the chain without the dead peer, and the peer that stepped in.
+    Return the chain without the dead peer, and the peer that took over.
     """
     last = chain.at(2)[-1]
     async with last.held():

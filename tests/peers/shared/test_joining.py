@@ -36,7 +36,7 @@ def test_a_stage_that_nobody_has_served_needs_a_peer_and_no_more() -> None:
 
 
 def test_what_a_stage_has_learnt_is_taken_from_a_checkpoint_or_given_up_knowingly() -> None:
-    """A peer does not begin anew without being told to (resume.choose)."""
+    """A peer begins anew only if the user asks for it (resume.choose)."""
     told = remedy(Joining.at(CONFIG, [ENTRY], insecure=False).peer, 1, run_round=7)
     line = told.partition("start one with ")[2].partition(",")[0]
     assert _options(line).resume is not None

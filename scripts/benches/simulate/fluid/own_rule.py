@@ -50,7 +50,7 @@ class OwnRule:
     # -- the DHT -----------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """Forget what was read before, which is out of date."""
+        """Discard what was read before, because it is out of date."""
         self._rows: dict[int, list[PeerRecord]] | None = None
         self._layout: Layout | None = None
         self._listed: frozenset[PeerId] = frozenset()
@@ -109,12 +109,12 @@ class OwnRule:
     # -- coming and going --------------------------------------------------------------------------------------------
 
     def began(self, peer: int) -> None:
-        """Have a peer that is there from the start announce itself and look from time to time."""
+        """Let a peer that is there from the start announce itself, and check from time to time whether to move."""
         self._judgements[peer] = Judgement(own_id=_id(peer), costs=self._costs)
         self._arrived(peer, move_seconds=None)
 
     def came(self, peer: int) -> None:
-        """Have a newcomer look, claim, look again and join."""
+        """Let a newcomer look, claim, look again and join."""
         self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs)
         stage = judgement.first_choice(self._read(), list(self._claims.values()), ())
         assert stage is not None, "every stage can be entered"

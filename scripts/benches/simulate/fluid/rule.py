@@ -10,15 +10,15 @@ class Rule(Protocol):
     """Moves the peers of one swarm."""
 
     def began(self, peer: int) -> None:
-        """Hear of a peer that is there from the start, and serves."""
+        """Called for a peer that is there from the start, and serves."""
         ...
 
     def came(self, peer: int) -> None:
-        """Hear of a newcomer, which the rule has to let `join` a stage."""
+        """Called for a newcomer. The rule has to let it `join` a stage."""
         ...
 
     def left(self, peer: int) -> None:
-        """Hear that a peer has gone."""
+        """Called when a peer has gone."""
         ...
 
 

@@ -60,7 +60,7 @@ class FluidSwarm:
     present: set[int] = field(default_factory=set)
     num_moves: int = 0
     _ready: set[int] = field(default_factory=set)
-    """Those of the present peers that can serve by now."""
+    """The present peers that can serve by now."""
     _counted_until: float = 0.0
     _done: float = 0.0
     _best: float = 0.0
@@ -93,11 +93,12 @@ class FluidSwarm:
         self.timeline.after(self.download_seconds, lambda: self._can_serve(peer))
 
     def join(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
-        """Have a newcomer download a stage's state and serve the stage; `then` is called when it does."""
+        """Let a newcomer download a stage's state and serve the stage. `then` is called when it serves."""
         self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
 
     def move(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
-        """Have a peer give up its stage, download another one's state and serve that; `then` is called when it does."""
+        """Let a peer leave its stage, download another stage's state and serve that one. `then` is called when it
+        serves."""
         self._count()
         del self.peers[self.stage_of.pop(peer)][peer]
         self.num_moves += 1

@@ -23,7 +23,8 @@ NOTICE_SECONDS = 1.0
 
 
 def train(pipeline: SimulatedPipeline, view: View, then: Callable[[int], object]) -> None:
-    """Send a microbatch through all stages; `then` is told how many peers of the first stage were busy."""
+    """Send a microbatch through all stages. `then` is called with the number of peers of the first stage that were
+    busy."""
     _Hop(pipeline, view, 0, None, then).attempt()
 
 
@@ -123,7 +124,7 @@ class _Hop:
 
 
 class _Call:
-    """One peer that a hop has chosen, from the question whether it has room to its answer or its death."""
+    """The call of a hop to one chosen peer, from the question whether it has room until its answer or its death."""
 
     def __init__(self, hop: _Hop, peer: SimulatedPeer, *, is_eager: bool, has_others: bool) -> None:
         """
@@ -146,7 +147,7 @@ class _Call:
         self._after(self._one_way, self._asked)
 
     def lost(self) -> None:
-        """Have the hop know, as soon as it can, that the peer has died."""
+        """Inform the hop, as soon as it can know, that the peer has died."""
         self._timeline.after(NOTICE_SECONDS, partial(self._hop.failed, self._peer.peer_id, is_gone=False))
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ class Waiting(Protocol):
     """Waits for a peer's answer."""
 
     def lost(self) -> None:
-        """Hear that the peer has died."""
+        """Called when the peer has died."""
         ...
 
 
@@ -101,7 +101,7 @@ class SimulatedPeer:
     # -- life and death ----------------------------------------------------------------------------------------------
 
     def waits(self, caller: Waiting) -> None:
-        """Note who waits for an answer, and has to be told if the peer dies."""
+        """Register a caller that waits for an answer, and has to be informed if the peer dies."""
         self._waiting[caller] = None
 
     def waits_no_more(self, caller: Waiting) -> None:
@@ -140,18 +140,18 @@ class SimulatedPeer:
     # -- computing ---------------------------------------------------------------------------------------------------
 
     def begin(self, then: Callable[[float], None]) -> int:
-        """Have a forward computed, and return the microbatch's age here. `then` is told how many seconds it took."""
+        """Compute a forward, and return the microbatch's age here. `then` is called with the seconds that it took."""
         age = self._num_begun
         self._num_begun += 1
         self._submit(Priority.FORWARD, age, (1 - BACKWARD_SHARE) * self.machine.busy_seconds, then)
         return age
 
     def end(self, age: int, then: Callable[[float], None]) -> None:
-        """Have the backward of a microbatch computed."""
+        """Compute the backward of a microbatch."""
         self._submit(Priority.BACKWARD, age, BACKWARD_SHARE * self.machine.busy_seconds, then)
 
     def both(self, then: Callable[[float], None]) -> None:
-        """Have forward and backward computed as one task, as at the last stage."""
+        """Compute forward and backward as one task, as at the last stage."""
         self._num_begun += 1
         self._submit(Priority.FORWARD, self._num_begun - 1, self.machine.busy_seconds, then)
 
@@ -177,6 +177,6 @@ class SimulatedPeer:
     def _done(self, seconds: float, then: Callable[[float], None]) -> None:
         if self.is_gone:
             return
-        # As in a compute thread, the next task begins before any caller hears that this one has ended.
+        # As in a compute thread, the next task begins before any caller learns that this one has ended.
         self._next()
         then(seconds)

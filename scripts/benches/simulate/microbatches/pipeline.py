@@ -80,7 +80,7 @@ class SimulatedPipeline:
         self.peers.pop(peer_id).die()
 
     def announce(self, views: Sequence[View]) -> None:
-        """Have the senders with these views, and all peers that hand on, read the directory."""
+        """Let the senders with these views, and all peers that hand on, read the directory."""
         readers: dict[View, range] = dict.fromkeys(views, range(1 if self._make_view else self.num_stages))
         for peer_id, view in self._views.items():
             stage = self.peers[peer_id].machine.stage + 1

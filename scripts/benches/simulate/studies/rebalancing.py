@@ -100,7 +100,7 @@ def exit_code(figures: dict[str, Any]) -> int:
 
 
 def _closed(percent: dict[str, float]) -> float:
-    """How much our rule closes of the gap to the optimum that the paper's rule leaves at T = 60 seconds, as a share."""
+    """The share of the gap between the paper's rule (T = 60 seconds) and the optimum that our rule closes."""
     left = 100.0 - percent["swarm_60"]
     return (percent["ours"] - percent["swarm_60"]) / left if left else 0.0
 

@@ -1,16 +1,16 @@
 """Is a simulated swarm as fast as a real one?
 
-Real peers and a trainer, processes of their own over TLS on this machine, whose computing is a pause of fixed length
-(../../sides/paced_stage.py), so that they need few cores; and the same swarm in virtual time, with the same pauses.
-It compares microbatches per second that the peers of stage 0 commit while no round ends, and each peer's share of its
-stage's work.
+The real swarm has peers and a trainer, each a process of its own, over TLS on this machine. Computing is a pause of
+fixed length (../../sides/paced_stage.py), so that they need few cores. The simulated swarm is the same one in virtual
+time, with the same pauses. The study compares the microbatches per second that the peers of stage 0 commit while no
+round ends, and each peer's share of its stage's work.
 
-Half of the settings are saturated: whatever is chosen, the poorest stage's peers are busy. In the others the trainer
-keeps few microbatches in flight, so that throughput is their number over the time that one of them takes: the choice of
-peers, credits, queues and the length of the lines (../../shared/throttle.py) all count.
+Half of the settings are saturated: the peers of the slowest stage are always busy, whichever peers are chosen. In the
+others the trainer keeps few microbatches in flight, so the throughput is their number over the time of one microbatch.
+There the choice of peers, credits, queues and the length of the lines (../../shared/throttle.py) all matter.
 
-How long handing a microbatch on takes on this machine, beside its computing, is measured before: the trainer gives one
-peer one microbatch after the other. The simulation is told nothing else of the real swarm.
+Handing on a microbatch takes some time on this machine, besides its computing. This is measured before: the trainer
+gives one peer one microbatch after another. The simulation gets no other figure of the real swarm.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Setting:
     max_in_flight: int = MOST_IN_FLIGHT
     """The most microbatches in flight of the trainer."""
     round_trip_seconds: float = 0.0
-    """What the length of the lines adds to a call and its answer, between any two processes."""
+    """The time that the length of the lines adds to a call and its answer, between any two processes."""
 
     @property
     def limit(self) -> float:
@@ -80,7 +80,7 @@ SETTINGS: dict[SettingName, Setting] = {
     "slow-peer-long-line": Setting(paces=SLOW_PEER, max_in_flight=4, round_trip_seconds=0.1),
 }
 ALONE = Setting(paces=((0.05,),), max_in_flight=1)
-"""A swarm with one microbatch at a time: its time beside computing is that of handing on."""
+"""A swarm with one microbatch at a time. Its time besides computing is that of handing on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +147,12 @@ def exit_code(figures: Mapping[str, Any]) -> int:
 
 
 def handing_on_seconds(rates: Sequence[float]) -> float:
-    """The time that a microbatch takes there and back when it is alone in the swarm `ALONE`, with all that programs do
-    to it."""
+    """The time to hand a microbatch on and get the answer, without computing, from the rates of the swarm `ALONE`."""
     return max(0.0, 1 / statistics.median(rates) - ALONE.paces[0][0] * MICROBATCH_SIZE)
 
 
 def largest_difference_points(one: Work, other: Work) -> float:
-    """The most by which a peer's share of its stage's work differs, in points of a hundred."""
+    """The largest difference of a peer's share of its stage's work, in percentage points."""
     return max(
         100.0 * abs(share - other_share)
         for stage, other_stage in zip(one, other, strict=True)
@@ -219,10 +218,11 @@ def simulate(
 
 
 def machines(setting: Setting, link_seconds: float) -> list[Machine]:
-    """The peers of the simulated swarm, with what it takes to hand on to each.
+    """The peers of the simulated swarm, each with the time to hand on a microbatch to it.
 
-    A simulated line belongs to a peer, and what is between two peers is the sum of half of both; the trainer has none.
-    So the lines of every second stage are as long as the whole way, and those of the stages between have no length.
+    In the simulation a line belongs to a peer. The way between two peers is half of one line and half of the other. The
+    trainer has no line. So the lines of every second stage get the whole length, and those of the stages between get
+    none.
     """
     return [
         Machine(
@@ -238,7 +238,7 @@ def machines(setting: Setting, link_seconds: float) -> list[Machine]:
 
 
 def shares(counts: Sequence[Sequence[int]]) -> Work:
-    """The share of each peer, from what the peers of its stage did."""
+    """The share of each peer in the work of its stage."""
     return tuple(tuple(count / max(1, sum(stage)) for count in stage) for stage in counts)
 
 
@@ -293,7 +293,7 @@ def _real(options: Options, name: str, setting: Setting) -> tuple[list[float], W
 
 
 def _children(setting: Setting, log_folder: Path, stack: ExitStack) -> Supervisor:
-    """The child processes, with lines of their own where these are long."""
+    """The supervisor of child processes. They get lines of their own if the setting has long lines."""
     if not setting.round_trip_seconds:
         return Supervisor(log_folder)
     return Lines(log_folder, stack.enter_context(Throttle(FAST, setting.round_trip_seconds)))
