@@ -142,7 +142,7 @@ def _bound(host: str, port: int, option: str, host_option: str | None) -> socket
 
 
 def _is_of_host(error: OSError | UnicodeError) -> bool:
-    """Whether no port of the host could be taken."""
+    """Whether the error is about the host, so that no other port would help."""
     return isinstance(error, (socket.gaierror, UnicodeError)) or error.errno == errno.EADDRNOTAVAIL
 
 

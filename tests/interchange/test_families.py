@@ -22,7 +22,7 @@ CARD = Card(round=0, num_samples=0, losses={})
 
 
 def _logits(source: Source, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """The logits that as many stages as there are layers compute."""
+    """The logits of a model that is cut into one stage for each layer."""
     config = RunConfig(
         model=source.model, stages=StagesConfig(num_stages=NUM_LAYERS), data=DataConfig(sequence_length=8)
     )

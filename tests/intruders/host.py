@@ -1,4 +1,4 @@
-"""A stage peer as its program wires it, in this process: what intruders attack, and what honest traffic needs.
+"""A stage peer in this process, wired as its program wires it, for intruders to attack, and honest callers of it.
 
 The last of two stages, with real TLS, in a locked run or an open one. Its DHT is a MemoryStore.
 """
@@ -59,7 +59,7 @@ class Host:
 
     @property
     def address(self) -> Address:
-        """What requests to it name."""
+        """The address that requests to it have."""
         return Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=STAGE)
 
     @asynccontextmanager
@@ -72,7 +72,7 @@ class Host:
             yield channel
 
     async def train(self) -> float:
-        """One honest microbatch, acknowledged; gives its loss."""
+        """Train and acknowledge one honest microbatch, and return its loss."""
         index, self.num_honest = self.num_honest, self.num_honest + 1
         generator = torch.Generator().manual_seed(index)
         tensors = {
@@ -96,7 +96,7 @@ class Host:
 async def running(
     *, identity: Identity = locked.PEER, honest: Identity = locked.OTHER_PEER, max_in_flight: int = 4
 ) -> AsyncIterator[Host]:
-    """Serve; `identity` decides whether the run is locked."""
+    """Run the peer inside the block. `identity` decides whether the run is locked."""
     clock = SystemClock()
     config = LOCKED_RUN if identity.authority is not None else OPEN_RUN
     router = Router(clock, random.Random(0))

@@ -1,4 +1,4 @@
-"""Messages and bytes that nobody meant to send: valid ones, changed at random, the same for the same seed."""
+"""Random changes of valid messages and bytes. The same seed gives the same changes."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ TEXTS = ("", "0", "x" * 5000, "\x00", "ä" * 40, "../../etc/passwd", "NaN")
 
 
 def changed_message(message: Message, chance: random.Random) -> bytes:
-    """A message with some fields set to what they should not be."""
+    """A message with some fields set to wrong values."""
     changed = type(message)()
     changed.CopyFrom(message)
     for _ in range(chance.randint(1, 3)):
@@ -76,7 +76,7 @@ def _scalar(field: FieldDescriptor, chance: random.Random) -> Any:
 
 
 def changed_bytes(data: bytes, chance: random.Random) -> bytes:
-    """Bits flipped, a piece cut out, doubled or overwritten."""
+    """The bytes with flipped bits, or with a piece cut out, doubled or overwritten."""
     changed = bytearray(data or b"\x00")
     for _ in range(chance.randint(1, 4)):
         start = chance.randrange(len(changed))
@@ -97,7 +97,7 @@ def changed_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def mutant(message: Message, chance: random.Random) -> bytes:
-    """One of the two, or both."""
+    """A changed message, changed bytes, or both."""
     kind: Sequence[Callable[[], bytes]] = (
         lambda: changed_message(message, chance),
         lambda: changed_bytes(message.SerializeToString(), chance),

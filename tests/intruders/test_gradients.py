@@ -1,4 +1,5 @@
-"""Numbers that would spoil a gradient: refused with the right status, and what was learnt stays as it was."""
+"""Numbers that would spoil a gradient are refused with the right status, and the accumulated gradients do not
+change."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Malformed and mutated messages to every call of a real stage peer: each gets an answer that fits, and nothing breaks.
+"""Malformed and mutated messages to every call of a real stage peer. Each gets a proper answer, and nothing breaks.
 
 They come from a member with a peer's token, who may call everything, and from anybody in an open run.
 """
@@ -40,7 +40,7 @@ CUT_OFF = "Internal error from Core"
 
 @dataclass(frozen=True)
 class Attack:
-    """A call, with the messages that would be right."""
+    """A call, with valid messages for it."""
 
     method: str
     messages: Sequence[Message]
@@ -53,7 +53,7 @@ class Attack:
 
 
 def attacks(address: Address, own_id: str) -> list[Attack]:
-    """Every call, made rightly."""
+    """Every call, with valid messages."""
     tokens, hidden = torch.zeros(2, 17, dtype=torch.int32), torch.zeros(2, 16, 32)
     tensors = [*chunks(TOKENS, tokens), *chunks(HIDDEN, hidden)]
     ballot, standing = pb.Ballot(attempt=1, leader_id=own_id), pb.Standing(round=0)
@@ -113,7 +113,7 @@ def attacks(address: Address, own_id: str) -> list[Attack]:
 
 
 async def _answer(channel: grpc.aio.Channel, attack: Attack, requests: Sequence[bytes]) -> tuple[Any, str]:
-    """How a call with these bytes ends."""
+    """Make a call with these bytes, and return how it ended."""
     streaming: Any = channel.stream_stream(attack.method)
     unary: Any = channel.unary_stream(attack.method)
     call: Any = streaming(timeout=20) if attack.streams else unary(requests[0], timeout=20)
@@ -132,7 +132,7 @@ async def _answer(channel: grpc.aio.Channel, attack: Attack, requests: Sequence[
 
 
 async def bombard(host: Host, channel: grpc.aio.Channel, num_messages: int, seed: int, own_id: str) -> Counter[str]:
-    """Send so many messages, of which every stream has several; gives how the calls ended."""
+    """Send this many messages, several in each stream. Return how the calls ended."""
     known = attacks(host.address, own_id)
     chance = random.Random(seed)
     endings: Counter[str] = Counter()
@@ -187,7 +187,7 @@ async def test_a_few_hundred_messages(sides: tuple[Identity, Identity, Identity]
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_50_000_messages(sides: tuple[Identity, Identity, Identity]) -> None:
-    """So many messages of each kind are tried; test_records tries as many records."""
+    """50,000 messages of each kind are tried. test_records tries as many records."""
     await _survives(sides, 50_000)
 
 
@@ -205,7 +205,7 @@ async def test_a_member_that_names_another_id_is_refused() -> None:
             code, details = await _answer(channel, attack, [attack.messages[0].SerializeToString()])
             service, name = attack.method.split("/")[1:]
             if name == "Exchange":
-                # The blame travels as an answer where it is the member's own; this is not.
+                # A member's own fault travels as an answer. This fault is the caller's.
                 assert code is grpc.StatusCode.PERMISSION_DENIED
             elif service.endswith("AveragingService") or name == "Acquire":
                 assert code is grpc.StatusCode.PERMISSION_DENIED, attack.method

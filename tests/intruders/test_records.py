@@ -1,4 +1,5 @@
-"""DHT records that were changed on their way, or never were any: the node's validator and the readers take none.
+"""DHT records that were changed on their way, or were never valid. The node's validator and the readers refuse all of
+them.
 
 The validator is the one that the DHT node hands to hivemind, with hivemind's own hashes and packing.
 """
@@ -66,7 +67,7 @@ def _validator(authority: Any) -> RecordValidator:
 
 
 async def _tried(num_records: int) -> None:
-    """Each once by a node of a locked run, and once by one of an open run, and by a reader."""
+    """Offer each record to a node of a locked run, to a node of an open run, and to a reader."""
     chance, clock = random.Random(0), ManualClock(NOW)
     strict, lenient = _validator(locked.OWNER.authority), _validator(None)
     expiration = NOW + 60
@@ -107,7 +108,7 @@ async def _tried(num_records: int) -> None:
 
 
 def _says_the_same(value: bytes, original: bytes) -> bool:
-    """Whether nothing that counts was changed: white space in JSON or in a certificate's envelope is no forgery."""
+    """Whether nothing relevant was changed: white space in JSON or in a certificate's envelope does not matter."""
     try:
         ours, theirs = (Envelope.model_validate_json(data) for data in (original, value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Streams that say nothing, little, or far too much: cut off in time, within bounds, and beside honest work."""
+"""Streams that send nothing, little, or far too much are ended in time and within bounds, while honest work goes on."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ BYTES_A_STREAM = 100_000
 
 
 async def _ended(call: Any) -> grpc.StatusCode:
-    """How a call ends that is left alone."""
+    """Wait for a call to end by itself, and return its status."""
     try:
         while await call.read() is not grpc.aio.EOF:
             pass
@@ -56,7 +56,7 @@ def _open(host: Host, microbatch: int, **fields: Any) -> pb.TrainRequest:
 
 
 async def _idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They say nothing at all, until they are ended; honest work goes on meanwhile."""
+    """Open streams that send nothing, until they are ended. Honest work goes on meanwhile."""
     monkeypatch.setattr(incoming, "FIRST_SECONDS", 2.0)
     most_calls = most_bytes = num_honest = 0
     async with running() as host, host.connected(INTRUDER) as channel:
@@ -71,7 +71,7 @@ async def _idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> No
                 assert await host.train() > 0
                 num_honest += 1
         codes = Counter(task.result() for task in ending)
-        # Unavailable are streams beyond those of one connection: gRPC itself refuses them.
+        # gRPC itself refuses streams beyond the limit of one connection, as unavailable.
         expected = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
         assert codes.keys() <= expected, codes
         assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] > 0
@@ -111,7 +111,7 @@ async def test_more_calls_than_one_caller_may_have_are_refused() -> None:
 
 
 async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each comes in time, and the whole would take a day."""
+    """Each chunk comes in time, but all of them would take a day."""
     monkeypatch.setattr(incoming, "MESSAGE_SECONDS", 1.0)
     monkeypatch.setattr(incoming, "SLOWEST_BYTES_PER_SECOND", 4 << 10)
     async with running(max_in_flight=3) as host, host.connected(INTRUDER) as channel:

@@ -1,4 +1,4 @@
-"""How fast a download is: which time counts as spent sending."""
+"""The rate of a download, and which time counts as time of sending."""
 
 import math
 

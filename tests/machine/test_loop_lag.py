@@ -15,7 +15,7 @@ async def test_the_longest_hold_of_the_loop_is_known_for_a_minute_or_two() -> No
     await asyncio.sleep(10.0)
     assert lag.seconds == pytest.approx(0.0, abs=1e-6)
     for seconds in (0.3, 0.8, 0.5):
-        virtual_loop().advance(seconds)  # As if a callback computed for this time.
+        virtual_loop().advance(seconds)  # This imitates a callback that computes for this time.
         await asyncio.sleep(1.0)
     assert lag.seconds == pytest.approx(0.8, abs=0.02)
     await asyncio.sleep(KEPT_SECONDS - 20.0)

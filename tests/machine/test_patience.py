@@ -1,4 +1,4 @@
-"""Trying again for a while: how long, and what is said meanwhile."""
+"""Trying again for a while: for how long, and what is logged meanwhile."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.support.virtual_time import LoopClock, in_virtual_time
 
 
 class _Hopeless(PeerUnavailable):
-    """A fault that no other attempt would change."""
+    """A fault that another attempt cannot avoid."""
 
 
 class _Peer:

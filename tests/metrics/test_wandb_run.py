@@ -1,4 +1,4 @@
-"""Weights & Biases as a good, a broken and a hanging module: training never notices."""
+"""Weights & Biases as a good, a broken and a hanging module. None of them disturbs training."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""What torch.compile makes of a stage's layers: its graphs are counted here, and run as they are."""
+"""torch.compile on a stage's layers. A backend counts the graphs, and runs them without compiling."""
 
 import dataclasses
 from typing import Any

@@ -59,7 +59,7 @@ def test_another_instruction_set_draws_the_same() -> None:
 
 @pytest.mark.parametrize(("probability", "num_true"), [(0.0, 0), (1 / 65536, 2), (1.0, 131_072)])
 def test_probabilities_at_the_ends(probability: float, num_true: int) -> None:
-    """The share is exact to the 65,536th, although some of all possible words are drawn twice and some never."""
+    """The share is exact to 1/65,536, although some of the possible words are drawn twice and some never."""
     mask = random_mask((131_072,), probability, CPU, "key")
     assert int(mask.sum()) == pytest.approx(num_true, abs=6 if 0 < probability < 1 else 2)
 

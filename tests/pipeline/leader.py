@@ -15,7 +15,7 @@ SIZE = SYNCHRONOUS.microbatches_per_round
 
 
 class _AskedClock(ManualClock):
-    """A clock during whose steps a trainer asks the leader all the time."""
+    """A clock. While its time moves, a trainer keeps asking the leader."""
 
     def __init__(self, leader: "Leader") -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What a synchronous stage has lost is leased again, for that stage alone, and what may only be late is not."""
+"""Microbatches that a synchronous stage has lost are leased again, for that stage alone. Those that may only be late
+are not."""
 
 import pytest
 
@@ -161,7 +162,7 @@ def test_stage_0_says_when_there_is_nothing_new_to_do() -> None:
 
 
 def test_a_peer_that_never_tells_what_it_has_is_not_waited_for_for_ever() -> None:
-    """The leader reaches that peer, but the peer does not reach the leader."""
+    """The leader can reach that peer, but the peer cannot reach the leader."""
     leader = Leader(SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
     leader.committed = {0, 1, 2, 3, 4}
     assert leader.give("a", 9, awaits_reports=True, quiet_seconds=LONGEST_QUIET_SECONDS - 1) == []

@@ -91,7 +91,8 @@ def test_with_diloco_what_one_trainer_was_granted_no_other_gets() -> None:
 
 
 def test_trainers_that_have_room_share_a_round() -> None:
-    """If the first that asks got all, all would be lost with it, and the other would have nothing to do."""
+    """If the first trainer that asks got all microbatches, the other one would have nothing to do, and all would be
+    lost if the first one died."""
     config = RunConfig(rounds=RoundsConfig(setting="synchronous", round_samples=256))
     leader = Leader(config)
     assert leader.give("a", 99, committed=set(range(config.microbatches_per_round))) == []
@@ -167,7 +168,7 @@ def test_how_late_is_what_was_done_before_it_led_counts_from_then() -> None:
 
 
 def test_who_was_away_and_leads_again_learns_it_anew() -> None:
-    """Meanwhile another peer may have led, and granted microbatches that this one has not."""
+    """Meanwhile another peer may have led, and may have granted microbatches that this one has not granted."""
     leader = Leader(SYNCHRONOUS)
     assert leader.give("a", 1) == [0]
     leader.is_asked = False
@@ -251,7 +252,7 @@ def test_an_id_that_somebody_made_up_does_not_use_up_the_others(by: str) -> None
 
 
 def test_two_peers_that_take_over_at_once_grant_different_ones() -> None:
-    """Neither may hear of the other."""
+    """The two peers may not know of each other."""
     leaders = [Leader(DILOCO, seed=seed) for seed in range(2)]
     for leader in leaders:
         leader.highest = 40
@@ -272,7 +273,7 @@ def test_with_diloco_nothing_is_granted_twice() -> None:
 
 
 class _Table(RuleBasedStateMachine):
-    """Two trainers that die, come back and commit as they like: no live lease is ever in two hands."""
+    """Two trainers die, come back and commit in any order. No microbatch ever has live leases of both."""
 
     def __init__(self, config: RunConfig, lease_seconds: float) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def _watcher(chain: Chain, *, synchronous: bool = False) -> RoundWatcher:
 
 
 def _tell(chain: Chain, stage: int, **figures: float) -> None:
-    """Have a stage's peer report that it has committed a round, with these figures."""
+    """Let a stage's peer report that it has committed a round, with these figures."""
     rounds = [pb.RoundReport(round=0, **{"contribution_norm": 1.0, "gradient_norm": 1.0} | figures)]  # type: ignore[arg-type]
     chain.peers[stage].servicer._describe = partial(
         pb.DescribeReply, run_id=chain.config.run_id, stage=stage, round=1, rounds=rounds

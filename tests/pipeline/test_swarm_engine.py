@@ -62,7 +62,7 @@ class Pace:
 
 @pytest.fixture
 def pace(monkeypatch: pytest.MonkeyPatch) -> Pace:
-    """Make texts slow, until a test has interfered: stages write on however slowly their caller reads."""
+    """Make texts slow until the test has interfered. Stages go on writing even if their caller reads slowly."""
     pace = Pace()
 
     def choose_slowly(logits_V: torch.Tensor, sampling: Sampling, position: int) -> int:
@@ -112,7 +112,7 @@ async def test_sessions_that_wait_together_are_computed_together_and_do_not_mix(
         engine = _engine(chain)
         streams = [await stack.enter_async_context(aclosing(engine.generate(p, GREEDY, 30))) for p in prompts]
         found = [[await anext(stream)] for stream in streams]
-        # All of the texts come to wait at the middle peer, again and again.
+        # Again and again, all texts wait at the middle peer at the same time.
         for _ in range(3):
             async with chain.at(1)[0].held():
                 await asyncio.sleep(0.05)

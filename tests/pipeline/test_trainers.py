@@ -1,4 +1,4 @@
-"""Trainers that lie or are slow: no bearer of a token holds up a run, and each has its share of a round."""
+"""Trainers that lie or are slow. No holder of a token can block a run, and each gets its share of a round."""
 
 import statistics
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from tests.support.manual_clock import ManualClock
 
 
 class _Race:
-    """An honest trainer, and a bearer of another token that does what it can to keep rounds from ending."""
+    """An honest trainer, and a holder of another token that tries to keep rounds from ending."""
 
     def __init__(self, strategy: str, config: RunConfig, stage: int = 0) -> None:
         self.leader = Leader(config, stage)
@@ -24,7 +24,7 @@ class _Race:
         self.lied_about: list[int] = []
 
     def run_round(self) -> float:
-        """Run a round to its end; returns its seconds. The honest trainer needs 0.25 s for two microbatches."""
+        """Run a round to its end, and return its seconds. The honest trainer needs 0.25 s for two microbatches."""
         leader, began_at, quiet_seconds = self.leader, self.leader.clock.monotonic(), 0.0
         ids = range(leader.round * self.size, (leader.round + 1) * self.size)
         held: list[int] = []

@@ -133,7 +133,7 @@ def _any_layout(rng: random.Random) -> Layout:
 @settings(max_examples=60)
 @given(layouts(min_peers=2), st.integers(0, 2**32))
 def test_of_two_movers_the_later_one_counts_the_first(now: Layout, seed: int) -> None:
-    """Both may go only if there are two gaps: the second one's gain comes on top of the first one's."""
+    """Both may go only if there are two gaps: the second move must gain something after the first one."""
     movers = [(p, t) for p in now.workers if (t := decide(now, p)) is not None]
     if len(movers) < 2:
         return

@@ -54,7 +54,7 @@ def test_shares_follow_throughput_whatever_was_announced(announced: tuple[float,
 
 
 def test_shares_hold_while_the_queue_is_mostly_idle() -> None:
-    """To one of many trainers a stage seems idle: real time passes faster than this trainer sends work."""
+    """For one of many trainers a stage seems idle, because this trainer sends work only now and then."""
     queue = PeerQueue(random.Random(0))
     queue.update([record_of(number, float(number)) for number in (1, 2, 3)], 0.0)
     counts = Counter(_choose(queue, now=100.0 * step) for step in range(3000))
@@ -320,7 +320,7 @@ def test_a_choice_costs_as_many_heap_operations_among_ten_thousand(monkeypatch: 
     for num_peers in (10, 10_000):
         queue = PeerQueue(random.Random(0))
         queue.update([record_of(number, 1.0 + number % 7) for number in range(num_peers)], 0.0)
-        _choose(queue)  # Lets everybody in.
+        _choose(queue)  # This choice takes all peers into the queue.
         num_operations = 0
         for step in range(1000):
             number = _choose(queue, float(step))

@@ -1,4 +1,4 @@
-"""A guarded server with every service of a peer, of which none does anything, and callers of all its calls."""
+"""A guarded server with every service of a peer, and callers of all its calls. The services do nothing."""
 
 import asyncio
 import ssl
@@ -51,7 +51,7 @@ class Clock(SystemClock):
 
 @dataclass
 class Server:
-    """A server with every service of a peer, of which none does anything."""
+    """A server with every service of a peer. The services do nothing."""
 
     record: PeerRecord
     callers: Callers
@@ -159,7 +159,7 @@ async def code_of(call: Any) -> grpc.StatusCode:
 
 
 def calls_of(channel: Any, identity: Identity) -> dict[str, Any]:
-    """Every call that there is, made in the caller's own name."""
+    """Every call of every service, made under the caller's own id."""
     stage: Any = StageServiceStub(channel)
     lease: Any = LeaseServiceStub(channel)
     directory: Any = DirectoryServiceStub(channel)

@@ -152,7 +152,7 @@ def test_the_last_peer_of_a_stage_is_spared(tmp_path: Path) -> None:
 async def test_a_stage_that_has_lost_its_last_peer_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer would wait for ever. A peer that is still starting may come in time."""
+    """Otherwise the trainer would wait for ever. A peer that is still starting counts, because it may serve in time."""
     monkeypatch.setattr(swarms, "LOOK_SECONDS", 0.01)
     swarm, children = _swarm(tmp_path)
     for stage in (0, 1, 2, 1):

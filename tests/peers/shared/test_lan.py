@@ -95,7 +95,7 @@ def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: p
 
 
 async def test_runs_of_which_no_peer_answers_are_left_out() -> None:
-    """A fake has an address where nobody is, or where the peers of another run are."""
+    """A false announcement has an address at which there is no peer, or peers of another run."""
     config = configs.load_preset("tiny")
     async with shown_run(config, generate(), NODE) as shown:
         real = Invite.fitting(config.run_id, [shown.entry], is_locked=False)

@@ -48,7 +48,8 @@ class _Forgetful:
 async def test_whoever_is_back_where_it_was_waits_for_those_who_remember_it(
     returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peer began the run, and its command line names no other. It stops waiting: others may be gone, too."""
+    """The peer began the run, and its command line names no other peer. After a while it stops waiting, because the
+    others may be gone, too."""
     monkeypatch.setattr(network, "LOOK_SECONDS", 0.01)
     clock = SystemClock()
     known = KnownPeers(Router(clock, random.Random(0)))

@@ -53,7 +53,7 @@ def _refused(folder: Path) -> None:
 
 
 def test_a_second_process_is_refused_until_the_first_is_gone(folder: Path, holder: subprocess.Popen[str]) -> None:
-    """A child of the first process, which was killed, lives on. Nothing but the events is left."""
+    """The first process was killed, and a child of it is still alive. Only the event log is left in the folder."""
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     try:

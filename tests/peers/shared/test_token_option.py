@@ -57,7 +57,7 @@ def test_wrong_tokens_are_one_line(tmp_path: Path) -> None:
 
 
 def test_an_empty_token_is_not_the_same_as_none() -> None:
-    """An owner whose shell variable is not set must not begin an open run."""
+    """If the shell variable with the token is not set, the owner must not begin an open run by mistake."""
     rest = " is empty: it takes a token; for an open run leave it out$"
     with pytest.raises(ValueError, match=f"^--token{rest}"):
         _find("", *ADDRESSES)

@@ -100,7 +100,7 @@ async def test_who_is_alone_may_serve() -> None:
 
 
 async def test_a_record_of_a_process_that_has_died_is_nobody() -> None:
-    """After a kill -9 such a record lasts until it expires, 20 seconds later."""
+    """After a kill -9 the record lasts until it expires, 20 seconds later."""
     async with rivals_of(record(ELDER, NOBODY)) as rivals:
         await rivals.require_alone()
 

@@ -163,7 +163,7 @@ async def test_a_peer_whose_disk_hangs_ends_all_the_same(
     config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, *, regular: bool,
 ) -> None:  # fmt: skip
-    """That is so while its last checkpoint is being written, and while one that was due is."""
+    """This holds while its last checkpoint is being written, and while a regular one is."""
     monkeypatch.setattr(checkpoints, "LAST_CHECKPOINT_SECONDS", 1.0)
     disk, folder = threading.Event(), tmp_path / "written"
     monkeypatch.setattr(file, "write", lambda *_, **__: disk.wait())
@@ -219,7 +219,7 @@ async def test_a_peer_that_is_told_to_stop_where_nobody_trains_does_not_wait_for
 async def test_a_peer_that_is_told_to_stop_while_its_round_waits_for_a_silent_mate_waits_as_well(
     idle_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise what the peer has would have to be done again."""
+    """Otherwise the peer's microbatches would have to be computed again."""
     assert idle_peer.server is not None
     monkeypatch.setattr(idle_peer.server.averager, "misses_member", lambda: True)
     idle_peer.stop.set()

@@ -186,7 +186,7 @@ def test_newcomers_that_start_together_spread(monkeypatch: pytest.MonkeyPatch, s
 def test_a_peer_that_was_killed_and_is_back_at_once_fills_the_gap_that_it_left(
     monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
-    """Its record from before is there for some seconds more, as if somebody served its stage."""
+    """Its former record stays for some more seconds, as if a peer still served its stage."""
 
     async def scene() -> None:
         world = World()
@@ -250,7 +250,7 @@ def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.M
 
 
 def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mate still has to be given the state, and no other peer has it."""
+    """The other peer of the stage still has to get the state, and only this peer has it."""
 
     async def scene() -> None:
         world = World(round_number=7)
@@ -288,7 +288,7 @@ def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(monkey
 
 
 def test_where_rounds_need_a_majority_nobody_leaves_too_few_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those left would wait for ever for a peer that has gone elsewhere."""
+    """The remaining peers would wait for ever for a peer that serves another stage."""
 
     async def scene() -> None:
         world = World(config=dataclasses.replace(CONFIG, averaging=AveragingConfig(quorum="majority")))
@@ -438,7 +438,7 @@ def test_a_newcomer_that_can_enter_nothing_says_so(monkeypatch: pytest.MonkeyPat
 def test_a_peer_that_was_killed_and_is_back_says_why_it_takes_another_stage(
     others: Sequence[int], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is still announced at the one that it had."""
+    """Its record at its former stage has not expired yet."""
 
     async def scene() -> int:
         world = World()

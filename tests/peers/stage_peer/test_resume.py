@@ -155,7 +155,7 @@ def test_a_lost_stage_that_is_to_starts_over_at_the_others_round(config: RunConf
 
 @both
 def test_a_lost_stage_comes_back_at_exactly_the_others_round(config: RunConfig, tmp_path: Path) -> None:
-    """That holds, too, where a newer checkpoint is there: the others may have been resumed from an earlier one."""
+    """This also holds if there is a newer checkpoint, because the others may have been resumed from an earlier one."""
     folder = _write(tmp_path, config, 20, 30, 40)
     beginning = _choose(config, Others(rounds={0: 30, 2: 30}, samples=1), folder, starts_over=True)
     assert beginning is not None

@@ -223,7 +223,7 @@ def test_a_narrow_terminal_has_the_most_important_columns_whole_and_says_what_is
 
 
 def test_without_a_terminal_a_table_has_all_columns() -> None:
-    """It has them whatever width rich takes a pipe to have."""
+    """It has all of them, whatever width rich assumes for a pipe."""
     console = Console(file=io.StringIO(), width=40, color_system=None, soft_wrap=True)
     console.print(render(replace(VIEW, stages=(StageRow(stage=0, peers=(BUSY,)), StageRow(stage=1)))))
     assert isinstance(console.file, io.StringIO)

@@ -236,7 +236,7 @@ async def test_when_a_peer_started_is_shown_though_it_does_not_answer() -> None:
 
 @pytest.mark.parametrize(("run_id", "state"), [("", "serving"), (RUN, "serving"), ("another", "unreachable")])
 async def test_only_a_peer_of_the_run_that_is_asked_for_is_shown(run_id: str, state: str) -> None:
-    """swarm-local knows its run by name alone, and asks for none."""
+    """swarm-local knows only the name of its run, so it accepts peers of any run."""
     channels = ChannelPool(insecure=True)
     async with describing(0, lambda _: pb.DescribeReply(run_id=RUN, state="serving")) as record:
         seen = await observe(run_id, {0: [record]}, (), channels)

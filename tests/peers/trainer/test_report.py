@@ -73,7 +73,7 @@ def test_a_speed_is_never_negative(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", [1e308, sys.float_info.max])
 def test_losses_that_no_sum_can_hold_have_a_mean(loss: float, tmp_path: Path) -> None:
-    """Trainers announce it, and what is not finite cannot be announced."""
+    """Trainers announce the mean, and only finite numbers can be announced."""
     metrics = Metrics()
     report = _report(tmp_path, metrics=metrics)
     report.begin(0)

@@ -1,4 +1,4 @@
-"""Peers dial each other back: what they reach, and what they never dial or tell."""
+"""Peers dial each other back: what they reach, and what they never dial or reveal."""
 
 import asyncio
 from typing import Any
