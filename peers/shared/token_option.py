@@ -75,7 +75,7 @@ def admitted(identity: Identity, token: Token | None) -> Identity:
 
 
 async def stop_or_expiry(stop: asyncio.Event, identity: Identity, clock: Clock) -> None:
-    """Wait until `stop` is set, and set it when the token is about to expire."""
+    """Wait until `stop` is set. If the token is about to expire before that, log it and set `stop`."""
     if identity.authority is None:
         await stop.wait()
         return

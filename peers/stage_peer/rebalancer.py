@@ -231,7 +231,8 @@ class Rebalancer:
 
 
 def _why_not(former: int, stage: int, lost: Collection[int]) -> str:
-    """Why a peer that was killed and is back takes this stage, and not the one at which it is announced still."""
+    """Text that says why a peer that was killed and is back takes this stage, and not the stage at which its old record
+    still announces it."""
     if former not in lost:
         return f", and not stage {former}, at which this peer was before: stage {stage} needs a peer more"
     return (

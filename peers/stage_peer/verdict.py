@@ -17,7 +17,7 @@ class Verdict:
     Attributes:
         endpoints: direct endpoints that were reached, the best first. If there are any, the endpoints that no peer
             could try follow.
-        dht_endpoints: likewise, of the DHT's node.
+        dht_endpoints: the endpoints of the DHT's node that were reached, in the same order.
         num_asked: how many peers dialled back.
         num_reached: how many of them reached an endpoint.
     """

@@ -38,7 +38,7 @@ Scenario = Literal["kills", "pairs", "network"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(BenchOptions):
-    """Train while things fail, and see that every microbatch counted once."""
+    """Train while faults happen, and check that every microbatch counted once."""
 
     scenarios: tuple[Scenario, ...] = ("kills", "pairs", "network")
     """Runs of the bench, each a swarm of its own."""

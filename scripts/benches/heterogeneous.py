@@ -59,7 +59,7 @@ PHASES = ("all", "joined", "left")
 
 @dataclass(frozen=True, kw_only=True)
 class Options(BenchOptions):
-    """Compare the throughput of unequal peers with the sum of what each of them manages."""
+    """Compare the throughput of unequal peers with the sum of their capacities."""
 
     microbatch_seconds: float = 0.3
     """Computing of one microbatch at a peer of stage 0 that is not slow."""

@@ -24,7 +24,7 @@ def test_an_empty_stage_is_named_and_waited_for(children: Supervisor, tmp_path: 
     for peer in [peer for peer in swarm.peers if peer.stage == 1]:
         swarm.kill(peer)
     log = swarm.folder / "logs" / "waiting.log"
-    # The newcomer waits as well, in case the stage's peers are back.
+    # The newcomer also waits, because the stage's peers may come back.
     patient, _ = swarm.launch(1)
     wait_until(lambda: "stage 1 has no peer" in log.read_text(), 30.0, "the trainer to name the empty stage")
     wait_until(lambda: "stage 1 was held by" in patient.log.read_text(), 30.0, "a joiner to say for whom it waits")

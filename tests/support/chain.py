@@ -124,7 +124,7 @@ def assert_close(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Ten
 
 
 async def eventually(condition: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Return once `condition` holds; calls `meanwhile` again and again until then."""
+    """Wait until `condition` is true. Until then, call `meanwhile` again and again."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             meanwhile()
