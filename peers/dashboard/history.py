@@ -1,4 +1,4 @@
-"""What a dashboard remembers of a run, and the file that keeps it between two starts. Its size is bounded.
+"""What a dashboard remembers of a run, which is bounded, and the file that keeps it between two starts.
 
 Used by watcher.py, which adds every view of the run, and by program.py, which opens the file.
 """

@@ -52,7 +52,7 @@ _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff, tyro
 
 
 def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
-    """Read `argv` into the dataclass; of a repeated option the last one wins.
+    """Read `argv` into the dataclass. If an option is repeated, the last value is taken.
 
     Raises:
         SystemExit: code 0 after --help; code 2 after one line on stderr, also for a ValueError of `__post_init__`.

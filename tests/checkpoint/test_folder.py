@@ -207,7 +207,8 @@ def test_diloco_s_momentum_goes_along(tmp_path: Path) -> None:
 
 
 def test_the_first_files_of_a_new_cut_do_not_count_before_they_are_all_there(tmp_path: Path) -> None:
-    """If peers were killed just then, some stages would go on from these files, and others from the former cut's."""
+    """If peers were killed at that moment, some stages would go on from these files, and others from those of the
+    former cut."""
     write_cut(tmp_path, cut(3), 4)
     new = {path.name: path for path in write_cut(tmp_path, cut(2), 5)}
     (late,) = [path for name, path in new.items() if name.startswith("stage-1")]

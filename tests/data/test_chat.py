@@ -65,7 +65,7 @@ def test_macros_that_are_called_mark_nothing() -> None:
 
 
 def test_template_that_changes_earlier_turns_is_refused() -> None:
-    """Such are templates that leave a model's reasoning out of all turns but the last."""
+    """An example is a template that leaves a model's reasoning out of all turns except the last."""
     template = _template(
         "{% for m in messages %}{{ m.content if loop.last else m.content[:1] }}{% endfor %}", eos_token="."
     )
@@ -207,7 +207,7 @@ def _press_and_render(pressing: threading.Timer, template: ChatTemplate) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_rendering_can_be_interrupted(number: signal.Signals) -> None:
-    """Ctrl-C interrupts it, and SIGTERM where the program has it raise."""
+    """Ctrl-C interrupts it, and so does SIGTERM in a program that turns it into an exception."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

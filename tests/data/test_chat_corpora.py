@@ -52,7 +52,7 @@ def _config(dataset: Path, **changes: Any) -> DataConfig:
 
 
 def test_every_conversation_is_in_one_sample(talks: Path, cache: Path) -> None:
-    """What travels of a sample is also what was stored, wherever the sample stands."""
+    """The tensors of a sample are the stored ones, at every position of the corpus."""
     config = _config(talks)
     corpus = corpora.prepare(config, cache_dir=cache)
     assert not corpus.is_text

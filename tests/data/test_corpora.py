@@ -46,7 +46,7 @@ def _several(*datasets: Path, **changes: Any) -> DataConfig:
 
 
 def test_several_datasets_are_each_what_they_are_alone(folder: Path, tmp_path: Path, cache: Path) -> None:
-    """Each has a held-out part of its own; what was prepared of one of them is used again."""
+    """Each dataset has a held-out part of its own, and a dataset that was already prepared is not prepared again."""
     parts = [folder / "part0", folder / "part1", folder / "part2"]
     alone = [corpora.prepare(config_of(part), cache_dir=cache) for part in parts]
     files = sorted(cache.iterdir())

@@ -129,7 +129,7 @@ async def test_a_node_that_is_cut_off_does_not_take_its_own_records_for_an_answe
             await left.get("own", partly=True)
     for other in others:
         p2pd_of(other).resume()
-    # Unless it asked them again by itself, it would be back when one of them asks it, minutes later.
+    # If it did not ask them again by itself, it would be back only when one of them asks it, minutes later.
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             with contextlib.suppress(PeerUnavailable):

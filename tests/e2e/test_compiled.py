@@ -19,7 +19,7 @@ def test_a_swarm_with_compiled_layers_follows_one_process(tmp_path: Path) -> Non
     with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
         swarm = RealSwarm(tmp_path, children, setting="synchronous")
         swarm.start_seconds = SECONDS
-        # So that some forwards are computed again.
+        # With this limit some forwards are computed again.
         swarm.start_peers([0, 1], "--compile", "--graph-memory-mib", "1")
         swarm.start_peers([1])
         assert swarm.wait_for_end(swarm.start_trainer("trainer", steps=STEPS), SECONDS) == 0

@@ -165,7 +165,8 @@ def _export(swarm: RealSwarm, num_stages: int, steps: int) -> Path:
 
 
 def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
-    """Peers without the model have their stage from one that has it, and all have the tokenizer from each other."""
+    """Peers without the model get their stage's weights from a peer that has it, and all peers get the tokenizer from
+    each other."""
     _import(swarm.folder, 2, words=True)
     _train(swarm, 2, 1, 6, kills=False)
     out = _export(swarm, 2, 6)
@@ -173,7 +174,7 @@ def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
     expected = tokenizers.load(str(swarm.folder / "model")).encode(words).tolist()
     assert AutoTokenizer.from_pretrained(out)(words)["input_ids"] == expected
     assert 0 not in expected
-    # From the swarm itself comes the same, bit by bit, also to a machine that has nothing.
+    # An export from the swarm itself has the same bits, also on a machine that has nothing.
     live = swarm.folder / "live"
     where = ("--initial-peers", swarm.address, "--metrics", str(swarm.folder / "train"))
     result = run("model", "export", *where, "--output", str(live), environment=_other_machine(swarm.folder, "export"))

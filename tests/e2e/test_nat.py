@@ -66,7 +66,7 @@ def test_a_peer_behind_a_router_serves_trains_and_averages(
         (["ipv6", "ipv6"], ["punched", "punched"]),
         (["ipv6", "dual-stack"], ["punched", "punched"]),
         (["restricted", "restricted"], ["punched", "punched"]),
-        # As a public host sees them; such peers reach each other through a relay.
+        # These are the ways that a public host uses. Such peers reach each other through a relay.
         (["symmetric", "symmetric"], ["punched", "punched"]),
         (["symmetric", "cgnat"], ["punched", "punched"]),
     ],

@@ -72,7 +72,7 @@ def test_no_memory_for_the_stage_ends_with_a_line(swarm: RealSwarm) -> None:
 def test_a_peer_whose_memory_runs_out_leaves_with_a_line_and_the_run_goes_on(swarm: RealSwarm) -> None:
     swarm.start_peers([0])
     _, poor, _ = swarm.start_peers([1, 1, 0])
-    # What it has when it begins to serve is all that it may have from now on.
+    # From now on the process may not have more memory than when it begins to serve.
     pages = int(Path(f"/proc/{poor.child.pid}/statm").read_text().split()[0])
     limit = pages * resource.getpagesize()
     resource.prlimit(poor.child.pid, resource.RLIMIT_AS, (limit, limit))
@@ -89,7 +89,7 @@ def test_a_peer_whose_memory_runs_out_leaves_with_a_line_and_the_run_goes_on(swa
     assert "Traceback" not in log
     assert "internal error" not in log
     last = log.splitlines()[-1]
-    # At a microbatch, or at a step.
+    # Memory runs out at a microbatch, or at a step.
     assert last.startswith(("swarm-peer: error: stage 1 ran out of memory", "swarm-peer: error: out of memory")), log
     if trainer.name not in codes:
         assert swarm.wait_for_end(trainer) == 0

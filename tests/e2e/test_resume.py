@@ -187,7 +187,7 @@ def test_diloco_enters_at_the_others_round_and_writes_on_leaving(folder: Path, c
     (joiner,) = swarm.start_peers([1], *options, "--resume", str(swarm.checkpoints))
     enters = re.search(r"it enters at round (\d+) as it was at round 5", joiner.child.log.read_text())
     assert enters is not None
-    # What was still under way when the trainer ended may have made another round.
+    # Microbatches that were still under way when the trainer ended may have completed another round.
     assert int(enters[1]) in (7, 8)
     swarm.train("second", 2)
     joiner.child.process.send_signal(signal.SIGTERM)

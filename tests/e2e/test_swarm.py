@@ -58,7 +58,7 @@ def test_status_shows_every_peer(swarm: RealSwarm) -> None:
 
 def test_status_through_a_peer_shows_what_the_dht_says(swarm: RealSwarm) -> None:
     views = swarm.status(), swarm.status(through_dht=True)
-    # The peers measure it all the time, and no two looks need see the same.
+    # Peers measure this all the time, so two calls of swarm-status may show different values.
     lags = [peer.pop("loop_lag_seconds") for view in views for row in view["stages"] for peer in row["peers"]]
     assert len(lags) == 8
     assert min(lags) > 0.0
@@ -178,7 +178,7 @@ def test_through_all_of_this_no_microbatch_counted_twice(swarm: RealSwarm) -> No
     assert (report["duplicates"], report["digests_differing"]) == (0, 0)
     assert report["rounds_committed"] > 45
     assert report["digests_compared"] > report["rounds_committed"]
-    # Only what the killed peers had is lost.
+    # Only the microbatches of the killed peers are lost.
     assert all(stage["lost"] < 0.15 * stage["microbatches"] for stage in report["stages"])
 
 

@@ -70,7 +70,7 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
 
 
 async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a peer that has the tensors already would look nearer than it is."""
+    """Otherwise a peer that already has the tensors would seem nearer than it is."""
     links: list[float | None] = []
     async with running_chain(SYNCHRONOUS) as chain:
         succeeded = chain.router.succeeded

@@ -86,7 +86,7 @@ def _in_peft(folder: Path, config: RunConfig, begin: Mapping[str, Tensor]) -> tu
     export_adapter(_origin(config, begin, None), folder / "initial")
     model = PeftModel.from_pretrained(model, folder / "initial", is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # torch's AdamW multiplies in another order than the swarm's.
+    # torch's AdamW multiplies in another order than the swarm's AdamW.
     adamw = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=DECAY)
     losses = []
     for step in range(STEPS):

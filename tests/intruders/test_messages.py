@@ -48,7 +48,7 @@ class Attack:
 
     @property
     def lasts(self) -> bool:
-        """Whether it lasts until its caller ends it."""
+        """Whether the call lasts until its caller ends it."""
         return self.method.endswith("/Hold")
 
 

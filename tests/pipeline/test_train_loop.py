@@ -244,7 +244,7 @@ async def test_what_is_granted_while_a_trainer_evaluates_is_given_back() -> None
         world.acquire = acquire_late  # type: ignore[method-assign]
         await eventually(lambda: world.acquire is acquire, meanwhile=lambda: pass_time(world))
         with pause:
-            # No time passes, so they are not released because leases end.
+            # No time passes here, so the end of their leases is not what releases them.
             await eventually(lambda: world.released == [4, 5])
         assert world.num_runs == 4
 

@@ -1,4 +1,4 @@
-"""What a peer tells of the line to it and of its clock, and how little anybody can take of it."""
+"""Probes of a peer's line and clock, and the limits on what a caller may ask of the peer."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -23,7 +23,7 @@ _SYNCHRONOUS = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="syn
 
 
 class _FastClock(SystemClock):
-    """A clock by which bans and waits for retries pass quickly."""
+    """A clock that runs fast, so that bans and waits for retries are short."""
 
     def monotonic(self) -> float:
         return 50 * time.monotonic()

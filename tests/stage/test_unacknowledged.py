@@ -207,8 +207,8 @@ def test_seconds_that_an_ack_is_waited_for(stage: int, way_seconds: float, secon
 
 
 async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> None:
-    """A late gradient has begun the next batch meanwhile. Together both would fill one; no step can use either
-    alone."""
+    """A late gradient has already begun the next batch. The two incomplete batches together would fill one, but neither
+    is enough for a step."""
     clock = ManualClock()
     config = dataclasses.replace(DILOCO, rounds=dataclasses.replace(DILOCO.rounds, inner_batch_samples=4))
     async with running_chain(config, num_peers=(1, 2, 2), clock=clock) as chain:

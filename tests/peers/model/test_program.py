@@ -227,7 +227,7 @@ def test_adapters_are_merged_into_any_folder_from_which_their_run_could_begin(
 
 
 def test_nothing_is_made_within_what_it_is_made_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A link into the source does not help either."""
+    """This also holds if a link names the source or the output."""
     save("llama-2", tmp_path / "in")
     (tmp_path / "link").symlink_to(tmp_path / "in")
     _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"))

@@ -174,7 +174,7 @@ def _text_of(sample: str) -> str:
 
 
 async def test_a_sample_is_as_long_as_it_was_asked_for_and_what_the_swarm_writes_for_anybody(tmp_path: Path) -> None:
-    """Beyond the longest sequence a new one is begun with the latter half of what was there."""
+    """If a sequence reaches its greatest length, a new one begins with its second half."""
     half = SYNCHRONOUS.data.sequence_length // 2
     async with running_chain(SYNCHRONOUS) as chain:
         with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
