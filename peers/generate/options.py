@@ -9,6 +9,8 @@ from swarm.generation.sampling import Sampling
 
 PROG = "swarm-generate"
 DEFAULT_ADDRESS = "127.0.0.1"
+MOST_CACHE_GIB = 1 << 20
+"""The largest value of --cache-gib: more than any machine has memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,8 @@ class GenerateOptions(RunOptions):
         cli.require_at_least(self, {"max_tokens": 1, "round": 0, "max_sequences": 1})
         cli.require_threads(self.threads)
         cli.require_positive(self, ["cache_gib"])
+        if self.cache_gib > MOST_CACHE_GIB:
+            raise ValueError(f"--cache-gib must be at most {MOST_CACHE_GIB}, not {self.cache_gib}")
         if "" in self.stop:
             raise ValueError("--stop must not be empty")
         cli.require_text(self, ["prompt", "system", "stop"])

@@ -116,8 +116,10 @@ def prepare(dataset: str, recipe: Recipe, cache_dir: Path) -> Prepared:
         tokens = np.memmap(path, dtype=recipe.dtype, mode="r")
         about = json.loads(_about_path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        reason = in_one_line(error)
-        raise ValueError(f"cannot prepare data.dataset {dataset!r} in {cache_dir}: {reason}") from None
+        raise ValueError(
+            f"cannot prepare data.dataset {dataset!r} in {cache_dir}: {in_one_line(error)}; the environment's "
+            "XDG_CACHE_HOME can name another place for prepared texts than ~/.cache"
+        ) from None
     _say_skipped(dataset, {**source.unreadable, **about["no_text"]}, source.num_files)
     if recipe.config.has_targets:
         _say_counts(dataset, recipe.config, about["counts"], len(tokens))

@@ -247,7 +247,11 @@ def test_just_long_enough(tmp_path: Path, cache: Path) -> None:
 
 
 def test_cache_that_cannot_be_written(folder: Path) -> None:
-    assert_refused(config_of(folder), folder / "part0" / "0.txt", "cannot prepare .*0.txt")
+    assert_refused(
+        config_of(folder),
+        folder / "part0" / "0.txt",
+        r"cannot prepare .*0\.txt.*; the environment's XDG_CACHE_HOME can name another place",
+    )
 
 
 def test_how_far_a_long_preparation_is(
