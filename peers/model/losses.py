@@ -12,7 +12,7 @@ from swarm.metrics.log import OF_SOURCE
 
 METRICS = "metrics.jsonl"
 _NAMES = {"train/loss": "training", "val/loss": "held-out"}
-"""The names in a model's card of the figures that are taken; held-out losses of single datasets are taken as well."""
+"""The figures that are read, and their names in a model's card. Held-out losses of single datasets are read as well."""
 
 
 @dataclass(frozen=True, kw_only=True)

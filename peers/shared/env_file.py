@@ -1,7 +1,7 @@
 """`.env` in the working folder: keys for services that a program reports to or downloads from.
 
-Read by every program before it begins. Only the names below are taken, and only if the environment does not have them.
-Values are never logged.
+Read by every program before it begins. Only the variables in NAMES are read, and a variable that the environment
+already has is not changed. Values are never logged.
 """
 
 import os

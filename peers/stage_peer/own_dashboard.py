@@ -33,7 +33,8 @@ END_SECONDS = 5.0
 
 
 def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_locked: bool) -> None:
-    """Raise ValueError if --dashboard-port cannot be served: otherwise that would show only once the peer serves."""
+    """Raise ValueError if --dashboard-port cannot be served. Without this check the error would come only once the peer
+    serves."""
     host, port = options.dashboard_host, options.dashboard_port
     if port is None:
         return

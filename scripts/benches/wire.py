@@ -27,7 +27,7 @@ from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, Boundary
 from swarm.stage.staging import Staging
 
 NARROWER = 16
-"""By how many times the bottleneck reduces the numbers of a token."""
+"""With the bottleneck, a token has this many times fewer numbers on the wire."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ def test_other_types_have_no_scale(dtype: str | None) -> None:
 
 
 def test_a_training_that_has_diverged_ends_in_float16_too() -> None:
-    """Its gradients overflow at every scale, so smaller ones do not help for ever."""
+    """Its gradients overflow at every scale, so halving the scale again and again must end with an error."""
     scale, step = LossScale("fp16"), 0
     while scale.factor > 1.0:
         assert not scale.accepts(math.nan, step)

@@ -230,7 +230,8 @@ def _let_fail(
 
 
 class Capacity:
-    """How much the pipeline could compute: at every moment what the weakest stage can. It is read once a second."""
+    """How much the pipeline could compute. At every moment its weakest stage is the limit, which is read once a
+    second."""
 
     def __init__(self, pipeline: SimulatedPipeline, since: float, until: float) -> None:
         self._pipeline = pipeline
