@@ -14,6 +14,7 @@ from contextlib import suppress
 from swarm.errors import (
     MalformedMessage,
     NotReady,
+    PeerUnavailable,
     RoundMismatch,
     SwarmError,
     TryAnotherPeer,
@@ -145,12 +146,20 @@ class Continuation:
                 why = error
 
     async def _choose(self, retries: Retries, since: float, why: SwarmError) -> PeerRecord:
-        """Wait for the next peer that can be asked. Raises `why` if none comes within PATIENCE_SECONDS of `since`."""
+        """Wait for the next peer that can be asked.
+
+        Raises:
+            SwarmError: none came within PATIENCE_SECONDS of `since`. The class is that of `why`.
+        """
         while self._clock.monotonic() <= since + PATIENCE_SECONDS:
             if (record := retries.choose(1)) is not None:
                 return record
             await self._clock.sleep(retries.candidates.wait_seconds())
-        raise why
+        obstacle = retries.candidates.obstacle()
+        if obstacle is None or not isinstance(why, PeerUnavailable):
+            raise why
+        # What gRPC says of a failed connection names neither the stage nor the peer.
+        raise PeerUnavailable(obstacle.in_words(self._stage), is_gone=why.is_gone, is_unreachable=why.is_unreachable)
 
     async def _open(self, record: PeerRecord, *, standby: bool) -> SessionCall:
         return await self._calls.open(

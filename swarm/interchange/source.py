@@ -70,8 +70,14 @@ class Source:
             raise ValueError(f"{folder} is no folder with a model")
         self.folder = folder
         self.family, self.model = read_config(folder / "config.json")
-        self.shapes = parameter_shapes(self.model)
         self._files = _files(folder)
+        # Every layer has a tensor of its own. A number that is far too large would take minutes and gigabytes below.
+        if self.model.num_layers > len(self._files):
+            raise ValueError(
+                f"{folder}: config.json has {self.model.num_layers} layers, and the files have only "
+                f"{len(self._files)} tensors"
+            )
+        self.shapes = parameter_shapes(self.model)
         self._rules = {name: rule for rule in self.family.tensors(self.model, self.shapes) for name in rule.ours}
         self.dtype = self._check()
 

@@ -78,6 +78,7 @@ def _escape(folder: Path) -> None:
         (_truncate, "is not a whole safetensors file"),
         (_lose_a_tensor, "no file has the tensor"),
         (_with_config(intermediate_size=96), r"is \[80, 48\], and config.json makes it \[96, 48\]"),
+        (_with_config(num_hidden_layers=99_999), "config.json has 99999 layers, and the files have only"),
         (_add_a_tensor, "'model.layers.0.mlp.experts.0.weight' is no part of a LlamaForCausalLM"),
         (_pickle, "as a pickle, which can hold code and is never read"),
         (_whole_numbers, "is of type I8, and only F32, F16, BF16 can be read"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swarm.config import LoraConfig, ModelConfig, RunConfig, WireConfig
-from swarm.errors import Overloaded
+from swarm.errors import Overloaded, PeerUnavailable
 from swarm.generation.choice import choose
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
@@ -210,6 +210,14 @@ async def test_what_is_rounded_on_its_way_is_the_same_after_a_failure(dtype: str
 
 
 @pytest.mark.usefixtures("pace")
+async def test_if_the_only_peer_of_a_stage_has_died_the_error_names_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuation, "PATIENCE_SECONDS", 0.2)
+    async with running_chain(CONFIG) as chain:
+        await chain.at(0)[0].server.stop(0)
+        with pytest.raises(PeerUnavailable, match=r"the peer of stage 0 failed just now \(.*: nothing listens there\)"):
+            await collect(_engine(chain), PROMPT, GREEDY, 3)
+
+
 async def test_who_goes_away_leaves_nothing_behind() -> None:
     async with running_chain(CONFIG, num_peers=(1, 2, 1)) as chain:
         async with aclosing(_engine(chain).generate(PROMPT, GREEDY, 80)) as stream:
