@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 ROUND_SECONDS, LAST_ROUND_SECONDS = 600.0, 60.0
 """How long a moving peer, and a peer that ends, go on serving until their round is committed. If the commit takes
-longer, their microbatches of the round are lost."""
+longer, their microbatches of the round are lost. The second, with LAST_DRAIN_SECONDS, has to stay below
+FAREWELL_SECONDS of shared/token_option.py and below the stop_grace_period of compose.yaml."""
 DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
 """How long such a peer then waits for its microbatches to end; a moving peer stays if they take longer."""
 QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 5.0

@@ -133,7 +133,10 @@ class Hop:
     async def evaluate(
         self, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener | None = None
     ) -> float:
-        """Compute the mean loss in nats per target, with a forward on the anchors of held rounds.
+        """Compute the mean loss in nats per target, by a forward through all stages.
+
+        Each stage computes with the weights with which a round began (the round's anchor), as peers hold them for this
+        caller. Cancellation closes the stream.
 
         Args:
             tensors: `tokens` (B, T + 1), the last column being only a target, and the stage's other inputs.
@@ -142,7 +145,6 @@ class Hop:
         Raises:
             RoundGone: no peer of a stage has its round's weights any more.
             Fatal: a peer refused the request itself, or too many peers failed.
-        Cancellation closes the stream.
         """
         heard_by, retries = listener or HopListener(), self._retries({self.stage: PeerId(held[0].peer_id)})
         return await self._until_answered(

@@ -198,7 +198,8 @@ class Retries:
                 peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable, reason=reason_of(error)
             )
         elif isinstance(error, NotAllowed | IncompatibleVersion | MalformedMessage):
-            # The peer's clock may be wrong, so that a token seems to have expired; or another release has its port now.
+            # These are faults of the peer as well. If its clock is wrong, this process's token may seem to it to have
+            # expired; and a process of another release may listen at its port now.
             self._router.failed(peer_id, reason=reason_of(error))
 
     def _leave_alone(self, record: PeerRecord, error: SwarmError) -> None:

@@ -71,7 +71,8 @@ class Source:
         self.folder = folder
         self.family, self.model = read_config(folder / "config.json")
         self._files = _files(folder)
-        # Every layer has a tensor of its own. A number that is far too large would take minutes and gigabytes below.
+        # A model has at least one tensor for each layer. This is checked first, because the lines below would take
+        # minutes and gigabytes for a number of layers that is far too large.
         if self.model.num_layers > len(self._files):
             raise ValueError(
                 f"{folder}: config.json has {self.model.num_layers} layers, and the files have only "

@@ -14,7 +14,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from swarm.routing.bans import LONGEST_BAN_SECONDS, Bans
+from swarm.routing.bans import Bans
 from swarm.routing.throughput import SHORTEST_SECONDS, Link, MovingAverage, Observation, SecondsPerSample
 from swarm.types import PeerId, PeerRecord
 
@@ -24,6 +24,8 @@ MAX_CLAIM = 4.0
 """Until its first reply, a peer is charged at least the typical time divided by this, whatever speed it claims."""
 CHANCE = 0.25
 """The most by which chance changes a charge, as a share. With more, some peers' queues grow while others are idle."""
+LONGEST_BUSY_SECONDS = 300.0
+"""A peer that says that it is busy is asked again after this time, however long it claims to be."""
 STAGE_SMOOTHING = 0.01
 """Weight of the newest observation in the stage's typical time."""
 
@@ -218,7 +220,7 @@ class PeerQueue:
         """Leave a peer alone for a while. It stays charged for the choice, as its queue is longer than was expected."""
         member = self._members[peer_id]
         member.busy_reason = reason
-        member.busy_until = max(member.busy_until, now + min(LONGEST_BAN_SECONDS, retry_after_seconds))
+        member.busy_until = max(member.busy_until, now + min(LONGEST_BUSY_SECONDS, retry_after_seconds))
         self._set_aside(member, now)
 
     def failed(

@@ -182,7 +182,10 @@ class Router:
         return self._queues[stage].next_available_seconds(self._clock.monotonic())
 
     def _last_of(self, former: Sequence[PeerRecord], records: Sequence[PeerRecord]) -> Gone:
-        """The former peer of a stage that announced itself last. The time in its announcement is bounded."""
+        """Of a stage's former peers, the one that was announced last.
+
+        Its clock may be wrong, so the time since its announcement is taken as 0 to MOST_SILENT_SECONDS.
+        """
         last = max(former, key=lambda record: record.announced_at)
         ago = min(max(0.0, self._clock.time() - last.announced_at), MOST_SILENT_SECONDS)
         has_left = any(record.peer_id == last.peer_id for record in records)

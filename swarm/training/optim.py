@@ -47,7 +47,7 @@ def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
 
 
 def _share_over(config: OptimizerConfig, since_warmup: int) -> float:
-    """The share of the run after its warm-up that is over, for schedules that end with the run."""
+    """How much of the run's part after the warm-up is done, from 0 to 1. For schedules that end with the run."""
     return min(1.0, since_warmup / (config.total_samples - config.warmup_samples))
 
 

@@ -454,7 +454,7 @@ async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
     """Wait for a condition, and fail if it is not true in time. In virtual time it is checked less and less often."""
     look_seconds = min(0.1, max(0.005, seconds / 2000))
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what is waited for is spread over many peers
+        while not condition():  # noqa: ASYNC110 - many peers decide it, so there is no single event to wait for
             await asyncio.sleep(look_seconds)
 
 

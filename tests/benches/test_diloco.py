@@ -142,7 +142,8 @@ async def test_the_synchronous_swarm_is_the_single_process(text: str) -> None:
     for name, weight in reference.weights.items():
         torch.testing.assert_close(swarm.anchor[name].detach(), weight)
     num_bytes = 4 * sum(weight.numel() for weight in reference.weights.values())
-    # A butterfly of two: half of the vector goes out and half comes back, twice.
+    # Of two members, each sends half of the vector and receives half: first contributions, and then their averages.
+    # That is twice the vector for each worker and round.
     assert arm.num_workers == 2
     assert swarm.bytes_averaged == pytest.approx(3 * arm.num_workers * 2 * num_bytes, rel=1e-3)
 

@@ -152,7 +152,8 @@ async def test_who_finds_no_room_waits_and_a_caller_that_goes_frees_its_place(mo
         stream = engine.generate(prompt, SAMPLING, 40)
         await anext(stream)
         model.shapes.clear()
-        # There are 15 positions left, so the first of these waits, and the second one behind it.
+        # 15 positions are left. The first of these needs 29, so it waits. The second needs 11, which are there, and
+        # waits all the same, because it is behind the first.
         waiting = [asyncio.create_task(collect(engine, prompt, SAMPLING, count)) for count in (20, 2)]
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(asyncio.wait(waiting)), 0.2)

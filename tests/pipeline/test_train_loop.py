@@ -265,7 +265,11 @@ async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
 async def test_a_microbatch_may_be_longer_under_way_than_a_round_lasts(
     config: RunConfig, losses: list[tuple[float, int]]
 ) -> None:
-    """With DiLoCo its loss counts for the present step. A synchronous one is run again for a stage that came back."""
+    """With DiLoCo its loss counts for the step that is under way when it ends.
+
+    In the synchronous setting its loss counts for no later step: its round is over, and it ran again only for a stage
+    that came back.
+    """
     async with running(config, first=2) as world:
         world.answer.set()
         await eventually(lambda: world.reply.acked)

@@ -11,7 +11,7 @@ import pytest
 
 from swarm.routing import peer_queue
 from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE, LONGEST_BAN_SECONDS
-from swarm.routing.peer_queue import MAX_SLOWNESS, PeerQueue
+from swarm.routing.peer_queue import LONGEST_BUSY_SECONDS, MAX_SLOWNESS, PeerQueue
 from swarm.routing.throughput import Observation
 from tests.routing.records import id_of, record_of
 
@@ -267,7 +267,7 @@ def test_a_senseless_retry_after_is_bounded(nonsense: float) -> None:
     queue.busy(id_of(1), 0.0, nonsense)
     wait = queue.next_available_seconds(0.0)
     assert wait is not None
-    assert 0 <= wait <= LONGEST_BAN_SECONDS
+    assert 0 <= wait <= LONGEST_BUSY_SECONDS
 
 
 def test_returning_after_long_is_neither_credit_nor_debt() -> None:

@@ -1,4 +1,4 @@
-"""Tensors survive the wire bit by bit, and nothing else is let in."""
+"""Tensors arrive bit for bit as they were sent, and nothing else is let in."""
 
 from collections.abc import Iterable
 

@@ -22,7 +22,7 @@ def _watched(*committed: tuple[float, int]) -> Watched:
 
 
 def test_a_rate_is_from_commit_to_commit_not_from_poll_to_poll() -> None:
-    """There is a commit every second, and the polls begin just after one and end just before the next."""
+    """There is a commit every second, and it does not matter when the polls begin and end."""
     steady = _watched((0.9, 0), (1.0, 1), (1.5, 1), (2.0, 2), (3.0, 3), (3.9, 3))
     assert rate_between_commits([steady]) == pytest.approx(1.0)
     assert steady.microbatches_per_second == pytest.approx(1.0)
