@@ -164,7 +164,7 @@ class ChannelPool:
         options = BULK_OPTIONS if bulk else CLIENT_OPTIONS
         road = None if ways is None else Road(ways, self._dialler, self._clock, first=first)
         if road is not None:
-            endpoint, options = road.target, (*options, *road.options)
+            endpoint, options = road.target, (*road.options, *options)
         if self.is_insecure:
             return _Opened(grpc.aio.insecure_channel(endpoint, options=options), road)
         credentials = tls.pinned_credentials(certificate_pem, self._identity)

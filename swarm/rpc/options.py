@@ -3,6 +3,8 @@
 Used by channels, by entry and by meeting/, which open them.
 """
 
+import os
+
 Options = tuple[tuple[str, int | str], ...]
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
@@ -13,8 +15,11 @@ def client_options(silence_ms: int, answer_ms: int) -> Options:
     """Options of a channel that sends a ping after a silence, and is broken if the answer takes too long.
 
     An attempt to connect is given up after both together: a frozen peer's machine accepts connections, but is silent.
+    No proxy of http_proxy or https_proxy is used, since peers are often in one building with it or on this machine.
     """
     return (
+        # The benches hold back the swarm's calls by grpc_proxy, which nothing but gRPC looks at.
+        ("grpc.enable_http_proxy", int("grpc_proxy" in os.environ)),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", silence_ms),
         ("grpc.keepalive_timeout_ms", answer_ms),
@@ -36,3 +41,9 @@ BULK_OPTIONS: Options = (
     # Without this the channel would share its connection with every other channel to the same address.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+def through(proxy: str) -> Options:
+    """Options with which a proxy at HOST:PORT opens a channel's connections. They have to stand before the channel's
+    others, because of two values gRPC takes the first."""
+    return (("grpc.enable_http_proxy", 1), ("grpc.http_proxy", f"http://{proxy}"))

@@ -20,7 +20,7 @@ from swarm.averaging.timing import Timing
 from swarm.errors import DeadlineExceeded, SwarmError
 from swarm.rpc import tls
 from swarm.rpc.describe import describe
-from swarm.rpc.options import CLIENT_OPTIONS
+from swarm.rpc.options import CLIENT_OPTIONS, through
 from swarm.rpc.v1 import stage_pb2 as pb
 
 POLL_SECONDS = 0.2
@@ -191,8 +191,8 @@ async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel], chec
 
 
 def _channel(peer: ServingPeer, own: Link | None) -> grpc.aio.Channel:
-    proxy = (("grpc.http_proxy", f"http://{own.proxy}"),) if own else ()
+    proxy = through(own.proxy) if own else ()
     credentials = tls.pinned_credentials(peer.record.certificate_pem)
     return grpc.aio.secure_channel(
-        peer.record.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS, *proxy)
+        peer.record.endpoint, credentials, options=(*proxy, *CLIENT_OPTIONS, *tls.PINNED_OPTIONS)
     )

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from swarm.errors import SwarmError
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Line
-from swarm.rpc.options import Options
+from swarm.rpc.options import Options, through
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Dialler:
             self._serving = asyncio.get_running_loop().create_task(self._serve(self._listening))
         name = secrets.token_hex(16)
         self._openers[name] = opener
-        return f"{name}:1", (("grpc.http_proxy", f"http://127.0.0.1:{self._listening.getsockname()[1]}"),)
+        return f"{name}:1", through(f"127.0.0.1:{self._listening.getsockname()[1]}")
 
     def forget(self, target: str) -> None:
         """Open no more connections for a channel; those that are open stay."""

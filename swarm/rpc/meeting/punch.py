@@ -66,7 +66,7 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
     target, proxy = dialler.route(open_from_there)
     try:
         async with asyncio.timeout(MEETING_SECONDS):
-            channel = await points.connect(point, (*BULK_OPTIONS, *proxy), target=target)
+            channel = await points.connect(point, (*proxy, *BULK_OPTIONS), target=target)
         try:
             request.local = endpoint_of(own_host(family, address), local_port)
             reply = await _met(channel, request)

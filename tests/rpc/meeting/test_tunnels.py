@@ -73,6 +73,25 @@ async def test_a_carried_connection_is_followed_by_a_punched_one_and_no_call_fai
         await pool.close()
 
 
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy"])
+async def test_no_call_of_the_swarm_goes_through_the_proxy_for_downloads(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing listens there, and a true proxy would not know the way to a neighbour either.
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "*,example.com,10.0.0.0/8")
+    async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
+        pool = ChannelPool()
+        direct = hidden.record.model_copy(update={"endpoint": hidden.endpoint, "other_endpoints": ()})
+        for record in (direct, hidden.record):
+            assert await echo(pool.channel(record, bulk=True), b"a") == b"a"
+            assert await echo(pool.channel(record), b"a") == b"a"
+        watching = await Entry(hidden.own.peer_id, hidden.endpoint).connect(hidden.own, insecure=False)
+        assert await echo(watching, b"a") == b"a"
+        await watching.close()
+        await pool.close()
+
+
 async def test_another_meeting_point_takes_over_from_one_that_dies() -> None:
     async with (
         meeting_point() as first,
