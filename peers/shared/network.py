@@ -27,6 +27,7 @@ from swarm.machine.patience import patiently
 from swarm.routing.router import Router
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.endpoints import direct
+from swarm.training.run_rounds import RunRounds
 from swarm.types import MOST_BANS, Ban, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,13 @@ class KnownPeers:
 
     @property
     def round(self) -> int:
-        """The newest round that a peer has announced."""
-        return max((record.round for row in self.records.values() for record in row), default=0)
+        """The newest round of the run, by what its peers announce."""
+        return RunRounds.of(
+            {
+                stage: [record.round for record in row if record.state is not PeerState.JOINING]
+                for stage, row in self.records.items()
+            }
+        ).latest
 
     def others(self, stage: int) -> list[PeerRecord]:
         """The other peers that serve a stage."""

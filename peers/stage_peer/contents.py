@@ -22,6 +22,7 @@ from swarm.errors import PeerUnavailable, SwarmError
 from swarm.interchange.origin import TOKENIZER_FOLDER
 from swarm.interchange.weights import Weights
 from swarm.model.stages import parameter_shapes
+from swarm.training.run_rounds import RunRounds
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class Contents:
         return None
 
     async def _has_gone_on(self, stage: int) -> bool:
-        """Whether a peer that answers holds a later state of the stage."""
+        """Whether most of the peers that answer hold a later state of the stage."""
         member = self._member
         replies = await answers(member.config, member.known.others(stage), member.channels)
-        return any(reply.round > 0 for reply in replies)
+        return RunRounds.of({stage: [reply.round for reply in replies]}).middle > 0

@@ -7,6 +7,8 @@ import asyncio
 import dataclasses
 import logging
 import math
+import random
+import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -15,12 +17,13 @@ from dataclasses import dataclass, field
 from peers.shared.membership import Membership
 from peers.shared.network import LOOK_SECONDS, KnownPeers
 from swarm.config import RunConfig
-from swarm.errors import PeerUnavailable, SwarmError
+from swarm.errors import Fatal, PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock
 from swarm.model.stages import shared_parameters
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.training.run_rounds import RunRounds
 from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,10 @@ SETTLE_SECONDS = 30.0
 RETURN_SECONDS = 60.0
 """How long a peer waits for peers that held its stage and are no longer announced. They may only be frozen."""
 
+SILENT_SECONDS = 120.0
+"""How long a peer waits for peers that are announced and never answer. A frozen one is announced for some 20 s. One
+that is announced for longer is cut off from here, or does not exist."""
+
 _SILENT = "announced but silent: waiting for an answer, or until it is no longer announced"
 _LEAVING = "which still holds it: waiting until it is gone, or stays"
 
@@ -44,11 +51,12 @@ class Others:
     """The rounds at which the peers that answer are.
 
     Attributes:
-        held_at: newest round of a peer that holds our stage; None if no such peer answers.
-        rounds: the newest round of each other stage.
-        samples: the run's samples at the newest of these rounds.
-        repeating: the stages of which some peer at the newest round also took part in committing the round before. Such
-            a peer still has the weights of the round before.
+        held_at: the round of the peers that hold our stage; None if no such peer answers.
+        rounds: the round of each other stage.
+        latest: the newest round of the run; 0 where no peer answers.
+        samples: the run's samples at that round.
+        repeating: the stages of which some peer at the stage's round also took part in committing the round before.
+            Such a peer still has the weights of the round before.
         has_begun: whether a peer that answered has been given microbatches.
         silent: names of peers that held our stage a moment ago, and when they were last heard of; empty if there are
             none.
@@ -56,15 +64,11 @@ class Others:
 
     held_at: int | None = None
     rounds: Mapping[int, int] = field(default_factory=dict)
+    latest: int = 0
     samples: int = 0
     repeating: frozenset[int] = frozenset()
     has_begun: bool = False
     silent: str = ""
-
-    @property
-    def latest(self) -> int:
-        """The newest round of the run; 0 where no peer answers."""
-        return max(self.rounds.values(), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +92,12 @@ async def find_others(
 ) -> Others:
     """Ask the announced peers at which rounds they are.
 
-    This waits without limit while holders of the stage are announced and do not answer: they may be frozen, or cut off
-    from here, and a stage must not begin anew beside them. It also waits while a holder is leaving, because the holder
-    may still write its last checkpoint, or may stay if no other peer has the state. And it waits while peers of other
-    stages are announced in a run that has gone on, and none of them answers: without an answer the run's round is not
-    known. A peer that died is no longer announced after some seconds.
+    This waits while holders of the stage are announced and do not answer: they may be frozen, or cut off from here, and
+    a stage must not begin anew beside them. It also waits while a holder is leaving, because the holder may still write
+    its last checkpoint, or may stay if no other peer has the state. And it waits while peers of other stages are
+    announced in a run that has gone on, and none of them answers: without an answer the run's round is not known. A
+    peer that died is no longer announced after some seconds. Those that are still announced after SILENT_SECONDS do not
+    count any more, because anybody can announce a peer that does not exist.
 
     Args:
         patient: wait, up to SETTLE_SECONDS, until a peer serves and the stages that commit together are at one round.
@@ -102,15 +107,17 @@ async def find_others(
 
     Raises:
         PeerUnavailable: `gives_up`, and the peers stayed silent, or did not leave.
+        Fatal: the run has gone on, and no peer of it has answered.
     """
     config, known, clock = membership.config, membership.known, membership.clock
     began_at = clock.monotonic()
     deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
     warned = set[str]()
-    holders = _Holders(known, stage)
+    holders, rng = _Holders(known, stage), random.Random(membership.peer_id)
     while True:
         holders.look()
-        found = await _ask_all(config, stage, known, membership.channels)
+        is_patient = clock.monotonic() < began_at + SILENT_SECONDS
+        found = await _ask_all(config, stage, known, membership.channels, rng, is_patient=is_patient)
         if isinstance(found, Others):
             together = {found.rounds[number] for number in partners(config, stage) if number in found.rounds}
             is_settled = found.held_at is not None or (bool(found.rounds) and len(together) <= 1)
@@ -216,49 +223,61 @@ def partners(config: RunConfig, stage: int) -> Collection[int]:
     return set[int]().union(*sharing) - {stage}
 
 
-async def _ask_all(config: RunConfig, stage: int, known: KnownPeers, channels: ChannelPool) -> Others | _Awaited:
-    announced = known.others(stage)
-    if holders := await answers(config, announced, channels):
-        return Others(held_at=max(reply.round for reply in holders), has_begun=_has_begun(holders))
-    if announced:
+async def _ask_all(
+    config: RunConfig, stage: int, known: KnownPeers, channels: ChannelPool, rng: random.Random, *, is_patient: bool
+) -> Others | _Awaited:
+    announced, leaving = known.others(stage), known.leaving(stage)
+    holders = await answers(config, announced, channels)
+    if len({reply.round > 0 for reply in holders}) == 1:
+        return Others(held_at=_rounds({stage: holders}).stages[stage], has_begun=_has_begun(holders))
+    if is_patient and announced and not holders:
         fault = "those who hold it do not answer"
         return _Awaited(peers=announced, what=f"stage {stage} is held by", why=_SILENT, fault=fault)
-    leaving = known.leaving(stage)
-    if await answers(config, leaving, channels):
+    if is_patient and not holders and await answers(config, leaving, channels):
         fault = "those who hold it are leaving it"
         return _Awaited(peers=leaving, what=f"stage {stage} is being left by", why=_LEAVING, fault=fault)
-    return await _ask_other_stages(config, stage, known, channels)
-
-
-async def _ask_other_stages(
-    config: RunConfig, stage: int, known: KnownPeers, channels: ChannelPool
-) -> Others | _Awaited:
-    foremost = {
-        number: sorted(known.others(number), key=lambda record: -record.round)[:ASKED_PER_STAGE]
+    asked = {
+        number: rng.sample(records, min(ASKED_PER_STAGE, len(records)))
         for number in range(config.stages.num_stages)
-        if number != stage
+        if number != stage and (records := known.others(number))
     }
-    rows = await asyncio.gather(*(answers(config, records, channels) for records in foremost.values()))
-    replies = {number: row for number, row in zip(foremost, rows, strict=True) if row}
-    gone_on = [record for records in foremost.values() for record in records if record.round > 0]
-    if not replies and gone_on:
+    rows = await asyncio.gather(*(answers(config, records, channels) for records in asked.values()))
+    replies = {number: row for number, row in zip(asked, rows, strict=True) if row}
+    if holders:
+        # They do not agree whether the run has gone on. The other stages' peers decide that.
+        rounds = _rounds(replies | {stage: holders})
+        return Others(held_at=rounds.stages[stage], has_begun=_has_begun(holders))
+    gone_on = [record for row in [announced, *asked.values()] for record in row if record.round > 0]
+    if gone_on and not replies:
+        if not is_patient:
+            raise Fatal(f"the run has gone on with {named(gone_on)}, and none of its peers answers this one")
         fault = "those who serve the other stages do not answer"
         return _Awaited(peers=gone_on, what="the run has gone on with", why=_SILENT, fault=fault)
-    _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
+    return _from_other_stages(replies)
+
+
+def _from_other_stages(replies: Mapping[int, Sequence[pb.DescribeReply]]) -> Others:
+    rounds = _rounds(replies)
+    newest = [reply.run_samples for row in replies.values() for reply in row if reply.round == rounds.latest]
     return Others(
-        rounds={number: max(reply.round for reply in row) for number, row in replies.items()},
-        samples=samples,
-        repeating=frozenset(number for number, row in replies.items() if any(map(_can_repeat, _newest(row)))),
-        has_begun=any(map(_has_begun, rows)),
+        rounds=rounds.stages,
+        latest=rounds.latest,
+        samples=statistics.median_low(newest or [0]),
+        repeating=frozenset(
+            number
+            for number, row in replies.items()
+            if any(_can_repeat(reply) for reply in row if reply.round == rounds.stages[number])
+        ),
+        has_begun=any(map(_has_begun, replies.values())),
     )
+
+
+def _rounds(replies: Mapping[int, Sequence[pb.DescribeReply]]) -> RunRounds:
+    return RunRounds.of({number: [reply.round for reply in row] for number, row in replies.items()})
 
 
 def _has_begun(row: Sequence[pb.DescribeReply]) -> bool:
     return any(reply.counters.forwards > 0 for reply in row)
-
-
-def _newest(row: Sequence[pb.DescribeReply]) -> list[pb.DescribeReply]:
-    return [reply for reply in row if reply.round == max(reply.round for reply in row)]
 
 
 def _can_repeat(reply: pb.DescribeReply) -> bool:

@@ -214,8 +214,7 @@ class Rebalancer:
 
     def _lost(self) -> Collection[int]:
         """Stages that no peer can enter: no peer and no checkpoint has what they learnt."""
-        rows = self._known.records
-        if not any(record.round for row in rows.values() for record in row):
+        if not self._known.round:
             return ()
         return {stage for stage in range(len(self._costs)) if not self._known.others(stage)} - self._restorable()
 

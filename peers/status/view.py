@@ -12,6 +12,7 @@ from typing import Any, Self
 from peers.status.answer import LastPeer, time_of_day
 from peers.status.figure import Column, bans_of, figure, number, read
 from peers.status.peer_row import PeerRow
+from swarm.training.run_rounds import RunRounds
 from swarm.types import TrainerRecord
 
 
@@ -100,8 +101,11 @@ class SwarmView:
 
     @property
     def round(self) -> int:
-        """The newest round that a peer is at, or has announced."""
-        return max((peer.round for peer in self.peers), default=0)
+        """The newest round of the run, by what its peers say or announce."""
+        # A peer on its way to a stage has a row at round 0, which says nothing about the run.
+        return RunRounds.of(
+            {row.stage: [at.round for at in row.peers if at.round or at.state == "serving"] for row in self.stages}
+        ).latest
 
     @property
     def silent_stages(self) -> dict[int, list[str]]:

@@ -21,7 +21,8 @@ from swarm.machine.tasks import spawn, wait
 from swarm.machine.waits import Waits
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+from swarm.training.run_rounds import RunRounds
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 
 _NOT_YET = "this peer does not average yet"
 
@@ -137,6 +138,14 @@ class Context:
         if endpoints == self.own.endpoints:
             return self.own
         return self.own.model_copy(update={"endpoint": endpoints[0], "other_endpoints": endpoints[1:]})
+
+    @property
+    def other_stages(self) -> RunRounds:
+        """The rounds at which the other stages are, by what their peers announce."""
+        stages = set(range(self.config.stages.num_stages)) - {self.own.stage}
+        return RunRounds.of(
+            {stage: [peer.round for peer in self.peers(stage) if peer.state is PeerState.SERVING] for stage in stages}
+        )
 
     @property
     def address(self) -> Address:

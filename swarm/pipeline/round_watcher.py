@@ -1,7 +1,8 @@
 """Follows the rounds for a trainer, which asks the stages' peers about them.
 
-One peer of each stage is asked to describe itself. It answers once its stage is at a new round, or after a while. A
-round that every stage has committed is one step, whose figures are collected from the stages.
+Some peers of each stage are asked to describe themselves. They answer once their stage is at a new round, or after a
+while. A stage has committed a round when most of those that answer say so. A round that every stage has committed is
+one step, whose figures are collected from the stages.
 """
 
 import asyncio
@@ -19,12 +20,15 @@ from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import RoundCost
+from swarm.training.run_rounds import RunRounds
 from swarm.types import PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
 _KEPT_REPORTS = 64
 _ANSWER_SECONDS = 2.0
+_NUM_ASKED = 3
+"""How many peers of a stage are asked at a time: with three, one that does not say the truth changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class StepReport:
 
 
 class RoundWatcher:
-    """Asks one peer of each stage at which round it is."""
+    """Asks some peers of each stage at which round it is, others at each poll."""
 
     def __init__(
         self, *, run_id: str, num_stages: int, synchronous: bool, peers: Callable[[int], Sequence[PeerRecord]],
@@ -75,6 +79,10 @@ class RoundWatcher:
         self._present: dict[int, int] = {}
         """The present round of each stage. It may be lower than in `_rounds`: a lost stage may have come back at an
         earlier round."""
+        self._latest = 0
+        self._num_polls = 0
+        self._silent = set[str]()
+        """The peers that did not answer when they were last asked."""
         self._obstacles: dict[int, Obstacle] = {}
         """By stage: why none of its peers answered."""
         self._device_bytes = 0
@@ -93,7 +101,7 @@ class RoundWatcher:
     @property
     def latest_round(self) -> int:
         """The round that the foremost stage has reached."""
-        return max(self._rounds.values(), default=0)
+        return self._latest
 
     def obstacle(self, stage: int) -> Obstacle | None:
         """Why no peer of a stage answered when the stage was last asked; None if one did."""
@@ -104,16 +112,18 @@ class RoundWatcher:
 
         A peer whose stage is still at the same round may wait with its answer for `wait_seconds`.
         """
-        replies = await asyncio.gather(*(self._describe(stage, wait_seconds) for stage in range(self._num_stages)))
-        for stage, reply in enumerate(replies):
-            if reply is None:
-                continue
-            self._present[stage] = reply.round
-            self._rounds[stage] = max(self._rounds.get(stage, 0), reply.round)
+        rows = await asyncio.gather(*(self._describe(stage, wait_seconds) for stage in range(self._num_stages)))
+        self._num_polls += 1
+        found = RunRounds.of({stage: [reply.round for reply in row] for stage, row in enumerate(rows)})
+        self._latest = max(self._latest, found.latest)
+        for stage, said in found.stages.items():
+            reply = next(reply for reply in rows[stage] if reply.round == said)
+            present = self._present[stage] = min(said, found.middle + 1)
+            self._rounds[stage] = max(self._rounds.get(stage, 0), present)
             self._device_bytes = max(self._device_bytes, reply.device_bytes)
             self._aborted[reply.peer_id] = sum(reply.averaging.aborted.values())
             reports = self._reports[stage]
-            reports.update({report.round: report for report in reply.rounds})
+            reports.update({report.round: report for report in reply.rounds if report.round < present})
             for round_number in sorted(reports)[:-_KEPT_REPORTS]:
                 del reports[round_number]
 
@@ -148,25 +158,43 @@ class RoundWatcher:
             inner_steps=() if self._synchronous else tuple(InnerSteps.read(entry.inner_steps) for entry in rounds),
         )
 
-    async def _describe(self, stage: int, wait_seconds: float) -> pb.DescribeReply | None:
+    async def _describe(self, stage: int, wait_seconds: float) -> list[pb.DescribeReply]:
+        """The answers of some peers. Does not wait for more once most of these peers are at a new round."""
         request = pb.DescribeRequest(
             run_id=self._run_id, after_round=self._present.get(stage), wait_seconds=wait_seconds
         )
         serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
-        failed = list[LeftAlone]()
-        # Peers that announced themselves last come first, as they are the likeliest to be alive.
-        for record in sorted(serving, key=lambda record: -record.announced_at)[:3]:
+        serving.sort(key=lambda record: record.peer_id)
+        first = self._num_polls % max(1, len(serving))
+        asked = (serving[first:] + serving[:first])[:_NUM_ASKED]
+        num_likely = sum(record.peer_id not in self._silent for record in asked)
+        failed, replies = list[LeftAlone](), list[pb.DescribeReply]()
+
+        async def ask(record: PeerRecord) -> None:
             try:
-                reply = await describe(self._channels.channel(record), request, seconds=wait_seconds + _ANSWER_SECONDS)
+                seconds = wait_seconds + _ANSWER_SECONDS
+                replies.append(await describe(self._channels.channel(record), request, seconds=seconds))
+                self._silent.discard(record.peer_id)
             except SwarmError as error:
                 logger.debug("stage %d: %s does not tell where it is: %s", stage, record.peer_id, error)
                 failed.append(left_alone(record, error, 0.0))
-                continue
+                self._silent.add(record.peer_id)
+
+        before = self._present.get(stage, math.inf)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask(record)) for record in asked]
+            for answered in asyncio.as_completed(tasks):
+                await answered
+                if 2 * sum(reply.round > before for reply in replies) > num_likely:
+                    for task in tasks:
+                        task.cancel()
+                    break
+        if replies:
             self._obstacles.pop(stage, None)
-            return reply
+            return replies
         # Peers that were not asked count as busy: nothing is known to be wrong with them.
         num_others = len(serving) - len(failed)
         self._obstacles[stage] = dataclasses.replace(
             Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=num_others
         )
-        return None
+        return []

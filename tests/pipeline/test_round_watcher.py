@@ -1,6 +1,8 @@
 """What a trainer learns of the stages by asking their peers."""
 
 import math
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 
 import pytest
@@ -13,6 +15,7 @@ from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import RoundCost
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import DILOCO, Chain, running_chain
+from tests.support.describing import describing
 
 
 def _watcher(chain: Chain, *, synchronous: bool = False) -> RoundWatcher:
@@ -121,3 +124,46 @@ async def test_who_is_announced_and_cannot_be_reached_is_named() -> None:
     await watcher.poll()
     assert watcher.obstacle(1) == Obstacle(num_peers=0)
     await channels.close()
+
+
+def _serving(stack: AsyncExitStack, stage: int, number: int, say: Callable[[], int]) -> Awaitable[PeerRecord]:
+    """Serve a peer that says these rounds."""
+
+    async def serve() -> PeerRecord:
+        answer = lambda _: pb.DescribeReply(stage=stage, round=say())  # noqa: E731
+        record = await stack.enter_async_context(describing(stage, answer))
+        return record.model_copy(update={"peer_id": f"{number:040x}"})
+
+    return serve()
+
+
+@pytest.mark.parametrize("lie", [1 << 47, 0])
+async def test_what_one_peer_says_of_the_round_changes_nothing(lie: int) -> None:
+    """Not even if it is announced last, and one of two peers of its stage."""
+    present = 5
+    async with AsyncExitStack() as stack:
+        rows = {
+            0: [await _serving(stack, 0, 1, lambda: present), await _serving(stack, 0, 2, lambda: present)],
+            1: [await _serving(stack, 1, 3, lambda: present), await _serving(stack, 1, 4, lambda: lie)],
+        }
+        rows[1][1] = rows[1][1].model_copy(update={"announced_at": 1e18})
+        channels = ChannelPool(insecure=True)
+        stack.push_async_callback(channels.close)
+        watcher = RoundWatcher(
+            run_id="", num_stages=2, synchronous=True, peers=lambda stage: rows[stage], channels=channels
+        )
+        for present in (5, 5, 6, 6):
+            await watcher.poll()
+            assert (watcher.round, watcher.known_round, watcher.latest_round) == (present, present, present)
+
+
+async def test_a_stage_that_says_any_round_ends_no_step_before_the_others() -> None:
+    async with AsyncExitStack() as stack:
+        records = [await _serving(stack, stage, 1 + stage, lambda stage=stage: (5, 1 << 47)[stage]) for stage in (0, 1)]  # type: ignore[misc]
+        channels = ChannelPool(insecure=True)
+        stack.push_async_callback(channels.close)
+        watcher = RoundWatcher(
+            run_id="", num_stages=2, synchronous=False, peers=lambda stage: [records[stage]], channels=channels
+        )
+        await watcher.poll()
+        assert (watcher.round, watcher.latest_round) == (5, 5)

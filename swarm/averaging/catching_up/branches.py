@@ -117,6 +117,10 @@ class Branches:
         """The holders that stand at this place or have passed it, according to their own answers."""
         return {peer for peer, voice in self._voices.items() if _has_passed(voice, standing)}
 
+    def is_at_pace(self, round_number: int) -> bool:
+        """Whether the run can have reached a round by now, at the pace that this peer has seen."""
+        return self._pace.allows_round(round_number)
+
     def choose(self, *, is_sound: bool, announced: Mapping[PeerId, Standing]) -> Standing | None:
         """Decide where this peer should go; None if it is to stay where it is.
 
@@ -172,7 +176,8 @@ class Branches:
         A peer that stands where both branches begin has not decided yet. No peer counts if the other stages are two
         rounds ahead: they waited for this stage, so some of its holders must have committed these rounds.
         """
-        if (run_round := self._run_round) is not None and run_round > self._own.round + 1:
+        is_synchronous = self._context.config.rounds.synchronous
+        if is_synchronous and self._context.other_stages.middle > self._own.round + 1:
             return []
         before = set[str]().union(*(self._voices[peer].past for peer in self.behind(theirs)))
         ours = ["this peer"] if self._has_voice else []
@@ -183,13 +188,6 @@ class Branches:
             if place.round > 0 and self.is_known(place) and not undecided and not _has_passed(voice, theirs):
                 ours.append(peer)
         return ours
-
-    @property
-    def _run_round(self) -> int | None:
-        """A round that at least half of the other stages' peers say they have reached; None with DiLoCo."""
-        stages = set(range(self._context.config.stages.num_stages)) - {self._context.own.stage}
-        rounds = sorted(record.round for stage in stages for record in self._context.peers(stage))
-        return rounds[len(rounds) // 2] if rounds and self._context.config.rounds.synchronous else None
 
     @property
     def _has_stragglers(self) -> bool:

@@ -41,11 +41,13 @@ class RunPace:
         """Whether a peer can have reached `theirs` since this peer last moved; True as long as no pace was measured."""
         if not self._largest:
             return True
-        seconds = PACE_FACTOR * self._elapsed()
-        num_samples = self._fastest[0] * seconds + PACE_ROUNDS * self._largest
-        num_rounds = self._fastest[1] * seconds + PACE_ROUNDS
-        own = self._own
-        return theirs.run_samples - own.run_samples <= num_samples and theirs.round - own.round <= num_rounds
+        num_samples = self._fastest[0] * PACE_FACTOR * self._elapsed() + PACE_ROUNDS * self._largest
+        return theirs.run_samples - self._own.run_samples <= num_samples and self.allows_round(theirs.round)
+
+    def allows_round(self, number: int) -> bool:
+        """Whether the run can have reached a round by now; True as long as no pace was measured."""
+        num_rounds = self._fastest[1] * PACE_FACTOR * self._elapsed() + PACE_ROUNDS
+        return not self._largest or number - self._own.round <= num_rounds
 
     def _elapsed(self) -> float:
         # Some clocks stand still while a machine sleeps, and others may be set back, but the run goes on.

@@ -18,7 +18,7 @@ from swarm.averaging.transport import contact_of
 from swarm.averaging.view import GroupView
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundMember
-from swarm.types import PeerId, PeerState
+from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -118,14 +118,14 @@ class RoundWatch:
         return others + own.num_samples
 
     def _is_late(self, round_number: int) -> bool:
-        """Whether another stage is at a later round, or has waited for this one for long."""
+        """Whether most peers of the other stages are at a later round, or another stage has waited for this one for
+        long."""
         since = self.place.awaited_since if round_number == self.place.standing.round else None
         timing, now = self.context.timing, self.context.clock.monotonic()
         if since is not None and now - since >= timing.awaited_seconds:
             return True
-        stages = set(range(self.context.config.stages.num_stages)) - {self.context.own.stage}
-        records = (record for stage in stages for record in self.context.peers(stage))
-        return any(record.round > round_number for record in records if record.state is PeerState.SERVING)
+        theirs = self.context.other_stages.middle
+        return theirs > round_number and self.place.branches.is_at_pace(theirs)
 
     def has_quorum(self, present: Collection[str]) -> bool:
         """Whether the peers that are present may commit the round."""

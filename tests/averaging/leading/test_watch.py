@@ -3,6 +3,7 @@
 import pytest
 
 from swarm.averaging.averager import Averager
+from swarm.averaging.messages import Standing
 from swarm.types import PeerRecord, PeerState
 from tests.averaging.doubles import QUICK, FakeStage, make_config, make_context, record
 from tests.support.virtual_time import in_virtual_time
@@ -29,6 +30,24 @@ async def test_a_stage_follows_another_one_that_is_further() -> None:
     """Otherwise its rounds would stay behind for good, and all stages would have no anchor in common."""
     assert averaging_with(at_round(1, stage=2)).watch.view().complete
     assert not averaging_with(at_round(0, stage=2)).watch.view().complete
+
+
+@in_virtual_time
+async def test_one_peer_that_says_any_round_pulls_nobody_along() -> None:
+    liar = record(20, 2).model_copy(update={"round": 1 << 47})
+    assert not averaging_with(at_round(0, stage=2), liar).watch.view().complete
+    assert not averaging_with(at_round(0, stage=0), liar, num_stages=4).watch.view().complete
+    assert not averaging_with(at_round(0, stage=0), at_round(0, stage=2), liar).watch.view().complete
+
+
+@in_virtual_time
+async def test_nobody_is_pulled_along_faster_than_the_run_can_go() -> None:
+    """Here all peers of the other stages say a round that no run reaches."""
+    averager = averaging_with(at_round(1 << 47, stage=2))
+    before = averager.place.standing
+    after = Standing(run_samples=before.run_samples + 16, round=before.round, lineage="ab")
+    averager.place.branches.committed(after)
+    assert not averager.watch.view().complete
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from peers.stage_peer.others import Others, answers, find_others
 from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.dht.directory import Directory
-from swarm.errors import PeerUnavailable
+from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -38,7 +38,8 @@ class _Directory:
 
     def __init__(self, living: Sequence[PeerRecord], silent: Mapping[int, int], leaving: Collection[int]) -> None:
         self.num_looks = 0
-        self._living = {record.stage: record for record in living}
+        self._living = {record.stage: record for record in reversed(living)}
+        self._more = [record for record in living if record not in self._living.values()]
         self._silent = dict(silent)
         self._leaving = leaving
 
@@ -52,7 +53,7 @@ class _Directory:
             state=PeerState.SERVING, round=99,
         )  # fmt: skip
         if here is not None:
-            return [here, dead]
+            return [here, dead, *(record for record in self._more if record.stage == stage)]
         self._silent[stage] = self._silent.get(stage, 0) - 1
         return [dead] if self._silent[stage] >= 0 else []
 
@@ -71,12 +72,13 @@ async def _find(
     rounds: Mapping[int, Sequence[int | None]], *, config: RunConfig = SYNCHRONOUS, stage: int = STAGE,
     patient: bool = False, gives_up: bool = False, silent_looks: Mapping[int, int] | None = None,
     committed: Mapping[int, int] | None = None, num_forwards: int = 0, leaving: Collection[int] = (),
-    needs_holder: bool = False,
+    needs_holder: bool = False, liars: Sequence[tuple[int, int]] = (),
 ) -> tuple[Others, int]:  # fmt: skip
     """What a joiner learns, and how often it looked again; `rounds` has the successive answers of each stage.
 
     `silent_looks`: of stages that never answer, for how many looks they have a dead peer that is announced.
-    `committed`: how many rounds each has committed itself. `leaving`: stages whose peer is about to be gone.
+    `liars`: further peers, by their stage and the round that they say. `committed`: how many rounds each has committed
+    itself. `leaving`: stages whose peer is about to be gone.
     """
 
     def say(number: int, turns: Iterator[int | None]) -> pb.DescribeReply:
@@ -91,6 +93,10 @@ async def _find(
             saying = itertools.chain(turns, itertools.repeat(turns[-1]))
             peer = describing(number, lambda _, number=number, saying=saying: say(number, saying))  # type: ignore[misc]
             living.append(await stack.enter_async_context(peer))
+        for index, (number, lie) in enumerate(liars):
+            peer = describing(number, lambda _, number=number, lie=lie: _reply(config, number, lie))  # type: ignore[misc]
+            record = await stack.enter_async_context(peer)
+            living.append(record.model_copy(update={"peer_id": f"{index:040d}", "round": lie}))
         directory = _Directory(living, silent_looks or {}, leaving)
         known, channels = KnownPeers(Router(SystemClock(), random.Random(0))), ChannelPool(insecure=True)
         stack.push_async_callback(channels.close)
@@ -135,9 +141,35 @@ async def test_only_a_peer_of_this_stage_that_makes_sense_answers(said: pb.Descr
 
 async def test_only_peers_that_answer_count() -> None:
     others, num_looks = await _find({0: [7], 2: [8]})
-    assert others == Others(rounds={0: 7, 2: 8}, samples=128)
+    assert others == Others(rounds={0: 7, 2: 8}, latest=8, samples=128)
     assert (others.latest, num_looks) == (8, 0)
     assert (await _find({})) == (Others(), 0)
+
+
+LIE = 1 << 43
+
+
+@pytest.mark.parametrize("lie", [LIE, 0])
+async def test_what_one_peer_says_is_not_the_round_of_the_run(lie: int) -> None:
+    others, _ = await _find({0: [7], 2: [7]}, liars=[(2, lie)])
+    assert others == Others(rounds={0: 7, 2: 7}, latest=7, samples=112)
+    others, _ = await _find({0: [7]}, liars=[(0, 7), (2, LIE)])
+    assert (others.latest, others.samples) == (7, 112), "a stage with no other peer than the liar"
+    others, _ = await _find({0: [7], STAGE: [7], 2: [7]}, liars=[(STAGE, lie)])
+    assert others == Others(held_at=7)
+    others, _ = await _find({0: [0], STAGE: [0], 2: [0]}, liars=[(STAGE, lie)])
+    assert others == Others(held_at=0)
+
+
+async def test_made_up_peers_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others_module, "SILENT_SECONDS", 0.2)
+    others, _ = await _find({0: [7], 2: [8]}, silent_looks={STAGE: 1000})
+    assert others == Others(rounds={0: 7, 2: 8}, latest=8, samples=128)
+    others, _ = await _find({0: [0], 2: [0]}, silent_looks={STAGE: 1000})
+    assert others == Others(rounds={0: 0, 2: 0})
+    for silent in ({0: 1000}, {STAGE: 1000}):
+        with pytest.raises(Fatal, match=r"gone on with ffffffff, silent since .* none of its peers answers"):
+            await _find({}, silent_looks=silent)
 
 
 async def test_who_has_committed_a_round_itself_can_repeat_it() -> None:
@@ -149,14 +181,14 @@ async def test_who_has_committed_a_round_itself_can_repeat_it() -> None:
 
 async def test_a_stage_whose_holders_are_announced_and_silent_does_not_begin_anew() -> None:
     others, num_looks = await _find({0: [7], 2: [8]}, silent_looks={STAGE: 3})
-    assert others == Others(rounds={0: 7, 2: 8}, samples=128)
+    assert others == Others(rounds={0: 7, 2: 8}, latest=8, samples=128)
     assert num_looks == 3 * 3, "three looks at three stages"
 
 
 async def test_a_stage_whose_holder_is_leaving_does_not_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
     """The holder may stay, or write its last checkpoint."""
     others, num_looks = await _find({0: [7], STAGE: [8, 8, None], 2: [8]}, leaving={STAGE})
-    assert others == Others(rounds={0: 7, 2: 8}, samples=128), "it is gone"
+    assert others == Others(rounds={0: 7, 2: 8}, latest=8, samples=128), "it is gone"
     assert num_looks == 2 * 3
     (said,) = [record.getMessage() for record in caplog.records if record.name == "peers.stage_peer.others"]
     assert said.startswith("stage 1 is being left by ")
@@ -164,7 +196,7 @@ async def test_a_stage_whose_holder_is_leaving_does_not_begin_anew(caplog: pytes
 
 async def test_a_run_whose_peers_are_announced_and_silent_is_not_at_round_0(caplog: pytest.LogCaptureFixture) -> None:
     others, num_looks = await _find({0: [None, None, 7]})
-    assert others == Others(rounds={0: 7}, samples=112)
+    assert others == Others(rounds={0: 7}, latest=7, samples=112)
     assert num_looks == 2 * 3
     others, num_looks = await _find({}, silent_looks={0: 3, 2: 2})
     assert (others, num_looks) == (Others(), 3 * 3), "announced no longer"
@@ -184,7 +216,7 @@ async def test_who_moves_does_not_wait_for_silent_peers_for_ever(monkeypatch: py
 
 async def test_a_peer_with_a_checkpoint_waits_until_the_others_have_committed_the_same_round() -> None:
     others, num_looks = await _find({0: [8], 2: [7, 8]}, patient=True)
-    assert others == Others(rounds={0: 8, 2: 8}, samples=128)
+    assert others == Others(rounds={0: 8, 2: 8}, latest=8, samples=128)
     assert num_looks > 0
     others, num_looks = await _find({0: [8], 2: [7, 8]}, patient=True, config=DILOCO)
     assert (others.rounds, num_looks) == ({0: 8, 2: 7}, 0)

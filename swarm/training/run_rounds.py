@@ -1,0 +1,55 @@
+"""At which rounds a run and its stages are, by what their peers say.
+
+Used by averaging/leading/watch, by the trainer's pipeline/round_watcher, by peers that begin or move, and by
+swarm-status. Any peer can say any round. So what counts is what most of them say, never the highest that one of them
+names. Pure: whoever asks peers, or reads their records, passes the numbers on.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRounds:
+    """The rounds at which a run is.
+
+    Attributes:
+        stages: the round of each stage of which a peer has said something.
+        middle: a round that more than half of all these peers have reached; 0 if there are none.
+    """
+
+    stages: Mapping[int, int] = field(default_factory=dict)
+    middle: int = 0
+
+    @classmethod
+    def of(cls, said: Mapping[int, Iterable[int]]) -> Self:
+        """Conclude it from the rounds that the peers of each stage say.
+
+        A stage is at the round in the middle of its peers' rounds. If there are two middles, because its peers are just
+        committing a round or because one of two does not say the truth, the one that is nearer to the whole run counts,
+        and of equally near ones the lower.
+        """
+        rows = {stage: sorted(row) for stage, row in said.items()}
+        everybody = sorted(chain.from_iterable(rows.values()))
+        if not everybody:
+            return cls()
+        middle = _middles(everybody)[0]
+        return cls(
+            stages={
+                stage: min(_middles(row), key=lambda number: abs(number - middle)) for stage, row in rows.items() if row
+            },
+            middle=middle,
+        )
+
+    @property
+    def latest(self) -> int:
+        """The newest round that some stage has reached, but at most one more than the run's middle: a stage that is
+        just committing a round is one ahead of the others, and one whose only peer lies may be anywhere."""
+        return max((number for number in self.stages.values() if number <= self.middle + 1), default=0)
+
+
+def _middles(ordered: list[int]) -> tuple[int, int]:
+    """The lower and the upper median, which are equal in a row of odd length."""
+    return ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
