@@ -5,6 +5,7 @@ peers which of the addresses they reach. mover.py passes the Reach to every serv
 """
 
 import re
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -98,6 +99,10 @@ class Listening(Protocol):
         """What others are told now, for a server that listens on `own_port`."""
         ...
 
+    def held(self) -> AbstractAsyncContextManager[None]:
+        """Leave the port to a server of this peer, which binds and unbinds it inside the block."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Listen:
@@ -124,3 +129,7 @@ class Listen:
     def announced(self, own_port: int) -> Announced:
         """What others are told: all addresses, unchecked."""
         return Announced(endpoints=self.endpoints(own_port), dht_addresses=self.dht_addresses)
+
+    def held(self) -> AbstractAsyncContextManager[None]:
+        """Nothing else of this process is at the port."""
+        return nullcontext()

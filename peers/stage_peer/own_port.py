@@ -1,7 +1,8 @@
 """Answers at a TCP port of this machine while no server of the process listens there.
 
 Used by reach.py and dht_reach.py: others dial a peer back at its ports before its server begins, between two servers,
-and while its node of the DHT does not listen. Also used by swarm-doctor, which never serves.
+and while its node of the DHT does not listen. OwnPort lets one server at a time have the gRPC port. Also used by
+swarm-doctor, which never serves.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Never
 
 import grpc
 
@@ -17,6 +19,55 @@ from swarm.credentials.identity import Identity
 from swarm.rpc import tls
 from swarm.rpc.meeting.check import MULTISTREAM
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
+
+FREE_SECONDS = 5.0
+"""Longest wait until gRPC has closed the socket of a server that has stopped."""
+
+
+class OwnPort:
+    """The gRPC port of one peer. Whenever no server of the peer has it, one without services answers there."""
+
+    def __init__(self, host: str, port: int, own: Identity, *, insecure: bool) -> None:
+        """
+        Args:
+            port: a number; if it is 0, a free port is taken and kept for this process.
+
+        Raises:
+            ValueError: the host is no address of this machine.
+        """
+        self._reserved = None if port else reserved(host)
+        self.number: int = port if self._reserved is None else self._reserved.getsockname()[1]
+        self.is_answered = asyncio.Event()
+        """Set once something of this process listens at the port."""
+        self._host = host
+        self._own = own
+        self._insecure = insecure
+        self._taking = asyncio.Lock()
+        """Held by what has the port. Of those that wait for it, the first one gets it."""
+        self._is_wanted = asyncio.Event()
+
+    async def answer(self) -> Never:
+        """Answer, except inside `held`, until cancelled. Raises ValueError if another process has the port."""
+        try:
+            while True:
+                async with self._taking, answering(self._host, self.number, self._own, insecure=self._insecure):
+                    self.is_answered.set()
+                    await self._is_wanted.wait()
+        finally:
+            if self._reserved is not None:
+                self._reserved.close()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Have the port inside the block, for a server that has stopped by its end."""
+        self._is_wanted.set()
+        async with self._taking:
+            self._is_wanted.clear()
+            self.is_answered.set()
+            try:
+                yield
+            finally:
+                await _until_free(self._host, self.number)
 
 
 def reserved(host: str) -> socket.socket:
@@ -41,9 +92,15 @@ async def answering(host: str, port: int, own: Identity, *, insecure: bool) -> A
         yield
     finally:
         await server.stop(None)
-        # gRPC closes its socket a moment after `stop` has returned, and the next server needs the port.
-        while is_listened_on(host, port):  # noqa: ASYNC110 - nothing tells of it.
-            await asyncio.sleep(0.01)
+        await _until_free(host, port)
+
+
+async def _until_free(host: str, port: int) -> None:
+    """Wait until the next server can have the port: gRPC closes its socket a moment after `stop` has returned."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FREE_SECONDS):
+            while is_listened_on(host, port):  # noqa: ASYNC110 - nothing tells of it.
+                await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -9,8 +9,8 @@ swarm/rpc/meeting.
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from hashlib import sha256
 from typing import Never
 
@@ -18,7 +18,7 @@ from peers.shared.membership import Membership
 from peers.stage_peer.dht_reach import DhtReach
 from peers.stage_peer.inquiry import BUSY, Inquiry
 from peers.stage_peer.listen import Announced, Listen, loopback_advice
-from peers.stage_peer.own_port import answering, reserved
+from peers.stage_peer.own_port import OwnPort
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
 from swarm.dht.node import DhtNode
@@ -64,14 +64,12 @@ class Reach:
         self._membership = membership
         self._listen = listen
         self._dht = DhtReach(node, listen)
-        self._insecure = insecure
         self._router_ports = router_ports
-        self._reserved = None if listen.port else reserved(listen.host)
-        self.port: int = listen.port if self._reserved is None else self._reserved.getsockname()[1]
+        self._own_port = OwnPort(listen.host, listen.port, membership.identity, insecure=insecure)
+        self.port = self._own_port.number
         self._found: Verdict | None = None
         """None while it is not known which endpoints others reach."""
         self._announced: tuple[str, ...] = ("",)
-        self._serves = False
         self._inquiry = Inquiry(membership, random.Random(membership.peer_id), insecure=insecure)
         self._waiting = Waiting(
             membership.identity, Points(membership.identity, insecure=insecure), membership.clock,
@@ -97,8 +95,7 @@ class Reach:
         return self._listen.endpoints(self.port)[: MAX_ENDPOINTS - 1]
 
     def announced(self, own_port: int) -> Announced:
-        """What others are told now. Called once the server listens on `own_port`."""
-        self._serves = True
+        """What others are told now. `own_port` is the port of this Reach."""
         # Without endpoints the former ones stay announced: once all meeting points are gone, the connections that were
         # punched with their help still work, and callers use them as long as the endpoints stay the same.
         self._announced = self.endpoints or self._announced
@@ -108,6 +105,11 @@ class Reach:
             num_punched=self._waiting.num_lines(Kind.PUNCHED),
             num_relayed=self._waiting.num_lines(Kind.RELAYED),
         )
+
+    def held(self) -> AbstractAsyncContextManager[None]:
+        """Leave the port to a server of this peer inside the block; outside of it, Reach itself answers those that dial
+        back."""
+        return self._own_port.held()
 
     async def found_out(self) -> None:
         """Return once there is a way to this peer; until then, log at intervals that there is none."""
@@ -138,6 +140,8 @@ class Reach:
         num_busy = 0
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._own_port.answer())
+                await self._own_port.is_answered.wait()
                 while True:
                     verdict, seconds = await self._verdict(), LOOK_SECONDS
                     if verdict is not None and not verdict.endpoints and may_ask_router:
@@ -160,8 +164,6 @@ class Reach:
         finally:
             if self._router_ports is not None:
                 await self._router_ports.release()
-            if self._reserved is not None:
-                self._reserved.close()
 
     async def _with_router(self, verdict: Verdict, tasks: asyncio.TaskGroup) -> Verdict:
         """Ask the router to forward the ports, and then ask the peers again. Return what they reach."""
@@ -208,27 +210,18 @@ class Reach:
         )
 
     async def _verdict(self) -> Verdict | None:
-        """Ask some peers to dial back. Return None if none of them answers. Raises ValueError if the port is in use."""
+        """Ask some peers to dial back. Return None if none of them answers."""
         own = versions(self._candidates)
         others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
         if not others:
             return await self._inquiry.verdict(others, pb.CheckRequest())
-        async with self._answering(), self._dht.answering(self._forwarded(self._dht.port)) as dht_endpoints:
+        async with self._dht.answering(self._forwarded(self._dht.port)) as dht_endpoints:
             request = pb.CheckRequest(
                 peer_id=self._membership.peer_id,
                 endpoints=[*self._candidates, f":{self._forwarded(self.port) or self.port}"],
                 dht_endpoints=dht_endpoints,
             )
             return await self._inquiry.verdict(others, request)
-
-    @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
-        """Answer at this peer's port, with its certificate, while its server is not there yet."""
-        if self._serves:
-            yield
-            return
-        async with answering(self.host, self.port, self._membership.identity, insecure=self._insecure):
-            yield
 
     def _points(self) -> Sequence[Entry]:
         """Peers that may be meeting points, with all of their endpoints, in an order of this peer's own.

@@ -118,27 +118,14 @@ class StageServer:
             Fatal, PeerUnavailable: as OwnState.begin does.
             ExceptionGroup: of a NotReady: the stage's state could not be downloaded from the peers that hold it.
         """
-        identity, clock = self._membership.identity, self._membership.clock
-        guard = Guard(authority=identity.authority, callers=self.callers, clock=clock, stage=lambda: self.stage.number)
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
-        credentials = None if self._options.insecure else tls.server_credentials(identity)
-        self.presence.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
         if self._options.graph_bytes is None:
             limit_bytes = self.stage.context.backend.budget.limit_bytes
             logger.info("autograd graphs may take up to %s of %s", in_words(limit_bytes), self._options.device)
         self._runtime.start()
         try:
             await self._own_state.begin()
-            turns = Turns(clock, is_training=lambda: self.stage.is_busy)
-            self.averager = Averager(self._context(turns), self.member)
-            services = Services(
-                self._membership, self.stage, self.averager, self.presence, self._options, callers=self.callers,
-                turns=turns,
-            )  # fmt: skip
-            services.add_to(server)
-            await server.start()
             waits = self._membership.waits
-            async with asyncio.TaskGroup() as tasks:
+            async with self._server(listen) as services, asyncio.TaskGroup() as tasks:
                 averaging = tasks.create_task(self.averager.run())
                 reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
                 await asyncio.sleep(0)
@@ -162,12 +149,34 @@ class StageServer:
                 for task in (averaging, reporting, *background):
                     task.cancel()
         finally:
-            self._options.own_figures.follow(lambda: None)
             self.stage.end()
-            await server.stop(grace=1.0)
             await self._settle()
             await self._membership.channels.close()
             self._runtime.stop(timeout_seconds=2.0)
+
+    @asynccontextmanager
+    async def _server(self, listen: Listening) -> AsyncIterator[Services]:
+        """Have this peer's port inside the block, and serve there. Makes the averager, which is served too."""
+        identity, clock = self._membership.identity, self._membership.clock
+        guard = Guard(authority=identity.authority, callers=self.callers, clock=clock, stage=lambda: self.stage.number)
+        credentials = None if self._options.insecure else tls.server_credentials(identity)
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
+        async with listen.held():
+            self.presence.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
+            turns = Turns(clock, is_training=lambda: self.stage.is_busy)
+            self.averager = Averager(self._context(turns), self.member)
+            services = Services(
+                self._membership, self.stage, self.averager, self.presence, self._options, callers=self.callers,
+                turns=turns,
+            )  # fmt: skip
+            services.add_to(server)
+            try:
+                await server.start()
+                yield services
+            finally:
+                self._options.own_figures.follow(lambda: None)
+                self.stage.end()
+                await server.stop(grace=1.0)
 
     def _context(self, turns: Turns) -> Context:
         """Make the context of the averager."""

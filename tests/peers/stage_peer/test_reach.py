@@ -18,13 +18,14 @@ from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
 from scripts.benches.shared.ports import free_ports
 from swarm.config import ModelConfig, RunConfig, StagesConfig
-from swarm.credentials.identity import generate
+from swarm.credentials.identity import Identity, generate
 from swarm.dht.node import DhtNode
 from swarm.errors import Overloaded
 from swarm.machine.clock import SystemClock
-from swarm.rpc import probe
+from swarm.rpc import probe, tls
 from swarm.rpc.meeting import check as checks
 from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
@@ -76,6 +77,7 @@ async def _reach(
     largest_bytes: int | None = None,
     dht_ports: tuple[int, int] = (5002, 5002),
     router: Router | None = None,
+    own: Identity | None = None,
 ) -> AsyncIterator[tuple[Reach, Node, Host]]:
     """The reach of a peer that finds one other peer in the run (at further endpoints too), or no peer.
 
@@ -83,7 +85,7 @@ async def _reach(
         largest_bytes: what is written at once is lost on its way there if it is more than that.
         dht_ports: the port of the DHT's node, and the one that the user says others reach.
     """
-    own, other, node = generate(), generate(), Node()
+    own, other, node = own or generate(), generate(), Node()
     async with meeting_point(other, limits=limits) as point, Proxy(point.entry.host, point.entry.port) as path:
         if largest_bytes is not None:
             path.links[Direction.TO_SERVER].largest_bytes = largest_bytes
@@ -131,6 +133,40 @@ async def test_a_peer_that_is_reached_announces_its_endpoint_and_keeps_its_port(
         # Nobody answers at the DHT's port here.
         await eventually(lambda: node.is_client)
         assert reach.announced(reach.port).dht_addresses == ()
+
+
+async def test_one_server_at_a_time_has_the_port_whenever_others_dial_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies, may_go_on = list[pb.CheckReply](), asyncio.Event()
+
+    async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds: float) -> pb.CheckReply:
+        await may_go_on.wait()
+        replies.append(await checks.check(channel, request, seconds=seconds))
+        return replies[-1]
+
+    monkeypatch.setattr(inquiry, "check", check)
+    monkeypatch.setattr(checks, "GAP_SECONDS", 0.0)
+    for name in ("AGAIN_SECONDS", "DOUBT_SECONDS"):
+        monkeypatch.setattr(reaches, name, 0.0)
+
+    async def is_dialled_back() -> None:
+        num_before = len(replies)
+        may_go_on.set()
+        await eventually(lambda: len(replies) > num_before + 2)
+        may_go_on.clear()
+        assert all(reply.endpoints for reply in replies[num_before + 1 :]), "it was reached each time"
+
+    own = generate()
+    async with _reach(own=own) as (reach, _, _):
+        await is_dialled_back()
+        # The peer moves on to another stage's server, and each begins while others dial back.
+        for _ in range(2):
+            async with reach.held():
+                server = grpc.aio.server(options=SERVER_OPTIONS)
+                bind_server(server, reach.host, reach.port, tls.server_credentials(own))
+                await server.start()
+                await is_dialled_back()
+                await server.stop(None)
+            await is_dialled_back()
 
 
 @pytest.mark.usefixtures("nobody_gets_through")
