@@ -125,8 +125,8 @@ async def test_a_large_shared_block_is_summed_beside_the_loop(codec: str) -> Non
     partners = []
     for stage, average in enumerate(averages):
         lines[stage].other = holders[1 - stage]
-        await holders[stage].offer(0, str(stage), {block.name: average})
-        partners.append(pb.Partner(stage=stage, digest=str(stage), contact=contact_of(record(stage))))
+        digest = await holders[stage].offer(0, str(stage), {block.name: average})
+        partners.append(pb.Partner(stage=stage, digest=digest, contact=contact_of(record(stage))))
     for holder in holders:
         assert await holder.squared_norm_of_sum(0, partners) == pytest.approx(9.0 * averages[0].numel())
         summed = (await holder.sum(0, partners))[block.name]

@@ -6,7 +6,7 @@ member's work (exchanging/own_round) and with the exchange. Never decides anythi
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swarm.averaging import messages
@@ -24,7 +24,7 @@ from swarm.averaging.place import Place
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, record_of
 from swarm.events.kinds import Begin, Prepare
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import RoundCost, RoundResult
+from swarm.training.round_member import RoundCost, RoundResult, Tensors
 
 
 @dataclass(eq=False)
@@ -111,10 +111,13 @@ class Participant:
             async with self.place.lock:
                 attempt = self._join(request, ballot, shares)
             average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
-            result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
+            unflatten, like = self.own_round.exchanges.unflatten, attempt.closed.contribution.tensors
+            tensors = await asyncio.to_thread(unflatten, average.vector_D, like)
             # Once the result is prepared it may be decided, and other stages then need this average. So it is offered
             # first.
-            await self.shared.offer(request.round, average.digest, result.round_result.tensors)
+            digest = await self.shared.offer(request.round, average.digest, tensors)
+            average = replace(average, digest=digest)
+            result = await asyncio.to_thread(self._result_of, average, tensors, seconds, attempt, shares)
             async with self.place.lock:
                 self.place.group.prepare(request.round, ballot, average.digest)
                 self.own_round.keep(result)
@@ -164,10 +167,11 @@ class Participant:
             silence_seconds=attempt.silence_seconds(),
         )
 
-    def _result_of(self, average: Average, seconds: float, attempt: Attempt, shares: Shares) -> Result:
+    def _result_of(
+        self, average: Average, tensors: Tensors, seconds: float, attempt: Attempt, shares: Shares
+    ) -> Result:
         standing, closed = self.place.standing, attempt.closed
         member_ids = [share.peer_id for share in shares.members]
-        tensors = self.own_round.exchanges.unflatten(average.vector_D, closed.contribution.tensors)
         squared_norm = average.squared_norm
         if self.shared.is_due(standing.round):
             squared_norm = self.shared.squared_norm_of_rest(tensors)

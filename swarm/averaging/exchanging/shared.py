@@ -3,8 +3,10 @@
 Within a stage a round's average is a mean over that stage's peers. A block with a role at several stages (tied
 embeddings: the first stage looks vectors up, the last one scores with them) has a gradient that is the sum over its
 roles. So once the stages that share it have decided their averages of a round, each member fetches those of the other
-stages, adds all in the order of the stages, and commits the sum: the holders stay equal to the last bit. Used by
-exchanging/participant, catching_up/advance and leading/leader. Never decides anything about a round.
+stages, adds all in the order of the stages, and commits the sum: the holders stay equal to the last bit. A stage's
+result is committed by a digest that ends with that of the bytes which others fetch. So whoever answers for a stage
+gives all members the same bytes, or none. Used by exchanging/participant, catching_up/advance and leading/leader. Never
+decides anything about a round.
 
 Shapes: S elements of the shared parameters, in the order of their names.
 """
@@ -14,13 +16,14 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from blake3 import blake3
 
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.reduction import decode_bounded, squared_norm
 from swarm.averaging.transport import record_of
 from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec
 from swarm.config import RunConfig
-from swarm.errors import MalformedMessage, NotReady, PeerUnavailable, SwarmError
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
 from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
 
@@ -63,14 +66,21 @@ class SharedBlocks:
         """The squared norm of an average without the shared blocks."""
         return sum(squared_norm(tensor) for name, tensor in tensors.items() if name not in self._shapes)
 
-    async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep this stage's average for peers of other stages that ask for it."""
-        if self.is_due(round_number):
-            encoded = await asyncio.to_thread(self._encode, tensors)
-            self._keep((round_number, self._stage, digest), encoded)
+    async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Keep this stage's average for peers of other stages that ask for it.
 
-    def _encode(self, tensors: Mapping[str, torch.Tensor]) -> Buffer:
-        return self._codec.encode(torch.cat([tensors[name].flatten() for name in self._shapes]))
+        Returns the digest that the result has from now on: if the round averages the shared blocks, theirs is appended.
+        """
+        if not self.is_due(round_number):
+            return digest
+        encoded, own_digest = await asyncio.to_thread(self._encode, tensors)
+        digest = f"{digest}.{own_digest}"
+        self._keep((round_number, self._stage, digest), encoded)
+        return digest
+
+    def _encode(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Buffer, str]:
+        encoded = self._codec.encode(torch.cat([tensors[name].flatten() for name in self._shapes]))
+        return encoded, _digest_of(encoded)
 
     def answer(self, request: pb.SharedRequest) -> Buffer:
         """The average that another holder asks for. Raises NotReady if it is not here, or not any more."""
@@ -109,6 +119,8 @@ class SharedBlocks:
         while key not in self._averages:
             try:
                 encoded = await self._fetch(round_number, holder, turn)
+                if await asyncio.to_thread(_digest_of, encoded) != holder.digest.partition(".")[2]:
+                    raise IntegrityError("a peer sent other bytes than its stage has averaged")
                 average_S = await self._decode(encoded)
                 self._keep(key, encoded)
                 return average_S
@@ -153,6 +165,10 @@ def _codec(config: RunConfig) -> Codec:
     not sparse."""
     codec = contribution_codec(config.averaging)
     return simple_codec("fp16") if codec.is_sparse or codec.tile > 1024 else codec
+
+
+def _digest_of(encoded: Buffer) -> str:
+    return blake3(encoded).hexdigest()
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -114,7 +114,9 @@ class Prepared(_message.Message):
     MEMBER_IDS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
-    """BLAKE3 digest of the member list and the averaged bytes, in hexadecimal."""
+    """BLAKE3 digest of the member list and the averaged bytes, in hexadecimal. If the round averages blocks that several
+    stages hold, a dot and the digest of what `Shared` answers follow.
+    """
     squared_norm: _builtins.float
     """The squared norm of this stage's averaged tensors, without the blocks that it shares with other stages."""
     num_samples: _builtins.int

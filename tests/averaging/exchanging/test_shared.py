@@ -153,13 +153,13 @@ async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_n
     async with sharing_network(tied(setting)) as network:
         num_encoding, is_killed, honest = 0, False, SharedBlocks.offer
 
-        async def encode(blocks: SharedBlocks, *arguments: Any) -> None:
+        async def encode(blocks: SharedBlocks, *arguments: Any) -> str:
             nonlocal num_encoding
             is_at_second_stage = blocks.partners(0) == {0}
             if is_at_second_stage and not is_killed:
                 num_encoding += 1
                 await asyncio.Event().wait()
-            await honest(blocks, *arguments)
+            return await honest(blocks, *arguments)
 
         monkeypatch.setattr(SharedBlocks, "offer", encode)
         learn(network, 0)
@@ -219,6 +219,34 @@ async def test_an_average_beyond_all_bounds_is_not_believed_and_another_holder_a
         await until(lambda: all(stage.round == 1 for stage in stages))
         assert num_lies > 0
         assert all(float(stage.shared.abs().max()) < 10 for stage in stages)
+
+
+@pytest.mark.parametrize("honest_id", [4, None], ids=["beside an honest one", "alone"])
+@in_virtual_time
+async def test_who_answers_for_the_other_stage_gives_all_members_the_same_average_or_none(
+    honest_id: int | None,
+) -> None:
+    """Here it gives each member other numbers, each of them ordinary."""
+    async with sharing_network(tied()) as network:
+        stages = stages_of(network, 1, 2, 3, 4)
+        if honest_id is None:
+            network.kill(4)
+        liar, told = network.peers[peer_id(3)].averager.handlers, set[str]()
+        honest = liar.shared
+
+        async def lie(request: pb.SharedRequest) -> bytes:
+            encoded = bytes(await honest(request))
+            if request.peer_id == peer_id(1) or request.peer_id in told:
+                return encoded
+            told.add(request.peer_id)
+            return (np.frombuffer(encoded, dtype=np.float32) + np.float32(0.5)).tobytes()
+
+        liar.shared = lie  # type: ignore[method-assign]  # a member that means harm
+        learn(network, 0, [1, 2, 3, *([honest_id] if honest_id else [])])
+        alive = stages[:3]
+        await until(lambda: all(stage.round == 1 for stage in alive))
+        assert told
+        assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive)
 
 
 def test_fragments_share_the_block_in_its_own_rounds() -> None:
