@@ -36,9 +36,11 @@ NAME_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """Texts that are shown to people must have no control characters, because a terminal takes these for commands."""
 
 
-ENDPOINT_PATTERN = r"^[A-Za-z0-9._:\[\]@-]*$"
+HOST_PATTERN = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?)"
+"""A host's name or IP address, of which an IPv6 address stands in brackets."""
 TUNNEL = "tunnel:"
 """The beginning of an endpoint that leads through a meeting point."""
+ENDPOINT_PATTERN = rf"^(?:(?:{TUNNEL}[0-9a-f]{{40}}@)?{HOST_PATTERN}:[0-9]{{1,5}})?$"
 DHT_ADDRESS_PATTERN = r"^[A-Za-z0-9._:/-]*$"
 MOST_DHT_ADDRESSES = 4
 """The most addresses of its DHT node that a peer announces."""
@@ -130,9 +132,9 @@ class PeerRecord(_Sender):
 
     @property
     def place(self) -> str:
-        """A name for the peer that does not change while it runs: its endpoint, or, if it is reached through meeting
-        points, its id."""
-        return self.peer_id if self.endpoint.startswith(TUNNEL) else self.endpoint
+        """A name for the peer that does not change while it runs, and that no other peer's record can have: its id,
+        with its endpoint unless it is reached through meeting points."""
+        return self.peer_id if self.endpoint.startswith(TUNNEL) else f"{self.peer_id}@{self.endpoint}"
 
 
 class ClaimState(StrEnum):

@@ -1,4 +1,5 @@
-"""HOST:PORT, written and read; an IPv6 address stands in brackets. Pure."""
+"""HOST:PORT, written and read; an IPv6 address stands in brackets. Also which addresses others may have this machine
+dial. Pure."""
 
 import ipaddress
 
@@ -24,3 +25,24 @@ def ip_of(host: str) -> Ip | None:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
+
+
+def plain_ip_of(host: str) -> Ip | None:
+    """As `ip_of`, but of an IPv6 address that stands for an IPv4 address the latter."""
+    ip = ip_of(host)
+    return (ip.ipv4_mapped or ip) if isinstance(ip, ipaddress.IPv6Address) else ip
+
+
+def may_be_dialled(host: str, named_by: str) -> bool:
+    """Whether this machine may open a connection because somebody else asks for it.
+
+    Args:
+        host: where to. A name may not be dialled, because it may stand for any address.
+        named_by: the IP address of whoever asks. It may itself be dialled; and if it is of this machine, so may any.
+    """
+    ip, asking = plain_ip_of(host), plain_ip_of(named_by)
+    if ip is None or asking is None:
+        return False
+    if ip == asking or asking.is_loopback:
+        return True
+    return not (ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified)

@@ -20,9 +20,9 @@ from swarm.errors import IntegrityError, PeerUnavailable
 from swarm.rpc import tls
 from swarm.rpc.endpoint import endpoint_of, host_and_port
 from swarm.rpc.options import CLIENT_OPTIONS
-from swarm.types import PeerId
+from swarm.types import HOST_PATTERN, PeerId
 
-_ENTRY = re.compile(r"(?P<peer_id>[0-9a-f]{40})@(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+_ENTRY = re.compile(rf"(?P<peer_id>[0-9a-f]{{40}})@(?P<host>{HOST_PATTERN}):(?P<port>[0-9]{{1,5}})")
 
 
 @dataclass(frozen=True)

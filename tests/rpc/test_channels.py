@@ -101,6 +101,29 @@ async def test_a_channel_is_reused(pool: ChannelPool) -> None:
     assert pool.channel(record) is not pool.channel(restarted)
 
 
+async def test_no_record_of_another_peer_changes_where_a_peer_is_called(serve: Serve, pool: ChannelPool) -> None:
+    dead, own_end = "127.0.0.1:1", f"127.0.0.1:{await serve(_echo, credentials=tls.server_credentials(SERVER))}"
+    hidden = f"tunnel:{OTHER.peer_id}@{dead}"
+    for endpoints in ((dead, own_end), (hidden, own_end)):
+        first, *others = endpoints
+        record = _record(1, SERVER.certificate_pem).model_copy(
+            update={"endpoint": first, "other_endpoints": tuple(others)}
+        )
+        forged = record.model_copy(
+            update={"peer_id": OTHER.peer_id, "other_endpoints": (dead, hidden), "announced_at": 1e9}
+        )
+        pool.channel(record)
+        pool.channel(forged, bulk=True)
+        assert await _call(pool.channel(record)) == b"hello"
+        assert pool.channel(forged) is not pool.channel(record)
+
+
+@pytest.mark.parametrize("endpoint", [SERVER.peer_id, "a..b:1", f"{'a' * 64}.example:1", "a@b:1", "tunnel:a@b:1"])
+def test_a_record_names_hosts_and_ports_alone(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="endpoint"):
+        PeerRecord.model_validate(_record(1).model_dump() | {"endpoint": endpoint})
+
+
 async def test_tls_is_for_all_or_none(pool: ChannelPool, insecure_pool: ChannelPool) -> None:
     with pytest.raises(errors.PeerUnavailable, match=r"^this peer uses TLS and 127.0.0.1:1 does not: use --insecure"):
         pool.channel(_record(1))

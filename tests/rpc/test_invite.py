@@ -19,7 +19,9 @@ IPV6 = Entry(IDS[0], "[2001:db8:1:2:3:4:5:6]:40001")
 _HOSTS = st.one_of(
     st.ip_addresses(v=4).map(str),
     st.ip_addresses(v=6).map(lambda address: f"[{address}]"),
-    st.text(string.ascii_lowercase + string.digits + "-.", min_size=1, max_size=60),
+    st.lists(
+        st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_size=20), min_size=1, max_size=3
+    ).map(".".join),
 )
 _ENTRIES = st.builds(
     lambda number, host, port: Entry(PeerId(f"{number:040x}"), f"{host}:{port}"),

@@ -4,7 +4,7 @@ A peer that joins asks two or three others, which dial it back and answer which 
 their side, and must not serve as a port scanner. About an address other than the caller's own, it answers only whether
 the asking peer itself is there, which TLS proves, or that this machine has no way to such an address. A "no" always
 takes the same time. A node of the DHT is dialled only where its peer has proved itself, or at the caller's own address.
-A few callers are answered at a time.
+A few callers are answered at a time, and nothing is done for a caller before it is one of these.
 """
 
 import asyncio
@@ -12,7 +12,9 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,7 +25,7 @@ from swarm.machine.clock import Clock
 from swarm.machine.own_host import own_versions
 from swarm.rpc.ask import ask
 from swarm.rpc.callers import Caller, caller_of, is_tunnelled
-from swarm.rpc.endpoint import endpoint_of, host_and_port, ip_of
+from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled, plain_ip_of
 from swarm.rpc.entry import id_of, shown_certificate
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
@@ -40,6 +42,8 @@ GAP_SECONDS = 1.0
 """A caller's next question is answered no sooner than this after its last one."""
 MAX_ENDPOINTS = 4
 """The most endpoints of each kind in one question."""
+MOST_NAMES = 4
+"""The most names that are looked up at the same time."""
 MULTISTREAM = b"\x13/multistream/1.0.0\n"
 """The bytes with which both sides of a libp2p connection begin (github.com/multiformats/multistream-select)."""
 
@@ -81,6 +85,8 @@ class DialBack:
     insecure: bool
     """Whether the run does without TLS; then anything that accepts a connection passes for the caller."""
     _dialling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE), init=False)
+    _resolving: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MOST_NAMES, "names"), init=False)
+    """Names that take long hold up other callers' names, and nothing else of this process."""
     _asked_at: dict[Caller, float] = field(default_factory=dict, init=False)
 
     async def answer(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
@@ -94,11 +100,13 @@ class DialBack:
         if is_tunnelled(observed):
             return pb.CheckReply()
         self._require_pause(caller)
-        grpc_targets = [await _target(endpoint, observed) for endpoint in _few(request.endpoints)]
-        dht_targets = [await _target(endpoint, observed) for endpoint in _few(request.dht_endpoints)]
-        began_at = self.clock.monotonic()
-        near = [target for target in dht_targets if target.is_observed]
+        named = [[_named(endpoint) for endpoint in _few(ends)] for ends in (request.endpoints, request.dht_endpoints)]
         async with self._dialling:
+            grpc_targets, dht_targets = [
+                await asyncio.gather(*(self._target(*end, observed) for end in ends)) for ends in named
+            ]
+            began_at = self.clock.monotonic()
+            near = [target for target in dht_targets if target.is_observed]
             proved, nodes = await asyncio.gather(
                 _reached(grpc_targets, lambda host, port: self._is_peer(host, port, request.peer_id)),
                 _reached(near, is_node),
@@ -122,6 +130,23 @@ class DialBack:
         if caller in self._asked_at:
             raise Overloaded("this caller has just been dialled back", retry_after_seconds=GAP_SECONDS)
         self._asked_at[caller] = now
+
+    async def _target(self, host: str, port: int, observed: str) -> _Target:
+        host = host or observed
+        found = [address for address in await self._addresses(host) if may_be_dialled(address, observed)][:1]
+        is_observed = found == [observed] or ipaddress.ip_address(observed).is_loopback
+        return _Target(endpoint_of(host, port), port, tuple(found), is_observed, not found or _has_way(found[0]))
+
+    async def _addresses(self, host: str) -> list[str]:
+        if (ip := plain_ip_of(host)) is not None:
+            return [str(ip)]
+        look_up = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                found = await asyncio.get_running_loop().run_in_executor(self._resolving, look_up)
+        except (OSError, UnicodeError, TimeoutError):
+            return []
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
     async def _is_peer(self, host: str, port: int, peer_id: str) -> bool:
         if not self.insecure:
@@ -167,18 +192,14 @@ def _few(endpoints: Collection[str]) -> Collection[str]:
     return endpoints
 
 
-async def _target(endpoint: str, observed: str) -> _Target:
+def _named(endpoint: str) -> tuple[str, int]:
     try:
         host, port = host_and_port(endpoint)
     except ValueError as error:
         raise MalformedMessage(str(error)) from None
     if len(host) > 255:
         raise MalformedMessage(f"{endpoint[:80]!r} has no host's name")
-    host = host or observed
-    addresses = tuple(address for address in await _addresses(host) if _may_be_dialled(address, observed))[:1]
-    is_observed = addresses == (observed,) or ipaddress.ip_address(observed).is_loopback
-    has_way = not addresses or _has_way(addresses[0])
-    return _Target(endpoint_of(host, port), port, addresses, is_observed, has_way)
+    return host, port
 
 
 def _has_way(address: str) -> bool:
@@ -186,29 +207,8 @@ def _has_way(address: str) -> bool:
     return ip.is_loopback or ip.version in own_versions()
 
 
-async def _addresses(host: str) -> list[str]:
-    if (ip := ip_of(host)) is not None:
-        return [str(ip)]
-    try:
-        async with asyncio.timeout(DIAL_SECONDS):
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError, TimeoutError):
-        return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
-def _may_be_dialled(address: str, observed: str) -> bool:
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    # A caller on this machine may name any address: each may be one of this machine.
-    if address == observed or ipaddress.ip_address(observed).is_loopback:
-        return True
-    return not (ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified)
-
-
 def peer_address(context: Any) -> tuple[str, int]:
     """The address and port from which the call with this ServicerContext comes."""
     # gRPC gives ipv4:192.0.2.1:5001, or ipv6:[::1]:5001 with percent signs.
     host, port = host_and_port(unquote(context.peer()).partition(":")[2])
-    ip = ipaddress.ip_address(host)
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return str(mapped or ip), port
+    return str(plain_ip_of(host) or host), port

@@ -3,13 +3,16 @@
 Used by ways at the peer that calls, and by waiting at the peer that is called. Each of them asks a meeting point for
 the other's address, from the port from which it will dial. Then both dial, and two SYN packets that cross open both
 routers (TCP simultaneous open, RFC 9293, 3.5). If only one of the two is behind a router, that one simply reaches the
-other. The meeting point gives a secret to both. A connection counts once the caller has sent this secret over it. TLS
-between the two comes after that.
+other. The meeting point gives a secret to both, by which each end proves to the other that it is no stranger. TLS
+between the two comes after that. Whatever a meeting point says, it cannot have this machine dialled from within, nor
+bytes of the meeting point's choice sent to anybody.
 """
 
 import asyncio
 import contextlib
+import hmac
 import logging
+import secrets
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +21,7 @@ import grpc
 
 from swarm.errors import SwarmError
 from swarm.machine.own_host import own_host
-from swarm.rpc.endpoint import endpoint_of, host_and_port
+from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Kind, Line, TcpLine, TcpStream
 from swarm.rpc.meeting.dialler import Dialler
@@ -35,10 +38,12 @@ MEETING_SECONDS = 6.0
 PUNCH_SECONDS = 2.0
 """How long both sides dial."""
 AGREE_SECONDS = 1.0
-"""Longest wait until the other end of a new connection has sent the secret, or taken the connection."""
+"""Longest wait until both ends of a new connection have proved that they know the secret."""
+GREETING = b"swarm punch\n"
+"""What the caller sends first, with a number of its own. The answer shows whether a peer is there that was called."""
 _AGAIN_SECONDS = 0.1
-_ADOPTED = b"\x06"
-"""What the peer that was called sends on the connection that it takes."""
+_NUM_BYTES = 32
+"""The length of the secret, the number and each proof."""
 
 
 async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.MeetRequest) -> Line | None:
@@ -51,7 +56,7 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
     is_caller = request.WhichOneof("message") == "to"
     try:
         family, address = await resolved(point)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         logger.debug("%s is not found: %s", point.endpoint, error)
         return None
     listener = _bound(family, 0)
@@ -71,10 +76,9 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
             request.local = endpoint_of(own_host(family, address), local_port)
             reply = await _met(channel, request)
             # The call stays open while both dial, so that the router keeps the port.
-            candidates = [host_and_port(endpoint) for endpoint in (reply.observed, reply.local) if endpoint]
             meeting = _Meeting(listener, family, reply.secret, is_caller=is_caller)
             async with asyncio.timeout(PUNCH_SECONDS):
-                return TcpLine(await meeting.first(candidates), Kind.PUNCHED)
+                return TcpLine(await meeting.first(candidates(reply, address[0])), Kind.PUNCHED)
         finally:
             await channel.close()
     except (SwarmError, OSError, TimeoutError, ValueError) as error:
@@ -90,9 +94,19 @@ async def _met(channel: grpc.aio.Channel, request: pb.MeetRequest) -> pb.MeetRep
     stub: Any = MeetingServiceStub(channel)
     async with Stream(stub.Meet(request)) as call:
         reply: pb.MeetReply = await call.read(MEETING_SECONDS)
-    if len(reply.secret) != 32:
+    if len(reply.secret) != _NUM_BYTES:
         raise ValueError("the meeting point says nothing of use")
     return reply
+
+
+def candidates(reply: pb.MeetReply, meeting_point: str) -> list[tuple[str, int]]:
+    """Those addresses in a meeting point's reply that are dialled. Raises ValueError.
+
+    Args:
+        meeting_point: its IP address.
+    """
+    ends = [host_and_port(endpoint) for endpoint in (reply.observed, reply.local) if endpoint]
+    return [(host, port) for host, port in ends if may_be_dialled(host, meeting_point)]
 
 
 class _Meeting:
@@ -145,17 +159,27 @@ class _Meeting:
             async with asyncio.timeout(AGREE_SECONDS):
                 if self._is_caller:
                     async with self._agreeing:
-                        writer.write(self._secret)
-                        said, expected = await reader.readexactly(len(_ADOPTED)), _ADOPTED
+                        number = secrets.token_bytes(_NUM_BYTES)
+                        writer.write(GREETING + number)
+                        await _require(reader, self._proof(b"called", number))
+                        writer.write(self._proof(b"caller", number))
                 else:
-                    said, expected = await reader.readexactly(len(self._secret)), self._secret
-                    writer.write(_ADOPTED if said == expected else b"")
-            if said != expected:
-                raise ConnectionRefusedError("a stranger")
+                    await _require(reader, GREETING)
+                    number = await reader.readexactly(_NUM_BYTES)
+                    writer.write(self._proof(b"called", number))
+                    await _require(reader, self._proof(b"caller", number))
         except BaseException:
             writer.close()
             raise
         return reader, writer
+
+    def _proof(self, end: bytes, number: bytes) -> bytes:
+        return hmac.digest(self._secret, end + number, "sha256")
+
+
+async def _require(reader: asyncio.StreamReader, expected: bytes) -> None:
+    if not hmac.compare_digest(await reader.readexactly(len(expected)), expected):
+        raise ConnectionRefusedError("a stranger")
 
 
 def _bound(family: int, local_port: int) -> socket.socket:
@@ -186,7 +210,7 @@ async def _stream(sock: socket.socket) -> TcpStream:
 
 
 async def resolved(point: Entry) -> tuple[int, tuple[str, int]]:
-    """The address family and the address of a meeting point. Raises OSError."""
+    """The address family and the address of a meeting point. Raises OSError, UnicodeError."""
     loop = asyncio.get_running_loop()
     family, *_, address = (await loop.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM))[0]
     return family, (str(address[0]), int(address[1]))

@@ -296,7 +296,7 @@ class MeetReply(_message.Message):
     local: _builtins.str
     """The other peer's address in its own network, if both peers are seen at one address."""
     secret: _builtins.bytes
-    """The caller sends this first on the new connection."""
+    """By this each peer proves to the other, on the new connection, that both were told of it here."""
     def __init__(
         self,
         *,

@@ -1,6 +1,8 @@
 """Peers dial each other back: what they reach, and what they never dial or reveal."""
 
 import asyncio
+import socket
+from threading import Event
 from typing import Any
 
 import grpc
@@ -16,6 +18,7 @@ from swarm.rpc.meeting.points import Points
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from tests.support import locked
+from tests.support.chain import eventually
 from tests.support.meeting import meeting_point
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
@@ -109,7 +112,7 @@ async def test_a_stranger_cannot_have_this_machine_or_its_network_dialled(monkey
     dial_back = DialBack(SystemClock(), insecure=False)
     request = pb.CheckRequest(
         peer_id=OWN.peer_id,
-        endpoints=["127.0.0.1:22", "[::1]:22", "0.0.0.0:22", "169.254.169.254:80"],
+        endpoints=["[::ffff:127.0.0.1]:22", "[::1]:22", "0.0.0.0:22", "169.254.169.254:80"],
         dht_endpoints=["10.0.0.1:22", "198.51.100.7:22"],
     )
     reply = await dial_back.answer(request, From("ipv4:192.0.2.1:999"))
@@ -157,3 +160,29 @@ async def test_nonsense_is_refused(endpoints: list[str]) -> None:
     dial_back = DialBack(SystemClock(), insecure=False)
     with pytest.raises(MalformedMessage):
         await dial_back.answer(pb.CheckRequest(peer_id=OWN.peer_id, endpoints=endpoints), From("ipv4:192.0.2.1:999"))
+
+
+async def test_names_are_looked_up_for_a_few_callers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up, may_end = list[str](), Event()
+
+    def look_up(host: str, port: int | None, **_: Any) -> list[Any]:
+        looked_up.append(host)
+        may_end.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    dial_back = DialBack(SystemClock(), insecure=False)
+    asking = [
+        asyncio.create_task(
+            dial_back.answer(pb.CheckRequest(endpoints=[f"{i}.slow.example:1"] * 4), From(f"ipv4:192.0.2.{i}:999"))
+        )
+        for i in range(2 * checks.AT_ONCE)
+    ]
+    try:
+        await eventually(lambda: len(looked_up) == checks.MOST_NAMES)
+        # What this process itself looks up is not held up by them.
+        assert await asyncio.get_running_loop().run_in_executor(None, lambda: "its own") == "its own"
+        assert len(looked_up) == checks.MOST_NAMES
+    finally:
+        may_end.set()
+        await asyncio.gather(*asking)
