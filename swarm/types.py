@@ -18,6 +18,18 @@ PROTOCOL_VERSION = 9
 LARGEST_COUNT = 1 << 48
 """The largest round, number of samples, microbatch, attempt or size in a message. No run gets this far."""
 
+LARGEST_NUMBER = 1e300
+"""The largest of all other numbers in a message or a record. Many of them can be added up without overflow."""
+
+LATEST_TIME = 4e9
+"""The latest time that a record may name, in seconds since the epoch; it is in the year 2096. Later ones make functions
+of the calendar fail."""
+
+Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Rate = Annotated[float, Field(ge=0, le=LARGEST_NUMBER)]
+Time = Annotated[float, Field(ge=0, le=LATEST_TIME)]
+"""Seconds since the epoch, by the announcing machine's wall clock."""
+
 TRAINER_STAGE = -1
 """A trainer is "stage -1": it hands microbatches to stage 0 with the code that every stage uses."""
 
@@ -52,10 +64,9 @@ class _Announcement(BaseModel):
     peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     name: Annotated[str, Field(max_length=LONGEST_NAME, pattern=NAME_PATTERN)] = ""
     """The peer's name for people: host name and process id, unless the user chose another."""
-    protocol_version: int = PROTOCOL_VERSION
+    protocol_version: Count = PROTOCOL_VERSION
     software_version: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
-    announced_at: float
-    """The announcing machine's wall clock, seconds since the epoch."""
+    announced_at: Time
 
 
 MOST_BANS = 4
@@ -72,7 +83,7 @@ class Ban(BaseModel):
 
     peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     reason: Annotated[str, Field(max_length=LONGEST_REASON, pattern=NAME_PATTERN)] = ""
-    until: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    until: Time
     """The end of the ban, by the sender's wall clock, in seconds since the epoch."""
 
 
@@ -94,11 +105,11 @@ class PeerRecord(_Sender):
     certificate_pem: Annotated[str, Field(max_length=4096)] = ""
     """The TLS certificate that the peer's server shows; empty if the run is --insecure."""
     state: PeerState
-    samples_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    samples_per_second: Rate = 0.0
     """How fast the peer itself computes forward and backward, without other stages; 0 while that is not measured."""
-    queue_length: Annotated[int, Field(ge=0)] = 0
-    round: Annotated[int, Field(ge=0)] = 0
-    samples: Annotated[int, Field(ge=0)] = 0
+    queue_length: Count = 0
+    round: Count = 0
+    samples: Count = 0
     """How many samples the run had committed when this peer's round began."""
     lineage: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = ""
     """The hash chain over the committed rounds of the peer's state."""
@@ -113,12 +124,12 @@ class PeerRecord(_Sender):
     """The device on which the peer computes, as PyTorch names it. Earlier releases leave it empty."""
     movable: bool = False
     """Whether the peer moves to another stage by itself when that stage needs it more."""
-    moves: Annotated[int, Field(ge=0)] = 0
+    moves: Count = 0
     """How often the peer has moved to another stage since it started."""
     nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")] = ""
     """A random string, drawn anew at each start of the peer's process."""
-    started_at: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """When the process started, by the announcing machine's wall clock, in seconds since the epoch."""
+    started_at: Time = 0.0
+    """When the process started."""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -157,18 +168,18 @@ class ClaimRecord(_Announcement):
     state: ClaimState
     waiting_for: Annotated[str, Field(max_length=LONGEST_WAIT, pattern=NAME_PATTERN)] = ""
     """What the peer waits for on its way, in words."""
-    claimed_at: Annotated[float, Field(allow_inf_nan=False)]
-    """When the peer first claimed, by its wall clock, in seconds since the epoch. Of two claims the earlier counts."""
+    claimed_at: Time
+    """When the peer first claimed. Of two claims the earlier counts."""
 
 
 class TrainerRecord(_Sender):
     """A trainer's announcement: key `RUN.trainers`."""
 
-    step: Annotated[int, Field(ge=0)] = 0
-    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    tokens: Annotated[int, Field(ge=0)] = 0
-    tokens_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    in_flight: Annotated[int, Field(ge=0)] = 0
+    step: Count = 0
+    loss: Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)] | None = None
+    tokens: Count = 0
+    tokens_per_second: Rate = 0.0
+    in_flight: Count = 0
 
 
 class RunRecord(BaseModel):
@@ -177,5 +188,5 @@ class RunRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     peer_id: str
-    protocol_version: int = PROTOCOL_VERSION
+    protocol_version: Count = PROTOCOL_VERSION
     config_json: Annotated[str, Field(max_length=12_000)]

@@ -1,11 +1,12 @@
 """Announcements come from strangers: unknown fields are ignored, and wrong ones are refused."""
 
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from swarm.types import PeerRecord, PeerState, TrainerRecord
+from swarm.types import LATEST_TIME, Ban, ClaimRecord, PeerRecord, PeerState, RunRecord, TrainerRecord
 
 RECORD: dict[str, Any] = {
     "peer_id": "ab" * 20,
@@ -94,3 +95,28 @@ def test_a_trainer_may_have_no_loss_yet_but_not_a_nan() -> None:
     assert TrainerRecord(peer_id="ab" * 20, announced_at=1.0).loss is None
     with pytest.raises(ValidationError, match="loss"):
         TrainerRecord(peer_id="ab" * 20, announced_at=1.0, loss=float("nan"))
+
+
+NUMBERS = [
+    (model, name)
+    for model in (PeerRecord, TrainerRecord, ClaimRecord, RunRecord, Ban)
+    for name, field in model.model_fields.items()
+    if {int, float} & {field.annotation, *get_args(field.annotation)} and field.annotation is not bool
+]
+
+
+@pytest.mark.parametrize(("model", "name"), NUMBERS)
+def test_no_number_is_so_large_that_it_stops_who_reads_it(model: type[BaseModel], name: str) -> None:
+    """Sums, calendars, JSON and floats fail for some of these."""
+    for number in ("1e999", "1e301", "-1e301", "1" + "0" * 400, "-1" + "0" * 400):
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate_json(f'{{"{name}": {number}}}')
+        assert name in {error["loc"][0] for error in caught.value.errors()}
+
+
+def test_times_are_those_of_a_calendar() -> None:
+    assert len(NUMBERS) >= 20
+    for name in ("announced_at", "started_at"):
+        with pytest.raises(ValidationError, match=name):
+            PeerRecord.model_validate({**RECORD, name: 1e18})
+        datetime.fromtimestamp(getattr(PeerRecord.model_validate({**RECORD, name: LATEST_TIME}), name), UTC)

@@ -10,7 +10,7 @@ from typing import Any, Self
 from peers.shared.strangers_text import printable
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
-from swarm.types import LONGEST_NAME, LONGEST_WAIT
+from swarm.types import LATEST_TIME, LONGEST_NAME, LONGEST_WAIT
 
 MOST_REFUSALS = 8
 """The most lines that are shown about holders that a peer does not follow."""
@@ -22,8 +22,6 @@ MOST_LINKS = 16
 """The most links of a peer that are shown."""
 LONGEST_ID = 64
 """The most characters that are shown of a link's peer id."""
-LATEST = 4e9
-"""The latest time that is shown, in seconds since the epoch. A later time is shown as this one."""
 MOST_STAGES = 256
 """The most stages for which a reply may name the last peer."""
 
@@ -104,5 +102,5 @@ class Answer:
 
 
 def time_of_day(at: float) -> str:
-    """The local time of day of a time that a peer tells, in seconds since the epoch."""
-    return time.strftime("%H:%M:%S", time.localtime(min(max(0.0, at), LATEST)))
+    """The local time of day of a time that a peer tells, in seconds since the epoch; of LATEST_TIME for a later one."""
+    return time.strftime("%H:%M:%S", time.localtime(min(max(0.0, at), LATEST_TIME)))

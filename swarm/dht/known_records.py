@@ -68,6 +68,8 @@ class KnownRecords(Generic[Record]):
             try:
                 record = open_record(self._model, self.key, subkey, value, expiration, now, self._authority)
                 _require_own(record, subkey)
+                if not isinstance(record, RunRecord) and record.announced_at > expiration:
+                    raise MalformedMessage(f"{subkey} says that it announced itself later than the record is valid")
             except (IntegrityError, MalformedMessage, NotAllowed) as error:
                 logger.debug("left out: %s", error)
                 continue

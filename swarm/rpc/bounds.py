@@ -5,14 +5,13 @@ on without overflow, and lists within them cost the reader little. Every message
 texts and bytes, of which many messages consist, are not looked at.
 """
 
-import math
 from functools import lru_cache
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from swarm.errors import MalformedMessage
-from swarm.types import LARGEST_COUNT
+from swarm.types import LARGEST_COUNT, LARGEST_NUMBER
 
 LONGEST_LIST = 1 << 18
 """The most entries of a list. An entry may take one byte on the wire and a hundred in memory."""
@@ -31,7 +30,7 @@ def require_bounds(message: Any, *, finite: bool) -> None:
     """Raise MalformedMessage if a number or a list is too large, in a message or in one inside it.
 
     Args:
-        finite: whether NaN and infinity are refused as well.
+        finite: whether NaN, infinity and numbers beyond LARGEST_NUMBER are refused as well.
     """
     _look(message, looked_at(message.DESCRIPTOR), finite)
 
@@ -55,20 +54,22 @@ def _look(message: Any, fields: _Fields, finite: bool) -> None:
         elif kind == "integer":
             if not -LARGEST_COUNT <= getattr(message, name) <= LARGEST_COUNT:
                 raise MalformedMessage(f"{name} is beyond {LARGEST_COUNT}")
-        elif finite and not math.isfinite(getattr(message, name)):
-            raise MalformedMessage(f"{name} is not a finite number")
+        elif finite and not abs(getattr(message, name)) <= LARGEST_NUMBER:
+            raise MalformedMessage(f"{name} is no number within {LARGEST_NUMBER:g}")
 
 
 def _look_at_list(name: str, kind: str, values: Any, inner: _Fields, finite: bool) -> None:
-    longest = LONGEST_MESSAGE_LIST if kind == "message" else LONGEST_LIST
+    longest = LONGEST_MESSAGE_LIST if kind in ("message", "map") else LONGEST_LIST
     if len(values) > longest:
         raise MalformedMessage(f"{name} has {len(values)} entries, at most {longest} are taken")
+    if kind == "map":  # All that there are have counts by name.
+        values, kind = list(values.values()), "integer"
     if kind == "integer":
         if values and not -LARGEST_COUNT <= min(values) <= max(values) <= LARGEST_COUNT:
             raise MalformedMessage(f"{name} is beyond {LARGEST_COUNT}")
     elif kind == "float":
-        if finite and not all(map(math.isfinite, values)):
-            raise MalformedMessage(f"{name} is not a finite number")
+        if finite and not all(abs(value) <= LARGEST_NUMBER for value in values):
+            raise MalformedMessage(f"{name} has an entry that is no number within {LARGEST_NUMBER:g}")
     elif inner:
         for value in values:
             _look(value, inner, finite)
@@ -88,7 +89,7 @@ def looked_at(descriptor: Descriptor) -> _Fields:
 
 def _kind(field: FieldDescriptor) -> str:
     if field.message_type is not None:
-        return "" if field.message_type.GetOptions().map_entry else "message"
+        return "map" if field.message_type.GetOptions().map_entry else "message"
     if field.cpp_type in _INTEGERS:
         return "integer"
     if field.cpp_type in _FLOATS:

@@ -77,6 +77,13 @@ async def test_peers_find_each_other(store: Store, clock: ManualClock) -> None:
     assert [record.peer_id for record in await ours.peers(1)] == [THEIRS.peer_id]
 
 
+async def test_who_says_that_it_announced_itself_in_the_future_is_left_out(store: Store, clock: ManualClock) -> None:
+    ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
+    await ours.announce_peer(_record(OURS), 30)
+    await theirs.announce_peer(_record(THEIRS, announced_at=1000.0 + MAX_LIFETIME_SECONDS + 1), MAX_LIFETIME_SECONDS)
+    assert [record.peer_id for record in await ours.peers(1)] == [OURS.peer_id]
+
+
 async def test_of_two_records_on_their_way_the_newer_one_stays(store: Store, clock: ManualClock) -> None:
     ours = Directory(store, OURS, RUN, clock)
     await ours.announce_peer(_record(OURS), 10)

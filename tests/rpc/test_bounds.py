@@ -29,6 +29,8 @@ from swarm.types import LARGEST_COUNT
         pb.Prepared(member_ids=[""] * (LONGEST_LIST + 1)),
         pb.SnapshotHeader(segment_digests=[b""] * (LONGEST_LIST + 1)),
         stage_pb2.TrainRequest(open=stage_pb2.Open(microbatch=LARGEST_COUNT + 1)),
+        stage_pb2.DescribeReply(averaging=stage_pb2.AveragingCounters(aborted={"x": 1 << 60})),
+        stage_pb2.DescribeReply(rounds=[stage_pb2.RoundReport(gradient_norm=1e301)]),
     ],
 )
 def test_too_much_is_refused(message: Any) -> None:
@@ -41,7 +43,8 @@ def test_all_else_passes() -> None:
     require_bounds(lease_pb2.AcquireRequest(holding=[LARGEST_COUNT], wait_seconds=-1e300), finite=True)
     require_bounds(pb.ReportRequest(highest_microbatch=-1, committed_gaps=range(1, 100)), finite=True)
     require_bounds(pb.BeginReply(norm=float("nan")), finite=False)
-    require_bounds(stage_pb2.DescribeReply(averaging=stage_pb2.AveragingCounters(aborted={"x": 1 << 60})), finite=True)
+    aborted = {"x": LARGEST_COUNT}
+    require_bounds(stage_pb2.DescribeReply(averaging=stage_pb2.AveragingCounters(aborted=aborted)), finite=True)
 
 
 def test_what_cannot_be_too_large_is_not_looked_at() -> None:
