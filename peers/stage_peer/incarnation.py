@@ -4,13 +4,15 @@ Used by swarm-peer before it announces anything, and then at intervals. Key file
 image. Then two processes replace each other's records under one id. A record in the DHT says which process announced
 it. If another process announced the record under this peer's id, that process may be dead (a record outlives its
 process for some seconds) or alive. So this peer asks it, and the answer is signed with the key that both have. If both
-are alive, the one that started later has to end. If this peer cannot reach the other process, it asks other peers to do
-so.
+are alive, the one that came later has to end. Their clocks do not decide that, because a copy may say any time: a
+process that was announced alone for a while has seen for itself that it was first. If this peer cannot reach the other
+process, it asks other peers to do so.
 """
 
 import datetime
 import json
 import logging
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,29 +27,39 @@ from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.rpc.meeting.endpoints import where
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerRecord
+from swarm.types import LATEST_TIME, PeerRecord
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 """Time between two checks of the records under this peer's id."""
+FIRST_SECONDS = 30.0
+"""A process whose record was the only one under its id for so long, and in sight of the DHT, was there before any other
+one whose record appears. No record comes into sight that late."""
 NUM_ASKED = 3
 """How many other peers are asked to ask the rival, if it does not answer this one."""
 REMEMBERED_SECONDS = 2.0
 """How long an answer about another peer's identity is reused: each such answer costs a call to a third peer."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Incarnation:
     """One start of a peer's process.
 
     Attributes:
         nonce: a word that no other start has; empty where no peer checks for rivals.
         started_at: seconds since the epoch, by the process's own clock.
+        alone_since: since when its record is the only one under its id, by its monotonic clock; infinity while it is
+            not. Kept by Rivals.watch.
     """
 
     nonce: str = ""
     started_at: float = 0.0
+    alone_since: float = math.inf
+
+    def stays(self, rival_nonce: str, now: float) -> bool:
+        """Whether this process stays if another one is alive. If neither has seen that it was first, chance decides."""
+        return now - self.alone_since >= FIRST_SECONDS or self.nonce < rival_nonce
 
 
 def begin(clock: Clock) -> Incarnation:
@@ -72,20 +84,25 @@ class Rivals:
         self._asked: dict[str, tuple[float, str, pb.Incarnation | None]] = {}
         """The latest check for each peer that asked: its time, the asker's nonce, and the result."""
 
-    async def require_alone(self) -> None:
-        """Raise Fatal if another process under this identity started earlier and answers. The error names its
-        endpoint."""
+    async def require_alone(self, *, begins: bool = True) -> None:
+        """Raise Fatal if another process under this identity answers that it stays. The error names its endpoint.
+
+        Args:
+            begins: whether this process is not announced yet. Then any other one stays.
+        """
         own = self._identity.peer_id
         if not (records := self._announced_by_others(own, self._own.nonce)):
             return
-        caller = pb.Incarnation(peer_id=own, nonce=self._own.nonce, started_at=self._own.started_at)
+        caller = pb.Incarnation(
+            peer_id=own, nonce=self._own.nonce, started_at=self._own.started_at, begins=begins
+        )  # fmt: skip
         rival = await self._ask(records, caller)
         if rival is None:
             logger.info("the process that served under this identity before does not answer: asking others about it")
             others = [record for stage in sorted(self._known.records) for record in self._known.others(stage)]
             rival = await self._ask(others[:NUM_ASKED], caller)
         if rival is not None:
-            since = datetime.datetime.fromtimestamp(rival.started_at, datetime.UTC)
+            since = datetime.datetime.fromtimestamp(min(max(0.0, rival.started_at), LATEST_TIME), datetime.UTC)
             raise Fatal(
                 f"another process serves under this identity {where(rival.endpoint)} since "
                 f"{since.strftime('%Y-%m-%d %H:%M:%S UTC')}: start this one with an --identity FILE of its own, which "
@@ -98,13 +115,21 @@ class Rivals:
         Raises:
             Fatal: the other process was there first.
         """
-        has_warned = False
-        own = (self._own.started_at, self._own.nonce)
+        clock, directory, own = self._membership.clock, self._membership.directory, self._own
+        has_warned, looked_at, num_returns = False, clock.monotonic(), directory.num_returns
         while True:
-            await self._membership.clock.sleep(LOOK_SECONDS)
-            records = self._announced_by_others(self._identity.peer_id, self._own.nonce)
-            if any((record.started_at, record.nonce) < own for record in records):
-                await self.require_alone()
+            await clock.sleep(LOOK_SECONDS)
+            before, looked_at = looked_at, clock.monotonic()
+            records = self._announced_by_others(self._identity.peer_id, own.nonce)
+            was_away = looked_at - before > 3 * LOOK_SECONDS or directory.num_returns != num_returns
+            num_returns = directory.num_returns
+            if was_away or not (records or self._is_announced):
+                # Another process may have come meanwhile, and did not see this one.
+                own.alone_since = math.inf
+            elif not records:
+                own.alone_since = min(own.alone_since, looked_at)
+            if not all(own.stays(record.nonce, looked_at) for record in records):
+                await self.require_alone(begins=False)
             elif records and not has_warned:
                 logger.warning(
                     "another process has started under this identity, %s: it is to leave", where(records[0].endpoint)
@@ -112,14 +137,13 @@ class Rivals:
                 has_warned = True
 
     async def of(self, caller: pb.Incarnation) -> pb.Incarnation | None:
-        """The process that serves under the asking peer's identity and started before the asking peer; None if there is
-        none.
+        """The process that serves under the asking peer's identity and stays beside it; None if there is none.
 
         It may be this process itself. Otherwise this process asks the processes that have announced that identity.
         """
         if caller.peer_id == self._identity.peer_id:
-            is_elder = (self._own.started_at, self._own.nonce) < (caller.started_at, caller.nonce)
-            return self._signed(caller.nonce) if is_elder and caller.nonce != self._own.nonce else None
+            stays = caller.begins or self._own.stays(caller.nonce, self._membership.clock.monotonic())
+            return self._signed(caller.nonce) if stays and caller.nonce != self._own.nonce else None
         if not (records := self._announced_by_others(caller.peer_id, caller.nonce)):
             return None
         now = self._membership.clock.monotonic()
@@ -131,6 +155,13 @@ class Rivals:
             self._asked[caller.peer_id] = (now, caller.nonce, await self._ask(records, caller))
         _, nonce, rival = self._asked[caller.peer_id]
         return rival if nonce == caller.nonce else None
+
+    @property
+    def _is_announced(self) -> bool:
+        """Whether the DHT shows a record of this very process."""
+        announced = (record for stage in self._known.records for record in self._known.peers(stage))
+        own = (self._identity.peer_id, self._own.nonce)
+        return any((record.peer_id, record.nonce) == own for record in announced)
 
     def _announced_by_others(self, peer_id: str, nonce: str) -> list[PeerRecord]:
         """The records under an id that were announced by processes with another nonce than this one."""

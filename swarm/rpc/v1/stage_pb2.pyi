@@ -646,6 +646,7 @@ class Incarnation(_message.Message):
     STARTED_AT_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    BEGINS_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     nonce: _builtins.str
     """A random string that no other start has."""
@@ -657,6 +658,8 @@ class Incarnation(_message.Message):
     """Set for a rival: its signature over all these fields and the nonce of the process that asked, made with the key
     that both have.
     """
+    begins: _builtins.bool
+    """Set by a process that asks before it is announced. Any other process stays beside it."""
     def __init__(
         self,
         *,
@@ -665,10 +668,11 @@ class Incarnation(_message.Message):
         started_at: _builtins.float = ...,
         endpoint: _builtins.str = ...,
         signature: _builtins.bytes = ...,
+        begins: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "nonce", b"nonce", "peer_id", b"peer_id", "signature", b"signature", "started_at", b"started_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "endpoint", b"endpoint", "nonce", b"nonce", "peer_id", b"peer_id", "signature", b"signature", "started_at", b"started_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -734,7 +738,7 @@ class DescribeReply(_message.Message):
     def averaging(self) -> Global___AveragingCounters: ...
     @_builtins.property
     def rival(self) -> Global___Incarnation:
-        """Set if another process, which started before the one that asks, answers under the asker's identity."""
+        """Set if another process answers under the asker's identity, and stays."""
 
     @_builtins.property
     def generation(self) -> Global___GenerationCounters: ...

@@ -1,6 +1,7 @@
 """Whether another process serves under a peer's identity: real servers, that answer or do not."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -81,7 +82,7 @@ async def rivals_of(
     for one in records:
         member.known.records[one.stage] = [*member.known.peers(one.stage), one]
     try:
-        yield Rivals(member, own=own, endpoint=lambda: host.endpoint if host is not None else "")
+        yield Rivals(member, own=dataclasses.replace(own), endpoint=lambda: host.endpoint if host is not None else "")
     finally:
         await member.channels.close()
 
@@ -137,7 +138,7 @@ async def test_one_that_has_no_answer_from_here_is_asked_by_other_peers() -> Non
         with pytest.raises(Fatal, match=f"another process serves under this identity at {elder.endpoint}"):
             await ours.require_alone()
         for nonce in (OWN.nonce, "dd" * 8, "ee" * 8):
-            caller = pb.Incarnation(peer_id=ME.peer_id, nonce=nonce, started_at=OWN.started_at)
+            caller = pb.Incarnation(peer_id=ME.peer_id, nonce=nonce, started_at=OWN.started_at, begins=True)
             assert (await other.rivals.of(caller) is not None) == (nonce == OWN.nonce)
         assert elder.num_asked == 1, "whoever asks others costs them no more than that"
 
@@ -150,7 +151,7 @@ async def test_nobody_else_can_say_that_there_is_a_rival() -> None:
         ours = await stack.enter_async_context(
             rivals_of(record(ELDER, NOBODY), record(ELDER, liar.endpoint, who=OTHER, stage=0))
         )
-        once = await elder.rivals.of(pb.Incarnation(peer_id=ME.peer_id, nonce="dd" * 8, started_at=2000.0))
+        once = await elder.rivals.of(pb.Incarnation(peer_id=ME.peer_id, nonce="dd" * 8, begins=True))
         assert once is not None, "so it answered another start, which is long gone"
         for made_up in (once, pb.Incarnation(peer_id=ME.peer_id, nonce=ELDER.nonce, endpoint=NOBODY)):
             liar.made_up = made_up
@@ -158,27 +159,60 @@ async def test_nobody_else_can_say_that_there_is_a_rival() -> None:
         assert liar.num_asked == 2
 
 
-async def test_of_two_that_live_the_one_that_was_there_first_is_nobody_s_victim() -> None:
+async def test_who_begins_leaves_whatever_its_clock_says() -> None:
+    """A copy may say that it has been there for ever."""
     async with another(YOUNGER) as host, rivals_of(record(YOUNGER, host.endpoint)) as rivals:
-        await rivals.require_alone()
-        assert host.num_asked == 1
+        with pytest.raises(Fatal, match="another process serves under this identity"):
+            await rivals.require_alone()
 
 
-@pytest.mark.parametrize("there", [ELDER, YOUNGER], ids=["an elder one", "a younger one"])
-async def test_one_that_comes_into_sight_later_is_noticed(there: Incarnation, caplog: pytest.LogCaptureFixture) -> None:
+async def looked(clock: ManualClock, num_looks: int, watching: asyncio.Task[None], *, leaves: bool = False) -> None:
+    """Let some looks pass. Returns once `watching` has ended if it is to end."""
+    for _ in range(num_looks):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        clock.advance(LOOK_SECONDS)
+    if leaves:
+        with pytest.raises(Fatal, match="another process serves under this identity"):
+            await asyncio.wait_for(watching, 10.0)
+        return
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+    assert not watching.done()
+
+
+@pytest.mark.parametrize("nonce", ["00" * 8, "ff" * 8])
+async def test_who_was_announced_alone_stays_whatever_another_one_says(
+    nonce: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
+    copy, clock = Incarnation(nonce=nonce, started_at=0.0), ManualClock()
+    member = Membership.enter(CONFIG, MemoryStore(clock), ME, clock, insecure=False)
+    async with another(copy) as host, AsyncExitStack() as stack:
+        stack.push_async_callback(member.channels.close)
+        member.known.records[1] = [record(OWN, NOBODY)]
+        rivals = Rivals(member, own=Incarnation(nonce=OWN.nonce))
+        watching = asyncio.create_task(rivals.watch())
+        await looked(clock, 8, watching)
+        # The directory has one record of an id at a stage, and the copy's may hide this one's.
+        member.known.records[1] = [record(copy, host.endpoint)]
+        await looked(clock, 3, watching)
+        asked = pb.Incarnation(peer_id=ME.peer_id, nonce=nonce, started_at=0.0)
+        assert await rivals.of(asked) is not None, "and the copy is told so"
+        assert f"another process has started under this identity, at {host.endpoint}" in caplog.text
+        # Once this process was stopped for a while, the copy may have been there first.
+        clock.advance(60.0)
+        await looked(clock, 2, watching, leaves=nonce < OWN.nonce)
+        watching.cancel()
+
+
+@pytest.mark.parametrize("there", [Incarnation(nonce="00" * 8), Incarnation(nonce="ff" * 8)], ids=["lower", "higher"])
+async def test_of_two_that_came_at_the_same_time_one_leaves(there: Incarnation) -> None:
     clock = ManualClock()
     async with another(there) as host, rivals_of(record(there, host.endpoint), clock=clock) as rivals:
         watching = asyncio.create_task(rivals.watch())
-        for _ in range(3):
-            await asyncio.sleep(0)
-            clock.advance(LOOK_SECONDS)
-        if there is ELDER:
-            with pytest.raises(Fatal, match="another process serves under this identity"):
-                await asyncio.wait_for(watching, 10.0)
-        else:
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert not watching.done()
-            watching.cancel()
-            assert f"another process has started under this identity, at {host.endpoint}" in caplog.text
+        leaves = there.nonce < OWN.nonce
+        await looked(clock, 2, watching, leaves=leaves)
+        asked = pb.Incarnation(peer_id=ME.peer_id, nonce=there.nonce)
+        assert (await rivals.of(asked) is None) == leaves
+        watching.cancel()
