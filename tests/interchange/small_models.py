@@ -19,6 +19,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from swarm.config import DataConfig, RunConfig, StagesConfig
+from swarm.interchange.source import Source
+from swarm.model.stage_module import StageModule
+from swarm.model.stages import layer_ranges
+
 VOCABULARY, POSITIONS, NUM_LAYERS = 259, 64, 3
 """The vocabulary has room for bytes."""
 _SIZES: dict[str, Any] = {
@@ -76,3 +81,16 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
 def make_tokens() -> torch.Tensor:
     """Make two samples that use most of the positions."""
     return torch.randint(0, VOCABULARY, (2, POSITIONS - 4), generator=torch.Generator().manual_seed(1))
+
+
+def logits_of(source: Source, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """The logits of a model that is cut into one stage for each layer."""
+    stages = StagesConfig(num_stages=source.model.num_layers)
+    config = RunConfig(model=source.model, stages=stages, data=DataConfig(sequence_length=8))
+    hidden = tokens_BT
+    for stage, layer_range in enumerate(layer_ranges(config)):
+        module = StageModule(config, stage, layer_range)
+        names = {name for name, _ in module.named_parameters()}
+        module.load_state_dict(dict(source.tensors(names)), strict=True)
+        hidden = module(hidden, dropout_key=None)
+    return hidden

@@ -14,32 +14,16 @@ from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.interchange.export import Card, Origin, Target, export_model
 from swarm.interchange.families.known import family_of, read_config
 from swarm.interchange.source import Source
-from swarm.model.stage_module import StageModule
-from swarm.model.stages import layer_ranges
-from tests.interchange.small_models import MODELS, NUM_LAYERS, make_tokens, save
+from tests.interchange.small_models import MODELS, logits_of, make_tokens, save
 
 CARD = Card(round=0, num_samples=0, losses={})
-
-
-def _logits(source: Source, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """The logits of a model that is cut into one stage for each layer."""
-    config = RunConfig(
-        model=source.model, stages=StagesConfig(num_stages=NUM_LAYERS), data=DataConfig(sequence_length=8)
-    )
-    hidden = tokens_BT
-    for stage, layer_range in enumerate(layer_ranges(config)):
-        module = StageModule(config, stage, layer_range)
-        names = {name for name, _ in module.named_parameters()}
-        module.load_state_dict(dict(source.tensors(names)), strict=True)
-        hidden = module(hidden, dropout_key=None)
-    return hidden
 
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model, tokens_BT = save(name, tmp_path), make_tokens()
-    ours, theirs = _logits(Source(tmp_path), tokens_BT), model(tokens_BT).logits
+    ours, theirs = logits_of(Source(tmp_path), tokens_BT), model(tokens_BT).logits
     assert theirs.std() > 0.1
     assert (ours - theirs).abs().max() < 1e-4
     ours, theirs = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
@@ -98,11 +82,11 @@ def _changed(tmp_path: Path, name: str, **values: Any) -> Path:
             "the architecture 'MixtralForCausalLM' is not supported",
         ),
         ("llama-2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
-        ("llama-2", {"residual_multiplier": 0.2}, "the key 'residual_multiplier' is not known"),
+        ("llama-2", {"residual_multiplier": 0.2}, "residual_multiplier = 0.2 is not known"),
         ("llama-2", {"num_hidden_layers": "3"}, "num_hidden_layers is '3', and should be of type int"),
         ("llama-2", {"hidden_size": None}, "hidden_size is missing"),
         ("llama-2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "of type 'yarn' are not supported"),
-        ("llama-3", {"rope_parameters": {"rope_type": "default", "mscale": 2}}, "the key 'mscale' is not known"),
+        ("llama-3", {"rope_parameters": {"rope_type": "default", "mscale": 2}}, "mscale = 2 is not known"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         ("qwen3", {"quantization_config": {"bits": 4}}, "a quantized model cannot be trained"),
@@ -128,7 +112,7 @@ def test_a_fault_names_the_file_with_its_folder(tmp_path: Path) -> None:
 
 
 def test_older_spellings_of_rotary_positions_are_read(tmp_path: Path) -> None:
-    old = {"type": "linear", "factor": 2.0}
+    old = {"type": "linear", "factor": 2.0, "original_max_position_embeddings": 32}
     _, model = read_config(_changed(tmp_path, "llama-2", rope_parameters=None, rope_theta=5e5, rope_scaling=old))
     assert (model.rope_theta, model.rope_scaling, model.rope_factor) == (5e5, "linear", 2.0)
 

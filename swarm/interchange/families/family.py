@@ -1,9 +1,11 @@
 """A family of models: how the keys of its configuration and the names of its tensors correspond to ours.
 
 Each family's file has such a table. Import uses it in one direction, export in the other. A configuration with a key
-that the table does not know is refused, because the key may change what the model computes.
+that the table does not know is refused, because the key may change what the model computes. If the key is there
+without a value, nothing can depend on it, and it is ignored.
 """
 
+import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,44 +13,36 @@ from typing import Any
 
 from swarm.config import ModelConfig
 
-HARMLESS = {
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "label2id",
-    "max_window_layers",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "problem_type",
-    "return_dict",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-"""Keys that do not change what the model computes. (Dropout is the run's own choice.)"""
+_HARMLESS = re.compile(
+    r"""
+    architectures | auto_map | model_type | name_or_path | problem_type | (torch_)?dtype | transformers_version
+    | attention_dropout | initializer_range | is_(decoder|encoder_decoder|llama_config) | max_window_layers
+    | chunk_size_feed_forward | pretraining_tp | quantization_config | torchscript | use_(bfloat16|cache)
+    | (bos|eos|pad|sep|unk|cls|mask|decoder_start)_token_id | tokenizer_class | prefix
+    | (num|_num)_labels | id2label | label2id | finetuning_task | task_specific_params
+    | output_(attentions|hidden_states|past|scores) | return_dict(_in_generate)? | n_special | predict_special_tokens
+    | gradient_checkpointing | neftune_noise_alpha | unsloth_\w+ | transformers\.js_config
+    | max_(sequence_)?length | min_length | do_sample | num_beams | early_stopping | temperature | top_[kp] | typical_p
+    | (length|repetition)_penalty | no_repeat_ngram_size | num_return_sequences | cache_implementation
+    | _\w+  # what transformers and its users note for themselves
+    """,
+    re.VERBOSE,
+)
+"""Keys that do not change what the model computes: notes, and what other software trains, writes or shows with it.
+(Dropout is the run's own choice.)"""
 _LARGEST = 2**53
 """The largest number that a configuration may have: a float can hold every whole number up to this."""
 
 
 class Keys:
-    """A model's config.json. `finish` refuses a key that was neither read nor expected, and is not harmless.
+    """A model's config.json. `finish` refuses a key that has a value and was neither read, nor expected, nor harmless.
 
     Its errors do not name the file: `known.read_config`, which knows the path, does so.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
-        self._unread = set(values) - HARMLESS
+        self._unread = {name for name in values if not _HARMLESS.fullmatch(name)}
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
         """The value of a key. If it is missing or null, `default`, unless that is None.
@@ -85,11 +79,10 @@ class Keys:
         return name in self._values
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """Raise ValueError if a key is there and its value is not among `allowed`, because other values are not
-        supported."""
+        """Raise ValueError if a key has a value that is not among `allowed`, because other values are not supported."""
         self._unread.discard(name)
-        value = self._values.get(name, allowed[0])
-        if value not in allowed:
+        value = self._values.get(name)
+        if value is not None and value not in allowed:
             raise ValueError(f"{name} = {reprlib.repr(value)} is not supported, only {' or '.join(map(repr, allowed))}")
 
     def section(self, name: str) -> "Keys | None":
@@ -102,12 +95,20 @@ class Keys:
             raise ValueError(f"{name} is {reprlib.repr(value)}, and should be an object")
         return Keys(value)
 
-    def finish(self) -> None:
-        """Raise ValueError, which names the key, if there is one that was not read."""
-        if self._unread:
-            raise ValueError(
-                f"the key {min(self._unread)!r} is not known for this family, and may change what the model computes"
-            )
+    def finish(self) -> list[str]:
+        """The keys that were not read and are ignored, because they have no value: false, null, or empty.
+
+        Raises:
+            ValueError: a key with a value was not read. The error names it.
+        """
+        for name in sorted(self._unread):
+            value = self._values[name]
+            if value is not None and value is not False and value not in ("", [], {}):
+                raise ValueError(
+                    f"{name} = {reprlib.repr(value)} is not known for this family, and may change what the model "
+                    "computes; if it does not, take it out"
+                )
+        return sorted(self._unread)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """All families that are supported; finds the family of a configuration, theirs or ours."""
 
 import dataclasses
+import logging
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,19 @@ from swarm.interchange.families import gpt2, llama, special_tokens
 from swarm.interchange.families.family import Family, Keys
 from swarm.machine import json_file
 
-FAMILIES = (llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, gpt2.GPT2)
+logger = logging.getLogger(__name__)
+
+FAMILIES = (llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.PHI3, gpt2.GPT2)
+_INERT = {"bos_token_id", "eos_token_ids", "pad_token_id", "init_std", "dropout", "autocast", "gradient_checkpointing"}
+_INERT |= {"weights", "block_types", "num_shards"}
+"""Our fields that do not decide which function a model computes. (Of block types only `tp` comes so far.)"""
+_ROPE = {field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_")}
+_ROPE_OF = {"none": {"rope_theta", "rope_scaling"}, "linear": {"rope_theta", "rope_scaling", "rope_factor"}}
+"""Our fields that a way of scaling reads; one that is not named here may read any of them."""
 
 
 def read_config(path: Path) -> tuple[Family, ModelConfig]:
-    """The family and our configuration of a model, from its config.json.
+    """The family and our configuration of a model, from its config.json. Logs which keys are ignored.
 
     Raises:
         ValueError: one line. The file is missing or no JSON, the architecture is not supported, or a key is not known
@@ -28,9 +37,11 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
         family = _family(values)
         keys = Keys(values)
         fields = family.read(keys)
-        keys.finish()
+        ignored = keys.finish()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if ignored:
+        logger.warning("%s: ignored, as they are not known and have no value: %s", path, ", ".join(ignored))
     tokens = special_tokens.read(path.parent, values, family.special_tokens, vocab_size=fields["vocab_size"])
     return family, ModelConfig(**fields, **tokens)
 
@@ -50,7 +61,8 @@ def _family(values: Mapping[str, Any]) -> Family:
 def family_of(model: ModelConfig) -> Family:
     """The family whose class in transformers computes the same as `model`.
 
-    An imported Mistral is exported as a Llama: they differ only in how far layers look back, which import resolves.
+    An imported Mistral is exported as a Llama: they differ only in how far layers look back, which import resolves. So
+    is a Phi-3, whose matrices are only stored in another way.
 
     Raises:
         ValueError: no family does.
@@ -70,26 +82,16 @@ def family_of(model: ModelConfig) -> Family:
             again = ModelConfig(**family.read(Keys(family.write(model))))
         except ValueError:
             continue
-        if _computes(again) == _computes(model):
+        if _function(again) == _function(model):
             return family
     raise ValueError("no architecture of transformers has this combination of switches in [model]")
 
 
-def _computes(model: ModelConfig) -> tuple[object, ...]:
+def _function(model: ModelConfig) -> dict[str, object]:
     """All fields that decide what a model computes, with defaults resolved."""
-    switches = (model.feed_forward, model.norm, model.qk_norm, model.positions, model.rope_scaling)
-    biases = (model.qkv_bias, model.attention_output_bias, model.feed_forward_bias)
-    sizes = (model.num_layers, model.d_model, model.num_heads, model.kv_heads, model.width_of_heads)
-    widths = (model.feed_forward_width, model.vocab_size, model.tied_embeddings, model.norm_epsilon)
-    rope: tuple[object, ...] = ()
-    if model.is_rotary:
-        low_and_high = (model.rope_low_frequency_factor, model.rope_high_frequency_factor)
-        match model.rope_scaling:
-            case "none":
-                rope = (model.rope_theta,)
-            case "linear":
-                rope = (model.rope_theta, model.rope_factor)
-            case _:
-                # A way of scaling that is not named above may read any of the fields.
-                rope = (model.rope_theta, model.rope_factor, *low_and_high, model.rope_original_positions)
-    return (*switches, *biases, *sizes, *widths, *rope)
+    inert = _INERT | (_ROPE - _ROPE_OF.get(model.rope_scaling, _ROPE) if model.is_rotary else _ROPE)
+    resolved = {
+        "num_kv_heads": model.kv_heads, "head_width": model.width_of_heads, "d_ff": model.feed_forward_width
+    }  # fmt: skip
+    fields = dataclasses.asdict(model) | resolved
+    return {name: value for name, value in fields.items() if name not in inert}

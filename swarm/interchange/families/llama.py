@@ -1,9 +1,12 @@
-"""Llama and its relatives: Mistral, Qwen2 and Qwen3, which differ in a bias, a norm and a window.
+"""Llama and its relatives: Mistral, Qwen2, Qwen3 and Phi-3, which differ in a bias, a norm, a window and how matrices
+are stored.
 
 SmolLM2 and TinyLlama are Llamas by their own configuration. Their rotary positions pair the same elements as ours do,
 so no rows of a matrix are permuted.
 """
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from swarm.config import ModelConfig
@@ -12,34 +15,44 @@ from swarm.interchange.families.family import Family, Keys, TensorRule
 _LAYER = "model.layers.{layer}"
 
 
-def _projection(theirs: str, ours: str) -> tuple[TensorRule, ...]:
+def _projection(theirs: str, *ours: str) -> tuple[TensorRule, ...]:
     return tuple(
-        TensorRule(theirs=f"{_LAYER}.{theirs}.{part}", ours=(f"layers.{{layer}}.{ours}.{part}",))
+        TensorRule(theirs=f"{_LAYER}.{theirs}.{part}", ours=tuple(f"layers.{{layer}}.{name}.{part}" for name in ours))
         for part in ("weight", "bias")
     )
 
 
-_RULES = (
+_SHARED_RULES = (
     TensorRule(theirs="model.embed_tokens.weight", ours=("embedding.weight",)),
     *_projection("input_layernorm", "attention_norm"),
+    *_projection("self_attn.o_proj", "attention.output"),
+    *_projection("post_attention_layernorm", "feed_forward_norm"),
+    *_projection("mlp.down_proj", "feed_forward.down"),
+    TensorRule(theirs="model.norm.weight", ours=("head.norm.weight",)),
+    TensorRule(theirs="lm_head.weight", ours=("head.output.weight",)),
+)
+_RULES = (
     *_projection("self_attn.q_proj", "attention.q"),
     *_projection("self_attn.k_proj", "attention.k"),
     *_projection("self_attn.v_proj", "attention.v"),
     *_projection("self_attn.q_norm", "attention.q_norm"),
     *_projection("self_attn.k_norm", "attention.k_norm"),
-    *_projection("self_attn.o_proj", "attention.output"),
-    *_projection("post_attention_layernorm", "feed_forward_norm"),
     *_projection("mlp.gate_proj", "feed_forward.gate"),
     *_projection("mlp.up_proj", "feed_forward.up"),
-    *_projection("mlp.down_proj", "feed_forward.down"),
-    TensorRule(theirs="model.norm.weight", ours=("head.norm.weight",)),
-    TensorRule(theirs="lm_head.weight", ours=("head.output.weight",)),
+    *_SHARED_RULES,
+)
+_PHI3_RULES = (
+    *_projection("self_attn.qkv_proj", "attention.q", "attention.k", "attention.v"),
+    *_projection("mlp.gate_up_proj", "feed_forward.gate", "feed_forward.up"),
+    *_SHARED_RULES,
 )
 
 
 def _read(keys: Keys) -> dict[str, Any]:
     keys.expect("hidden_act", "silu")
-    keys.expect("pretraining_tp", 1)
+    keys.expect("rope_interleaved", False)
+    keys.expect("use_mrope", False)
+    keys.expect("partial_rotary_factor", 1.0)
     num_heads = keys.size("num_attention_heads")
     return {
         "num_layers": keys.size("num_hidden_layers"),
@@ -79,10 +92,12 @@ def _read_rope_section(rope: Keys, theta: float) -> dict[str, Any]:
         theta: the rope_theta to take if the section has none.
     """
     theta = rope.get("rope_theta", float, theta)
+    rope.expect("partial_rotary_factor", 1.0)
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     fields: dict[str, Any] = {"rope_theta": theta}
     if kind == "linear":
         fields |= {"rope_scaling": "linear", "rope_factor": rope.get("factor", float)}
+        rope.size("original_max_position_embeddings", 1)  # Other ways of scaling need it.
     elif kind == "llama3":
         fields |= {
             "rope_scaling": "llama3",
@@ -177,6 +192,16 @@ def _read_qwen3(keys: Keys) -> dict[str, Any]:
     return fields | biases | {"head_width": head_width, "qk_norm": True}
 
 
+def _read_phi3(keys: Keys) -> dict[str, Any]:
+    keys.size("original_max_position_embeddings", 1)  # Ways of scaling that are not supported need it.
+    for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        keys.expect(name, False)
+    for name in ("embd_pdrop", "resid_pdrop"):
+        keys.get(name, float, 0.0)
+    fields = _read(keys)
+    return _within_window(fields, keys.size("sliding_window", fields["max_positions"]))
+
+
 def _write_qwen2(model: ModelConfig) -> dict[str, Any]:
     return _write(model) | {"use_sliding_window": False, "sliding_window": None}
 
@@ -185,20 +210,31 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
     return _write_qwen2(model) | {"attention_bias": model.qkv_bias}
 
 
-def _family(architecture: str, model_type: str, read: Any, write: Any, **special_tokens: int) -> Family:
+def _family(
+    architecture: str,
+    model_type: str,
+    read: Callable[[Keys], dict[str, Any]],
+    write: Callable[[ModelConfig], dict[str, Any]],
+    special_tokens: Mapping[str, int] = MappingProxyType({}),
+    rules: tuple[TensorRule, ...] = _RULES,
+) -> Family:
     return Family(
         architecture=architecture,
         model_type=model_type,
         read=read,
         write=write,
-        rules=_RULES,
+        rules=rules,
         no_tensors=(".rotary_emb.inv_freq",),
         prefix="model.",
         special_tokens=special_tokens,
     )
 
 
-LLAMA = _family("LlamaForCausalLM", "llama", _read_llama, _write_llama, bos_token_id=1, eos_token_id=2)
-MISTRAL = _family("MistralForCausalLM", "mistral", _read_mistral, _write_mistral, bos_token_id=1, eos_token_id=2)
+_LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+_PHI3_TOKENS = {"bos_token_id": 1, "eos_token_id": 32_000, "pad_token_id": 32_000}
+
+LLAMA = _family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA_TOKENS)
+MISTRAL = _family("MistralForCausalLM", "mistral", _read_mistral, _write_mistral, _LLAMA_TOKENS)
+PHI3 = _family("Phi3ForCausalLM", "phi3", _read_phi3, _write, _PHI3_TOKENS, _PHI3_RULES)
 QWEN2 = _family("Qwen2ForCausalLM", "qwen2", _read_qwen2, _write_qwen2)
 QWEN3 = _family("Qwen3ForCausalLM", "qwen3", _read_qwen3, _write_qwen3)
