@@ -17,9 +17,14 @@ class LocalOptions:
 
     preset: str | None = None
     """Configuration that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m, sparseloco or targon; tiny if
-    no --config is given either."""
+    there is no --config and no --model either."""
     config: Path | None = None
     """TOML file, instead of a preset."""
+    model: str | None = None
+    """Begin with this model, instead of a preset: a folder made by swarm-model import, a model's folder of Hugging
+    Face, or its name on the hub."""
+    lora_rank: int | None = None
+    """Train adapters (LoRA) of this rank, and leave the model's own weights as they are."""
     stages: int | None = None
     """Number of stages, instead of the configuration's."""
     peers_per_stage: int = 2
@@ -29,6 +34,12 @@ class LocalOptions:
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. It may be given
     several times."""
+    tokenizer: str | None = None
+    """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, or the name of
+    a model on the hub."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Any other setting of the run: SECTION.KEY=VALUE, such as optimizer.learning_rate=1e-4; may be given several
+    times. The page docs/configuration.md lists all."""
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
     kill_at: int | None = None
@@ -71,8 +82,8 @@ class LocalOptions:
             "sample_tokens": 0, "checkpoint_every": 1,
         }  # fmt: skip
         cli.require_at_least(self, least)
-        if self.config is not None and self.preset is not None:
-            raise ValueError("--config and --preset exclude each other")
+        if sum(source is not None for source in (self.config, self.preset, self.model)) > 1:
+            raise ValueError("--config, --preset and --model exclude each other")
         cli.require_kinds(self, files=["config"], folders=["output", "tensorboard", "checkpoint", "resume"])
         cli.require_reporters(self)
         if self.checkpoint_every is not None and self.checkpoint is None:

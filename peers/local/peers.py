@@ -106,8 +106,9 @@ class LocalPeers:
         options = self._options
         if addresses := self.addresses:
             return {"initial_peers": addresses, "allow_class": self._custom_class or None}
-        preset = None if options.config else options.preset or PRESET
-        return {"config": options.config, "preset": preset, "stages": options.stages, "dataset": options.dataset}
+        preset = None if options.config or options.model else options.preset or PRESET
+        names = ("config", "model", "stages", "dataset", "tokenizer", "lora_rank", "set")
+        return {"preset": preset} | {name: getattr(options, name) for name in names}
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -18,11 +18,13 @@ from peers.local.peers import LocalPeers
 from peers.local.supervisor import GRACE_SECONDS, Supervisor
 from peers.local.swarm import LocalSwarm
 from peers.shared import cli, devices, stopping
+from peers.shared.cache import cache_folder
 from peers.shared.logs import setup_logging
 from peers.shared.reporting import require_reporters
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
 from swarm import config as configs
+from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     require_reporters(options)
     if not hasattr(os, "waitid"):
         raise ValueError("swarm-local cannot watch over processes with this Python: on macOS take 3.13 or newer")
-    config = configs.load(options.config) if options.config else configs.load_preset(options.preset or PRESET)
+    config = run_config(options)
     clock = SystemClock()
     _, token = find_token(options.token, (), os.environ, role=Role.PEER, insecure=options.insecure, clock=clock)
     if token is not None:
@@ -60,6 +62,19 @@ def main(argv: Sequence[str]) -> int:
         peers = LocalPeers(options, config, children, Path(folder), places)
         swarm = LocalSwarm(options, config.run, peers, children, admitted(generate(), token))
         return asyncio.run(run(swarm))
+
+
+def run_config(options: LocalOptions) -> RunConfig:
+    """The configuration with which the first peer begins the run, as far as this program needs it: its name, its
+    stages, and the class of its model."""
+    if options.model is not None:
+        # This import takes seconds, and only a --model needs it.
+        from peers.stage_peer.own_model import open_model
+
+        config = open_model(options.model).config(cache_folder(), num_stages=options.stages or 0)
+    else:
+        config = configs.load(options.config) if options.config else configs.load_preset(options.preset or PRESET)
+    return configs.with_settings(config, options.set)
 
 
 async def run(swarm: LocalSwarm) -> int:

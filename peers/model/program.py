@@ -56,6 +56,7 @@ def import_(options: ImportModelOptions) -> None:
         dataset=options.dataset,
         format=options.format,
         run=options.run or name,
+        settings=options.set,
     )
     with naming_options(options):
         config = import_model(source, options.output, wanted)

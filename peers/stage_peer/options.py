@@ -66,6 +66,9 @@ class PeerOptions:
     """Probability with which each input of an adapter is zeroed."""
     lora_targets: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="STR [STR ...]")] = None
     """Matrices of each layer that have an adapter: q_proj, v_proj, ..., of a GPT-2 c_attn, ..., or all-linear."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Any other setting of a new run: SECTION.KEY=VALUE, such as optimizer.learning_rate=1e-4; may be given several
+    times. The page docs/configuration.md lists all."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
     free memory, as cuda does."""
@@ -154,8 +157,10 @@ class PeerOptions:
             raise ValueError(
                 "a new run needs --preset NAME, --config FILE or --model DIR; to join one, give its INVITE"
             )
-        if not self.names_a_run and (self.dataset or self.tokenizer or self.stages):
-            raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset, --config or --model")
+        if not self.names_a_run and (self.dataset or self.tokenizer or self.stages or self.set):
+            raise ValueError(
+                "--dataset, --tokenizer, --stages and --set belong to a new run's --preset, --config or --model"
+            )
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")
         cli.require_ports(self, ["port", "dht_port", "metrics_port", "dashboard_port"])

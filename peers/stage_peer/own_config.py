@@ -25,6 +25,7 @@ def own_config(
         config = model.config(cache, num_stages=options.stages or 0)
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
+    config = configs.with_settings(config, options.set)
     if options.stages is not None:
         stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
         config = dataclasses.replace(config, stages=stages)

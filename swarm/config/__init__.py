@@ -6,7 +6,7 @@ from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
 from swarm.config.optimizer import OptimizerConfig
 from swarm.config.outer import OuterConfig
-from swarm.config.reading import from_dict, from_json, from_toml, load, load_preset, preset_names
+from swarm.config.reading import from_dict, from_json, from_toml, load, load_preset, preset_names, with_settings
 from swarm.config.rounds import RoundsConfig, Setting
 from swarm.config.run import RunConfig, check_same, differences, to_json
 from swarm.config.stages import StagesConfig
@@ -34,4 +34,5 @@ __all__ = [
     "load_preset",
     "preset_names",
     "to_json",
+    "with_settings",
 ]

@@ -1,17 +1,18 @@
-"""Reads a RunConfig from TOML, JSON or a preset.
+"""Reads a RunConfig from TOML, JSON or a preset, and changes settings of it by name.
 
 Called by the programs, and when the configuration is fetched from another peer. A fault is a ValueError of one line.
 """
 
 import json
 import tomllib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm.config.run import RunConfig
+from swarm.config.run import RunConfig, to_json
 
 _ADAPTER = TypeAdapter(RunConfig)
 
@@ -46,6 +47,31 @@ def from_toml(text: str, *, source: str) -> RunConfig:
     except RecursionError:
         raise ValueError(f"{source} is not valid TOML: it is nested too deeply") from None
     return from_dict(values, source=source)
+
+
+def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """Change settings of a configuration, each given as `section.key=value`. They are checked together.
+
+    A value is written as in TOML; what is none in TOML is a string, so that a word needs no quotes.
+
+    Raises:
+        ValueError: one line that names the setting and the fault, for unknown keys too.
+    """
+    values = json.loads(to_json(config))
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        section, _, key = name.strip().rpartition(".")
+        place = values.setdefault(section, {}) if section else values
+        if not equals or not key or not isinstance(place, dict):
+            raise ValueError(f"--set takes SECTION.KEY=VALUE, such as optimizer.learning_rate=1e-4, not {setting!r}")
+        try:
+            found = tomllib.loads(f"value = {text}")
+        except (tomllib.TOMLDecodeError, RecursionError):
+            found = {}
+        if found.keys() != {"value"} and text.strip()[:1] in ("[", "{", '"', "'"):
+            raise ValueError(f"--set {name.strip()}: {text.strip()[:80]} is not valid TOML")
+        place[key] = found["value"] if found.keys() == {"value"} else text.strip()
+    return from_dict(values, source="--set") if settings else config
 
 
 def preset_names() -> list[str]:

@@ -42,12 +42,14 @@ class ImportOptions:
         dataset: one or several datasets to train on; if empty, the configuration's default.
         format: the format of the datasets.
         run: the run's name; if empty, the name of the source's folder.
+        settings: further settings, each as `section.key=value`.
     """
 
     num_stages: int = 0
     dataset: tuple[str, ...] = ()
     format: Format = "text"
     run: str = ""
+    settings: tuple[str, ...] = ()
 
 
 def import_model(source: Source, output: Path, options: ImportOptions) -> RunConfig:
@@ -59,7 +61,7 @@ def import_model(source: Source, output: Path, options: ImportOptions) -> RunCon
         OSError: the folder cannot be written.
     """
     with whole_folder(output) as folder:
-        config = config_of(source, options, tokenizer=output)
+        config = configs.with_settings(config_of(source, options, tokenizer=output), options.settings)
         _require_run(config, source)
         config = with_weights(config, weights.write(folder / WEIGHTS, _parts(source)))
         tokenizer_files.copy(source.folder, folder)

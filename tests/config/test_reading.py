@@ -1,5 +1,6 @@
 """TOML, JSON and presets: a fault is one line."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,47 @@ def test_toml_overrides_the_defaults() -> None:
         run="r", model=ModelConfig(num_layers=5), stages=StagesConfig(num_stages=3, layers_per_stage=(1, 2, 2))
     )
     assert config.from_toml(text, source="x.toml") == expected
+
+
+def test_settings_are_written_as_in_toml_and_a_word_needs_no_quotes() -> None:
+    changed = config.with_settings(
+        RunConfig(run="r"),
+        [
+            "optimizer.learning_rate=1e-4", "optimizer.adjust_lr_fn = original", "model.num_layers=5", "run='s'",
+            "stages.layers_per_stage=[1, 2, 2]", "stages.num_stages=3", "data.dataset=hf:NAME", "model.qk_norm=true",
+        ],
+    )  # fmt: skip
+    text = """
+        run = "s"
+        optimizer = {learning_rate = 1e-4, adjust_lr_fn = "original"}
+        model = {num_layers = 5, qk_norm = true}
+        stages = {num_stages = 3, layers_per_stage = [1, 2, 2]}
+        data = {dataset = "hf:NAME"}
+    """
+    assert changed == config.from_toml(text, source="x.toml")
+    assert config.with_settings(changed, []) is changed
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("optimizer.lr=1", "--set: unknown key 'optimizer.lr'"),
+        ("optimiser.learning_rate=1", "--set: unknown key 'optimiser'"),
+        ("a.b.c=1", "--set: unknown key 'a.b'"),
+        ("optimizer.learning_rate=-1", "--set: optimizer.learning_rate must be positive, not -1.0"),
+        ("optimizer.learning_rate=fast", "--set: optimizer.learning_rate: Input should be a valid number"),
+        ("model.num_layers=4.5", "--set: model.num_layers: Input should be a valid integer"),
+        ("stages.layers_per_stage=[1", "--set stages.layers_per_stage: [1 is not valid TOML"),
+        ("model.num_layers", "--set takes SECTION.KEY=VALUE, such as optimizer.learning_rate=1e-4, not 'model.num_la"),
+        ("run.x=1", "--set takes SECTION.KEY=VALUE"),
+        ("=1", "--set takes SECTION.KEY=VALUE"),
+        ("model.num_layers=" + "[" * 100_000, "--set model.num_layers: [["),
+    ],
+)
+def test_a_setting_is_checked_like_the_file(setting: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(complaint)}") as caught:
+        config.with_settings(RunConfig(), [setting])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import pytest
 from swarm import config as configs
 from tests.peers.local.children import serve, started_peers
 
-_CHOSEN = ("--preset", "--config", "--checkpoint", "--checkpoint-every")
+_CHOSEN = {
+    "--preset", "--config", "--checkpoint", "--checkpoint-every", "--model", "--lora-rank", "--tokenizer", "--set",
+}  # fmt: skip
 
 
 def test_each_peer_has_its_device_and_its_part_of_the_memory(tmp_path: Path) -> None:
@@ -27,6 +29,10 @@ def test_each_peer_has_its_device_and_its_part_of_the_memory(tmp_path: Path) -> 
         ({}, ["--preset", "tiny"]),
         ({"preset": "small"}, ["--preset", "small"]),
         ({"config": Path("x.toml")}, ["--config", "x.toml"]),
+        (
+            {"model": "m", "lora_rank": 4, "tokenizer": "t", "set": ("run=r", "wire.dtype=bf16")},
+            ["--model", "m", "--tokenizer", "t", "--lora-rank", "4", "--set", "run=r", "--set", "wire.dtype=bf16"],
+        ),
         ({"checkpoint": Path("c")}, ["--preset", "tiny", "--checkpoint", "c"]),
         (
             {"checkpoint": Path("c"), "checkpoint_every": 5},

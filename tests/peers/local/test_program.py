@@ -8,6 +8,7 @@ import pytest
 from peers.local import program as local
 from peers.local.options import LocalOptions
 from peers.shared import cli
+from tests.interchange.small_models import save
 from tests.peers.local.children import OLD, leave_old_files
 
 DEMO = Path(__file__).parents[3] / "scripts" / "demo"
@@ -16,7 +17,7 @@ DEMO = Path(__file__).parents[3] / "scripts" / "demo"
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        ("--preset small --config x.toml", "--config and --preset exclude each other"),
+        ("--preset small --config x.toml", "--config, --preset and --model exclude each other"),
         ("--wandb-online", "--wandb-online needs --wandb PROJECT"),
         ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint DIR"),
         ("--checkpoint x --checkpoint-every 0", "--checkpoint-every must be at least 1, not 0"),
@@ -37,6 +38,14 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"swarm-local: error: {complaint} (see swarm-local --help)\n"
     assert all((tmp_path / name).exists() for name in OLD)
+
+
+def test_the_run_is_that_of_the_model_with_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "cache_folder", lambda: tmp_path / "cache")
+    save("gpt2", tmp_path / "model")
+    found = local.run_config(LocalOptions(model=str(tmp_path / "model"), set=("stages.num_stages=1", "run=mine")))
+    assert (found.run, found.stages.num_stages) == ("mine", 1)
+    assert found.model.weights
 
 
 # -- scripts/demo ------------------------------------------------------------------------------------------------------

@@ -37,7 +37,9 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_model_is_imported_shown_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save("gpt2", tmp_path / "in")
-    made = _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"), "--stages", "3")
+    changed = ("--stages", "3", "--set", "optimizer.learning_rate=3e-5")
+    made = _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"), *changed)
+    assert configs.load(tmp_path / "run" / "run.toml").optimizer.learning_rate == 3e-5
     assert "swarm-peer --model" in made
     shown = _run(capsys, "show", str(tmp_path / "run"))
     assert "GPT2LMHeadModel" in shown

@@ -77,6 +77,16 @@ def test_adapters_of_a_new_run_may_be_named_on_the_command_line(tmp_path: Path) 
         PeerOptions(initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/x",), lora_rank=4)
 
 
+def test_any_setting_of_a_new_run_may_be_on_the_command_line(tmp_path: Path) -> None:
+    settings = ("optimizer.learning_rate=1e-5", f"data.dataset={write_text(tmp_path / 'text.txt')}", "lora.rank=2")
+    found = own_config(PeerOptions(preset="tiny", set=settings, lora_rank=4), None, tmp_path / "cache")
+    assert found is not None
+    assert (found.optimizer.learning_rate, found.lora.rank) == (1e-5, 4)
+    assert found.data.dataset == str(tmp_path / "text.txt")
+    with pytest.raises(ValueError, match="--set belong to a new run"):
+        PeerOptions(initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/x",), set=settings)
+
+
 def test_the_same_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:
     """The folder of --resume has to be there, unless it is also that of --checkpoint, which is made."""
     folder = tmp_path / "checkpoints"

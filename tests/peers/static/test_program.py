@@ -93,6 +93,7 @@ def trained(config_file: Path, *arguments: str | Path | int) -> int:
         (9, ["--preset", "tiny", "--pp", "9"], "--pp 9 needs as many layers"),
         (2, ["--preset", "tiny", "--dtype", "fp16", "--compress", "int8"], "--compress is not for --dtype fp16"),
         (1, ["--preset", "none"], "unknown preset"),
+        (1, ["--preset", "tiny", "--set", "optimizer.lr=1"], "--set: unknown key 'optimizer.lr'"),
         (1, ["--preset", "tiny", "--resume", "/nowhere"], "--resume /nowhere: there is no such folder"),
         (1, ["--preset", "tiny", "--epochs", "1e308"], "--epochs must be at most 1,000,000, not 1e+308"),
         (1, ["--preset", "tiny", "--resume", "/dev"], "--resume /dev: there is no checkpoint in this folder"),
