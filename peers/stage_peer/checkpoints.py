@@ -4,7 +4,6 @@ Used by server.py. swarm/checkpoint/writer.py writes the files.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from swarm.checkpoint.file import Header
@@ -12,8 +11,6 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.stage.member import StageMember
-
-logger = logging.getLogger(__name__)
 
 LAST_CHECKPOINT_SECONDS = 120.0
 """How long a peer that leaves waits for its checkpoint. Large ones take a while; a disk that hangs takes for ever."""
@@ -63,11 +60,9 @@ class Checkpoints:
                 if self._member.progress().round > writer.newest_round(self._stage):
                     await self._write(writer)
         except TimeoutError:
-            logger.error(
-                "no checkpoint of round %d in %s: not written within %.0f s; does the disk hang?",
-                self._member.progress().round,
-                writer.folder,
-                LAST_CHECKPOINT_SECONDS,
+            writer.failed(
+                f"no checkpoint of round {self._member.progress().round} in {writer.folder}: not written within "
+                f"{LAST_CHECKPOINT_SECONDS:.0f} s; does the disk hang?"
             )
         for writing in self._writing:
             writing.cancel()
@@ -79,7 +74,7 @@ class Checkpoints:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            logger.error("no checkpoint of round %d, for want of memory: %s", self._member.progress().round, error)
+            writer.failed(f"no checkpoint of round {self._member.progress().round}, for want of memory: {error}")
             return
         header = Header(
             config=self._config,

@@ -63,7 +63,7 @@ from swarm.dht import node as dht_node
 from swarm.dht.addresses import OwnAddress
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
-from swarm.errors import PeerUnavailable, SwarmError
+from swarm.errors import Fatal, PeerUnavailable, SwarmError
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
@@ -256,7 +256,7 @@ def arrival_of(start: Start, member: Membership, announcer: Announcer | None) ->
 
 
 async def serve(start: Start, own_figures: OwnFigures) -> None:
-    """Join, serve and leave. Raises what Mover.run raises."""
+    """Join, serve and leave. Raises what Mover.run raises, and Fatal if the last checkpoint was not written."""
     options, identity, clock = start.options, start.identity, SystemClock()
     member = await enter(start)
     incarnation = incarnations.begin(clock)
@@ -315,6 +315,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         for task in background:
             task.cancel()
     await member.channels.close()
+    if start.checkpoints is not None and start.checkpoints.fault:
+        raise Fatal(f"this peer has left, and its last checkpoint is missing: {start.checkpoints.fault}")
 
 
 def meeting_limits(megabits_per_second: int) -> MeetingLimits:

@@ -191,7 +191,9 @@ class Report(contextlib.AbstractContextManager["Report"]):
 
     def _say(self, number: int, validation: HeldOutLoss | None) -> None:
         held_out = "" if validation is None else f"  validation {validation.mean:.3f}"
-        note = f"loss {self.figures.loss or float('nan'):.3f}{held_out}  {self.figures.tokens_per_second:,.0f} tokens/s"
+        # Other trainers may have run all of the round so far.
+        loss = "no loss of its own yet" if self.figures.loss is None else f"loss {self.figures.loss:.3f}"
+        note = f"{loss}{held_out}  {self.figures.tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._task, completed=number - self.figures.first_step, note=note)
         if not self._console.is_terminal:
             logger.info("step %d: %s", number, note)

@@ -50,6 +50,8 @@ class CheckpointWriter:
         self._is_ours = not self._former
         """Whether these checkpoints are known to be of this run."""
         self._newest: dict[int, int] = {}
+        self.fault = ""
+        """Why the last state that was to be written was not; empty if it was."""
 
     @property
     def had_any(self) -> bool:
@@ -78,18 +80,16 @@ class CheckpointWriter:
         async with self._lock:
             if not self._is_ours:
                 if foreign := await _apart(lambda: self._foreign(header)):
-                    logger.error("no checkpoint of round %d: %s", header.round, foreign)
-                    return False
+                    return self.failed(f"no checkpoint of round {header.round}: {foreign}")
                 self._is_ours = True
             try:
                 path = await _apart(lambda: file.write(self.folder, header, tensors, owner=self._owner))
             except IntegrityError as error:
-                logger.error("no checkpoint of round %d: %s; those that are there stay", header.round, error)
-                return False
+                return self.failed(f"no checkpoint of round {header.round}: {error}; those that are there stay")
             # torch raises RuntimeError when there is no memory.
             except (OSError, RuntimeError, MemoryError) as error:
-                logger.error("no checkpoint of round %d in %s: %s", header.round, self.folder, error)
-                return False
+                return self.failed(f"no checkpoint of round {header.round} in {self.folder}: {error}")
+            self.fault = ""
             self._newest[header.stage] = header.round
             logger.info("wrote the checkpoint %s", path)
             try:
@@ -97,6 +97,12 @@ class CheckpointWriter:
             except OSError as error:
                 logger.warning("old checkpoints stay: %s", error)
         return True
+
+    def failed(self, fault: str) -> bool:
+        """Note and log that a state was not written. Returns False."""
+        self.fault = fault
+        logger.error("%s", fault)
+        return False
 
     def _foreign(self, header: Header) -> str:
         """Return a line about a checkpoint of another run in this folder, if there is one. (It would be deleted as an

@@ -121,10 +121,11 @@ async def test_a_folder_that_cannot_be_written_to_costs_a_line_and_nothing_else(
     assert not await _write(writer, 4)
     (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert line.getMessage().startswith(f"no checkpoint of round 4 in {folder}: ")
+    assert writer.fault == line.getMessage()
     (tmp_path / "away").rename(folder)
     assert (_rounds(folder), writer.newest_round(0)) == ([2], 2)
     assert await _write(writer, 6)
-    assert _rounds(folder) == [2, 6]
+    assert (_rounds(folder), writer.fault) == ([2, 6], "")
 
 
 async def test_a_run_that_went_back_leaves_no_later_rounds_to_be_mixed_in(tmp_path: Path) -> None:

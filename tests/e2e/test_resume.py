@@ -196,4 +196,14 @@ def test_diloco_enters_at_the_others_round_and_writes_on_leaving(folder: Path, c
         return max(name.round for name in file.names(swarm.checkpoints) if name.stage == 1)
 
     wait_until(lambda: newest() >= int(enters[1]) + 2, SECONDS, "a checkpoint on leaving")
+    # Where a last checkpoint cannot be written, as on a full disk, the peer does not end as if all were well.
+    full = folder / "full"
+    (spare,) = swarm.start_peers([0], "--checkpoint", str(full), "--checkpoint-every", "1000")
+    full.rename(folder / "away")
+    full.touch()
+    spare.child.process.send_signal(signal.SIGTERM)
+    assert swarm.wait_for_end(spare.child, SECONDS) == 1
+    last = spare.child.log.read_text().splitlines()[-1]
+    assert "error: this peer has left, and its last checkpoint is missing: no checkpoint of round" in last
+    swarm.peers = [peer for peer in swarm.peers if peer.child in children.running]
     swarm.kill_all()

@@ -81,6 +81,16 @@ def test_losses_that_no_sum_can_hold_have_a_mean(loss: float, tmp_path: Path) ->
     assert report.figures.loss == metrics.steps[0].loss == loss
 
 
+def test_a_trainer_that_had_no_microbatch_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    report = _report(tmp_path)
+    report.begin(0)
+    for number, losses in enumerate([(), (0.0,), ()], start=1):
+        report.step(_step(number, 8 * number, losses), None)
+    said = [line.partition(": ")[2].split("  ")[0] for line in caplog.messages]
+    assert said == ["no loss of its own yet", "loss 0.000", "loss 0.000"]
+
+
 def test_why_a_stage_takes_no_work_is_told_once_a_cause_until_the_next_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
