@@ -13,6 +13,7 @@ from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.model.compiled import require_compilable, require_compiler
+from swarm.model.functions import fuses
 from swarm.model.loss import loss_bytes
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, parameter_shapes
@@ -52,7 +53,7 @@ def own_backend(
         # of the weights, and at the last stage the loss. The server's threads need addresses as well.
         first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
         if stage == config.stages.num_stages - 1:
-            num_bytes = loss_bytes(config.model, config.data.tokens_per_microbatch)
+            num_bytes = loss_bytes(config.model, config.data.tokens_per_microbatch, fused=fuses(device))
             first_step.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
         first_step_bytes = sum(tensor.nbytes for tensor in first_step)
         process.require_addresses(process.THREAD_BYTES)

@@ -20,6 +20,7 @@ from peers.static.workers import Workers
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOutLoss, averaged
 from swarm.data.microbatches import HeldOut
+from swarm.model.functions import fuses
 from swarm.training import optim, samples
 from swarm.training.optimizers import gradient_optimizer
 
@@ -56,7 +57,8 @@ def train(
         Fatal: the gradient is not finite, the checkpoints do not fit, or the last one could not be written.
     """
     config, shape, parameters = run.config, run.workers.shape, run.model.local_parameters
-    optimizer, scale = gradient_optimizer(config, same_bits=False, cut=run.model), LossScale(run.dtype)
+    optimizer = gradient_optimizer(config, same_bits=False, cut=run.model, fused=fuses(run.workers.device))
+    scale = LossScale(run.dtype)
     progress = run.checkpoints.restore(optimizer)
     if run.report is not None:
         run.report.begin(progress.step, last_step)

@@ -25,6 +25,7 @@ from swarm.config import RunConfig
 from swarm.interchange.weights import Weights
 from swarm.model import adapters, shards
 from swarm.model.adapters import trained_parameters
+from swarm.model.functions import fuses
 from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards
@@ -183,7 +184,7 @@ def _whole_stage(config: RunConfig, workers: Workers, given: Weights | None) -> 
     if not config.model.custom_class:
         # The model's own gradient checkpointing would bind parameters before FSDP has gathered them.
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=False))
-    return build_stage(config, number, device="cpu", weights=weights)
+    return build_stage(config, number, device="cpu", weights=weights, fused=fuses(workers.device))
 
 
 def _with_own_shards(whole: nn.Module, config: RunConfig, workers: Workers) -> nn.Module:
@@ -195,7 +196,7 @@ def _with_own_shards(whole: nn.Module, config: RunConfig, workers: Workers) -> n
     config = dataclasses.replace(config, model=model)
     reduce = shards.sum_over(workers.mesh.get_group("tp"))
     held = Shards(num_shards=model.num_shards, num_held=model.num_shards // tp, reduce=reduce)
-    stage = StageModule(config, number, layer_ranges(config)[number], held)
+    stage = StageModule(config, number, layer_ranges(config)[number], held, fused=fuses(workers.device))
     if config.lora.is_on:
         adapters.adapt(stage, config)
     initial = dict(whole.named_parameters())

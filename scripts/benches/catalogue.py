@@ -18,6 +18,7 @@ MEASURING = {
     "blocks": "held-out loss of nanoGPT's Shakespeare model with each block type (slow)",
     "startup": "CPU and wall seconds until each command is of use",
     "closing": "what the end of a round holds up, of a stage of 100 million parameters",
+    "launches": "operators that a microbatch and an inner step launch on a GPU, counted on a CPU",
     "memory": "bytes of a stage peer, against arithmetic; the cost of computing forwards again",
     "hop": "activations there and gradients back, 8 MiB and 16 KiB, against hivemind.moe",
     "allreduce": "an averaging round of four processes, against hivemind's averager",

@@ -50,9 +50,9 @@ class Recycler:
     def copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of tensors, in the memory that `like` gives."""
         copies = self.like(tensors)
-        with torch.no_grad():
-            for name, copy in copies.items():
-                copy.copy_(tensors[name])
+        if copies:
+            with torch.no_grad():
+                torch._foreach_copy_(list(copies.values()), [tensors[name] for name in copies])
         return copies
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -213,10 +213,13 @@ def has_grouped_kernel(
 class CausalSelfAttention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245) to the same and earlier positions."""
 
-    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None = None) -> None:
+    def __init__(
+        self, model: ModelConfig, output_width: int, shards: Shards | None = None, *, fused: bool = False
+    ) -> None:
         """
         Args:
             shards: the shards that the heads of `model` are divided among.
+            fused: see functions.py.
         """
         super().__init__()
         head_width = model.width_of_heads
@@ -224,8 +227,8 @@ class CausalSelfAttention(nn.Module):
         self.q = Projection(model.d_model, model.num_heads * head_width, bias=model.qkv_bias)
         self.k = Projection(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
         self.v = Projection(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
-        self.q_norm = make_norm(model, head_width) if model.qk_norm else nn.Identity()
-        self.k_norm = make_norm(model, head_width) if model.qk_norm else nn.Identity()
+        self.q_norm = make_norm(model, head_width, fused=fused) if model.qk_norm else nn.Identity()
+        self.k_norm = make_norm(model, head_width, fused=fused) if model.qk_norm else nn.Identity()
         self.output = WritingProjection(
             model.num_heads * head_width, output_width, bias=model.attention_output_bias, shards=shards
         )

@@ -1,12 +1,16 @@
-"""Operations of a layer that keep fewer tensors for the backward than autograd would, and use less memory bandwidth.
+"""Operations of a layer, in two kinds: for a CPU's caches, and in few launches for a GPU.
 
-Tensors that one or two multiplications can compute again are not kept, which saves a quarter of a layer's activations.
-The results are those of the formulas, up to rounding, and the same bits whether or not there will be a backward. There
-is no gradient of a gradient. torch.compile gets the plain formulas, because it saves as much by itself, and fuses them
-with the operations around them. Called by layers.py and stage_module.py.
+Those for a CPU use less memory bandwidth and keep fewer tensors for the backward than autograd would: what one or two
+multiplications can compute again is not kept, which saves a quarter of a layer's activations. The results are those of
+the formulas, up to rounding, and the same bits whether or not there will be a backward. There is no gradient of a
+gradient.
 
-Shapes: B samples, T positions, D model width, E outputs, H heads, K head width, J half a head's width, F feed-forward
-width.
+A GPU has bandwidth, and takes longer to launch such an operation than to compute it. So modules that are made with
+`fused` call torch's own operations, each of which is one launch. torch.compile gets these as well: it saves as much by
+itself, and fuses them with the operations around them.
+
+Shapes: B samples, T positions, D model width, E outputs, H heads, K head width, J half a head's width, or the whole
+for tables of `whole_tables`, F feed-forward width.
 """
 
 from typing import Any, cast
@@ -17,19 +21,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def rms_norm(hidden_BTD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467). It is faster on CPUs than torch's own."""
-    if torch.compiler.is_compiling():
-        return F.rms_norm(hidden_BTD, weight_D.shape, weight_D, epsilon)
-    return _apply(_RMSNorm, hidden_BTD, weight_D, epsilon)
+def fuses(device: torch.device | str) -> bool:
+    """Whether modules and optimizers on a device are made with `fused`, unless their maker says otherwise."""
+    return torch.device(device).type == "cuda"
+
+
+def rms_norm(hidden_BTD: Tensor, weight_D: Tensor, epsilon: float, *, fused: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467), in the wider of both types; the result has x's."""
+    wide_BTD = hidden_BTD.to(torch.promote_types(hidden_BTD.dtype, weight_D.dtype))
+    if fused or torch.compiler.is_compiling():
+        return F.rms_norm(wide_BTD, weight_D.shape, weight_D, epsilon).to(hidden_BTD.dtype)
+    return _apply(_RMSNorm, wide_BTD, weight_D, epsilon).to(hidden_BTD.dtype)
 
 
 def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
     """Turn each pair (element j, element j + K/2) by its position's angle: the pairing of Llama's checkpoints.
 
-    The tables, as rotary_tables makes them, get no gradient. The rotation is computed in their type or the heads' type,
-    whichever is wider, and the result has the heads' type.
+    The tables, as rotary_tables or `whole_tables` makes them, get no gradient. The rotation is computed in their type
+    or the heads' type, whichever is wider, and the result has the heads' type.
     """
+    if torch.compiler.is_compiling() and _are_whole(cos_TJ, heads_BHTK):
+        return _turned(heads_BHTK, cos_TJ, sin_TJ)
     if torch.compiler.is_compiling():
         first_BHTJ, second_BHTJ = heads_BHTK.chunk(2, dim=-1)
         turned = first_BHTJ * cos_TJ - second_BHTJ * sin_TJ, second_BHTJ * cos_TJ + first_BHTJ * sin_TJ
@@ -37,9 +49,14 @@ def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
     return _apply(_Rotation, heads_BHTK, cos_TJ, sin_TJ)
 
 
-def swiglu(gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
+def whole_tables(cos_TJ: Tensor, sin_TJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables for `rotate` that are as wide as a head. With them a rotation is four launches, and so is its backward."""
+    return torch.cat((cos_TJ, cos_TJ), dim=-1), torch.cat((-sin_TJ, sin_TJ), dim=-1)
+
+
+def swiglu(gate_BTF: Tensor, up_BTF: Tensor, *, fused: bool = False) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202)."""
-    if torch.compiler.is_compiling():
+    if fused or torch.compiler.is_compiling():
         return F.silu(gate_BTF) * up_BTF
     return _apply(_SwiGLU, gate_BTF, up_BTF)
 
@@ -112,10 +129,23 @@ class _Rotation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_BHTK: Tensor) -> tuple[Tensor, None, None]:
         cos_TJ, sin_TJ = ctx.saved_tensors
-        return _turned(gradient_BHTK, cos_TJ, -sin_TJ), None, None
+        return _turned(gradient_BHTK, cos_TJ, sin_TJ, back=True), None, None
 
 
-def _turned(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
+def _are_whole(table_TJ: Tensor, heads_BHTK: Tensor) -> bool:
+    return table_TJ.shape[-1] == heads_BHTK.shape[-1]
+
+
+def _turned(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor, *, back: bool = False) -> Tensor:
+    """
+    Args:
+        back: whether to turn the other way.
+    """
+    if _are_whole(cos_TJ, heads_BHTK):
+        swapped_BHTK = heads_BHTK.roll(heads_BHTK.shape[-1] // 2, dims=-1)
+        turned_BHTK = torch.addcmul(heads_BHTK * cos_TJ, swapped_BHTK, sin_TJ, value=-1 if back else 1)
+        return turned_BHTK.to(heads_BHTK.dtype)
+    sin_TJ = -sin_TJ if back else sin_TJ
     turned_BHTK = torch.empty_like(heads_BHTK, dtype=torch.result_type(heads_BHTK, cos_TJ))
     first_BHTJ, second_BHTJ = heads_BHTK.chunk(2, dim=-1)
     to_first_BHTJ, to_second_BHTJ = turned_BHTK.chunk(2, dim=-1)

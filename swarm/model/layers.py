@@ -48,8 +48,9 @@ def draw(parameter: Tensor, bound: float, seed: int, name: str) -> None:
 class SwiGLU(nn.Module):
     """Gated feed-forward: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None) -> None:
+    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None, *, fused: bool) -> None:
         super().__init__()
+        self.fused = fused
         self.gate = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
         self.up = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
         self.down = WritingProjection(
@@ -57,7 +58,8 @@ class SwiGLU(nn.Module):
         )
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
-        output_BTR: Tensor = self.down(swiglu(self.gate(hidden_BTD, key), self.up(hidden_BTD, key)), key)
+        wide_BTF = swiglu(self.gate(hidden_BTD, key), self.up(hidden_BTD, key), fused=self.fused)
+        output_BTR: Tensor = self.down(wide_BTF, key)
         return output_BTR
 
 
@@ -76,15 +78,15 @@ class GELU(nn.Module):
         return output_BTR
 
 
-def make_feed_forward(model: ModelConfig, output_width: int, shards: Shards | None) -> SwiGLU | GELU:
-    """A feed-forward block of the model's kind.
+def make_feed_forward(model: ModelConfig, output_width: int, shards: Shards | None, *, fused: bool) -> SwiGLU | GELU:
+    """A feed-forward block of the model's kind. `fused`: see functions.py.
 
     A block's matrices are named gate (where `model.is_gated`), up and down: shards.py, stages.py and config/lora.py go
     by these names.
     """
     match model.feed_forward:
         case "swiglu":
-            return SwiGLU(model, output_width, shards)
+            return SwiGLU(model, output_width, shards, fused=fused)
         case "gelu":
             return GELU(model, output_width, shards)
         case other:
@@ -98,21 +100,23 @@ class TransformerLayer(nn.Module):
     layer writes all of them, because nothing travels after it.
     """
 
-    def __init__(self, model: ModelConfig, layer: int, shards: Shards | None = None) -> None:
+    def __init__(self, model: ModelConfig, layer: int, shards: Shards | None = None, *, fused: bool = False) -> None:
         """
         Args:
             shards: the shards that the layer's heads and feed-forward columns are divided among, if any. `model` then
                 has the sizes of those that this process holds, and hidden_BTR is their streams [N, B, T, R].
+            fused: see functions.py.
         """
         super().__init__()
+        self.fused = fused
         self.writes_all = layer == model.num_layers - 1
         width = model.d_model if self.writes_all else model.hidden_width
         self.site = f"layers.{layer}"
-        self.attention_norm = make_norm(model, model.d_model)
-        self.attention = CausalSelfAttention(model, width, shards)
+        self.attention_norm = make_norm(model, model.d_model, fused=fused)
+        self.attention = CausalSelfAttention(model, width, shards, fused=fused)
         self.attention_dropout = Dropout(model.dropout, f"{self.site}.attention")
-        self.feed_forward_norm = make_norm(model, model.d_model)
-        self.feed_forward = make_feed_forward(model, width, shards)
+        self.feed_forward_norm = make_norm(model, model.d_model, fused=fused)
+        self.feed_forward = make_feed_forward(model, width, shards, fused=fused)
         self.feed_forward_dropout = Dropout(model.dropout, f"{self.site}.feed_forward")
 
     def forward(
@@ -136,13 +140,20 @@ class TransformerLayer(nn.Module):
         if fixed_BTC is not None and self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
         if "attention" in sublayers:
-            normed_BTD = self.attention_norm(all_columns(hidden_BTR, fixed_BTC))
+            normed_BTD = self._cast_once(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)))
             mixed_BTR = self.attention(normed_BTD, cos_TJ, sin_TJ, self._attend(reach), key)
             hidden_BTR = hidden_BTR + self.attention_dropout(mixed_BTR, key)
         if "feed_forward" in sublayers:
-            wide_BTR = self.feed_forward(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)), key)
-            hidden_BTR = hidden_BTR + self.feed_forward_dropout(wide_BTR, key)
+            normed_BTD = self._cast_once(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)))
+            hidden_BTR = hidden_BTR + self.feed_forward_dropout(self.feed_forward(normed_BTD, key), key)
         return hidden_BTR
+
+    def _cast_once(self, normed_BTD: Tensor) -> Tensor:
+        """Cast what several matrices read to autocast's type, which would otherwise do so for each of them."""
+        device = normed_BTD.device.type
+        if not (self.fused and torch.is_autocast_enabled(device)):
+            return normed_BTD
+        return normed_BTD.to(torch.get_autocast_dtype(device))
 
     def _attend(self, reach: KeyValueCache | CacheRows | Documents | None) -> Attend:
         # The layer's name is read for a cache alone: compiled code that depends on it holds for a single layer.
@@ -201,9 +212,10 @@ class Positions(nn.Module):
 class Head(nn.Module):
     """Final norm, and projection to logits or the loss. With tied embeddings it uses the embedding's matrix."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, *, fused: bool = False) -> None:
         super().__init__()
-        self.norm = make_norm(model, model.d_model)
+        self.fused = fused
+        self.norm = make_norm(model, model.d_model, fused=fused)
         self.output = None if model.tied_embeddings else nn.Linear(model.d_model, model.vocab_size, bias=False)
 
     def forward(self, hidden_BTD: Tensor, embedding_VD: Tensor | None, targets_BT: Tensor | None = None) -> Tensor:
@@ -211,5 +223,5 @@ class Head(nn.Module):
         weight_VD = embedding_VD if self.output is None else self.output.weight
         assert weight_VD is not None, "a tied head needs the embedding's matrix"
         if targets_BT is not None:
-            return summed_loss(self.norm(hidden_BTD), weight_VD, targets_BT)
+            return summed_loss(self.norm(hidden_BTD), weight_VD, targets_BT, fused=self.fused)
         return product(self.norm(hidden_BTD), weight_VD)

@@ -7,7 +7,8 @@ With a vocabulary of 128,000 the logits of 4,096 positions take 2 GiB in float32
 tensors, many times as much as a layer keeps. So logits are made for one chunk of positions at a time. They are turned
 in place into their gradient, from which the gradients of the hidden state and of the head's weight are computed at
 once. The backward only scales these gradients, as in Liger Kernel (arXiv 2410.10989). Chunks depend on shapes alone, so
-a loss that is computed again has the same bits.
+a loss that is computed again has the same bits. On a GPU chunks are few and large, and torch's own cross entropy makes
+their gradients, because each operation on a small chunk takes longer to launch than to compute.
 
 Shapes: B samples, T positions, N = B * T, D model width, V vocabulary, C positions of a chunk.
 """
@@ -31,11 +32,13 @@ _CHUNK_PER_HIDDEN = 3
 numbers or more for each of them."""
 _CHUNK_MULTIPLE = 16
 """The positions of a chunk are a multiple of this number, which suits matrix units."""
+_FUSED_CHUNK = 1 << 26
+"""A chunk on a GPU has room for this many logits, which take 14 bytes each."""
 _VOCABULARY_BLOCK = 16_384
 """The number of tokens whose rows of the weight are converted and multiplied at a time."""
 
 
-def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
+def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, fused: bool = False) -> Tensor:
     """Cross entropy in nats, summed over all targets: a scalar, float32 or wider.
 
     Matrix products are computed in autocast's type, or without autocast in the hidden state's type. Everything else is
@@ -46,10 +49,11 @@ def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Te
         hidden_BTD: the hidden state after the final norm.
         weight_VD: the head's weight.
         targets_BT: int64, each below V, or NO_TARGET.
+        fused: whether to compute as on a GPU.
     """
     device = hidden_BTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
-    arguments = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), dtype, torch.is_grad_enabled())
+    arguments = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), dtype, torch.is_grad_enabled(), fused)
     return cast(Tensor, _SummedLoss.apply(*arguments))  # type: ignore[no-untyped-call]  # torch does not annotate it
 
 
@@ -58,18 +62,22 @@ def summed_loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET, reduction="sum")
 
 
-def chunk_length(num_positions: int, d_model: int, vocab_size: int) -> int:
+def chunk_length(num_positions: int, d_model: int, vocab_size: int, *, fused: bool = False) -> int:
     """The number of positions in a chunk, whose logits are in memory at the same time."""
-    length = max(_LEAST_CHUNK, _CHUNK_PER_HIDDEN * num_positions * d_model) // vocab_size
+    num_logits = _FUSED_CHUNK if fused else max(_LEAST_CHUNK, _CHUNK_PER_HIDDEN * num_positions * d_model)
+    length = num_logits // vocab_size
     return min(num_positions, max(1, length // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
 
 
-def loss_bytes(model: ModelConfig, num_positions: int) -> int:
+def loss_bytes(model: ModelConfig, num_positions: int, *, fused: bool = False) -> int:
     """The most bytes that the loss of a microbatch takes, besides autograd's graph and the weights' gradients."""
     if model.custom_class:
         # The logits, their log-probabilities, and the gradient of one of the two.
         return 4 * 3 * num_positions * model.vocab_size
-    length = chunk_length(num_positions, model.d_model, model.vocab_size)
+    length = chunk_length(num_positions, model.d_model, model.vocab_size, fused=fused)
+    if fused:
+        # The logits in the products' type, and in float32 the logits, their log-probabilities and a gradient.
+        return 14 * length * model.vocab_size + 4 * 2 * num_positions * model.d_model
     # Besides a chunk's logits there are the output of the final norm and its gradient.
     return 4 * (length * model.vocab_size + 2 * num_positions * model.d_model)
 
@@ -77,12 +85,23 @@ def loss_bytes(model: ModelConfig, num_positions: int) -> int:
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, differentiates: bool
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        dtype: torch.dtype,
+        differentiates: bool,
+        fused: bool,
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         wants_hidden, wants_weight = (differentiates and wanted for wanted in ctx.needs_input_grad[:2])
         hidden_gradient_ND = torch.empty_like(hidden_ND, dtype=wide) if wants_hidden else None
         weight_gradient_VD = torch.empty_like(weight_VD, dtype=wide) if wants_weight else None
+        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, dtype
+        if fused:
+            gradients = hidden_gradient_ND, weight_gradient_VD
+            ctx.save_for_backward(*gradients)
+            return _in_large_chunks(hidden_ND, weight_VD, targets_N, dtype, *gradients)
         losses_N = torch.empty_like(targets_N, dtype=wide)
         blocks = [slice(start, start + _VOCABULARY_BLOCK) for start in range(0, len(weight_VD), _VOCABULARY_BLOCK)]
         num_positions, d_model = hidden_ND.shape
@@ -102,7 +121,6 @@ class _SummedLoss(torch.autograd.Function):
                         _multiply(gradient_CW, weight_VD[block].to(dtype), hidden_gradient_ND[chunk], adds=number > 0)
                     if weight_gradient_VD is not None:
                         _multiply(gradient_CW.T, hidden_CD, weight_gradient_VD[block], adds=first > 0)
-        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, dtype
         ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
         return losses_N.sum()
 
@@ -116,7 +134,37 @@ class _SummedLoss(torch.autograd.Function):
         if weight_gradient_VD is not None:
             # torch.autocast rounds the gradient like this, whether or not the weight was cast beforehand.
             weight_gradient_VD = weight_gradient_VD.mul_(scale).to(dtype).to(weight_dtype)
-        return hidden_gradient_ND, weight_gradient_VD, None, None, None
+        return hidden_gradient_ND, weight_gradient_VD, None, None, None, None
+
+
+def _in_large_chunks(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    dtype: torch.dtype,
+    hidden_gradient_ND: Tensor | None,
+    weight_gradient_VD: Tensor | None,
+) -> Tensor:
+    """The summed loss. Writes the gradients, where there is a tensor for them."""
+    num_positions, d_model = hidden_ND.shape
+    length = chunk_length(num_positions, d_model, len(weight_VD), fused=True)
+    wide, losses, cast_VD = torch.promote_types(dtype, torch.float32), [], weight_VD.to(dtype)
+    differentiates = hidden_gradient_ND is not None or weight_gradient_VD is not None
+    for first in range(0, len(hidden_ND), length):
+        chunk = slice(first, first + length)
+        hidden_CD = hidden_ND[chunk].to(dtype)
+        with torch.autocast(hidden_ND.device.type, enabled=False), torch.set_grad_enabled(differentiates):
+            logits_CV = F.linear(hidden_CD, cast_VD).detach().requires_grad_(differentiates)
+            loss = F.cross_entropy(logits_CV.to(wide), targets_N[chunk], ignore_index=NO_TARGET, reduction="sum")
+        losses.append(loss.detach())
+        if not differentiates:
+            continue
+        (gradient_CV,) = torch.autograd.grad(loss, logits_CV)
+        if hidden_gradient_ND is not None:
+            hidden_gradient_ND[chunk] = gradient_CV @ cast_VD
+        if weight_gradient_VD is not None:
+            _multiply(gradient_CV.T, hidden_CD, weight_gradient_VD, adds=first > 0)
+    return torch.stack(losses).sum()
 
 
 def _multiply(left: Tensor, right: Tensor, product: Tensor, *, adds: bool) -> None:

@@ -15,20 +15,20 @@ from swarm.model.functions import rms_norm
 class RMSNorm(nn.Module):
     """functions.rms_norm with a trained weight."""
 
-    def __init__(self, width: int, epsilon: float) -> None:
+    def __init__(self, width: int, epsilon: float, *, fused: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
+        self.epsilon, self.fused = epsilon, fused
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        return rms_norm(hidden_BTD, self.weight, self.epsilon)
+        return rms_norm(hidden_BTD, self.weight, self.epsilon, fused=self.fused)
 
 
-def make_norm(model: ModelConfig, width: int) -> RMSNorm | nn.LayerNorm:
-    """A norm of the model's kind."""
+def make_norm(model: ModelConfig, width: int, *, fused: bool) -> RMSNorm | nn.LayerNorm:
+    """A norm of the model's kind. `fused`: see functions.py."""
     match model.norm:
         case "rms":
-            return RMSNorm(width, model.norm_epsilon)
+            return RMSNorm(width, model.norm_epsilon, fused=fused)
         case "layer":
             return nn.LayerNorm(width, model.norm_epsilon)
         case other:

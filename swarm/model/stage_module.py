@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from swarm.config import ModelConfig, RunConfig
 from swarm.model.adapters import trained_parameters
 from swarm.model.attention import CacheRows, Documents, KeyValueCache, rotary_tables
-from swarm.model.functions import as_cast
+from swarm.model.functions import as_cast, whole_tables
 from swarm.model.layers import Embedding, FixedColumns, Head, Positions, TransformerLayer
 from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import Dropout, DropoutKey
@@ -48,13 +48,17 @@ class StageModule(nn.Module):
     With tied embeddings the last stage has the embedding's matrix too, for its head.
     """
 
-    def __init__(self, config: RunConfig, stage: int, layer_range: range, shards: Shards | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, stage: int, layer_range: range, shards: Shards | None = None, *, fused: bool = False
+    ) -> None:
         """
         Args:
             shards: given if the layers have a block type and other processes hold some of the shards. This module then
                 has only this process's parts of the matrices, those of shards.part_of.
+            fused: whether to compute with the operations for a GPU (functions.py).
         """
         super().__init__()
+        self.fused = fused
         self.model = config.model
         if config.model.block_types and shards is None:
             shards = Shards(num_shards=config.model.num_shards, num_held=config.model.num_shards)
@@ -72,9 +76,11 @@ class StageModule(nn.Module):
         self.positions = Positions(config.model) if has_positions else None
         self.embedding_dropout = Dropout(config.model.dropout, "embedding")
         held = config.model if shards is None else shards.held(config.model)
-        self.layers = nn.ModuleDict({str(layer): TransformerLayer(held, layer, shards) for layer in layer_range})
+        self.layers = nn.ModuleDict(
+            {str(layer): TransformerLayer(held, layer, shards, fused=fused) for layer in layer_range}
+        )
         self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
-        self.head = Head(config.model) if is_last else None
+        self.head = Head(config.model, fused=fused) if is_last else None
 
     def compile_layers(self) -> None:
         """Let torch.compile compile the layers at their next call. With a cache, which grows, they run uncompiled."""
@@ -124,6 +130,8 @@ class StageModule(nn.Module):
                 hidden_BTR = self.embedding_dropout(hidden_BTR, dropout_key)
             fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
             tables = rotary_tables(self.model, positions_T) if self.model.is_rotary else (None, None)
+            if self.fused and tables[0] is not None:
+                tables = whole_tables(*tables)
             context = (fixed_BTC, *tables, dropout_key, reach)
             run = self._run_layer if cache is None else _run_uncompiled
             if self.shards is not None:
@@ -191,7 +199,10 @@ def with_shared_casts(
     if not isinstance(module, StageModule) or (cast_dtype := _autocast_dtype(module.model)) is None:
         return dict(parameters)
     if not casts:
-        casts |= {name: parameters[name].detach().to(cast_dtype) for name in module.product_weights()}
+        masters = {name: parameters[name].detach() for name in module.product_weights()}
+        casts |= {name: torch.empty_like(master, dtype=cast_dtype) for name, master in masters.items()}
+        if casts:
+            torch._foreach_copy_(list(casts.values()), list(masters.values()))
     return {**parameters, **{name: as_cast(parameters[name], cast) for name, cast in casts.items()}}
 
 

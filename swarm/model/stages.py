@@ -18,6 +18,7 @@ from swarm.errors import in_one_line
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model import adapters
 from swarm.model.adapters import trained_parameters
+from swarm.model.functions import fuses
 from swarm.model.layers import draw
 from swarm.model.stage_module import StageModule
 
@@ -63,7 +64,12 @@ def shared_parameters(config: RunConfig) -> list[SharedParameter]:
 
 
 def build_stage(
-    config: RunConfig, stage: int, *, device: torch.device | str, weights: Mapping[str, Tensor] | None = None
+    config: RunConfig,
+    stage: int,
+    *,
+    device: torch.device | str,
+    weights: Mapping[str, Tensor] | None = None,
+    fused: bool | None = None,
 ) -> nn.Module:
     """Make a stage's module with its initial weights, which are the same bits at every peer and under any cut.
 
@@ -73,17 +79,23 @@ def build_stage(
     Args:
         weights: the initial values of all of the stage's parameters except adapters; None draws them. Frozen matrices
             are used as they are, without a copy.
+        fused: whether the built-in model computes with the operations for a GPU; None: as functions.fuses says.
 
     Raises:
         ValueError: `model.custom_class` cannot be imported, is not a module class, or fails.
     """
+    layers = layer_ranges(config)[stage]
     if not config.model.custom_class:
+        fused = fuses(device) if fused is None else fused
         if weights is not None or config.lora.is_on:
-            return filled(lambda: StageModule(config, stage, layer_ranges(config)[stage]), config, weights).to(device)
-        return _with_initial_weights(StageModule, config, stage).to(device)
+            return filled(lambda: StageModule(config, stage, layers, fused=fused), config, weights).to(device)
+        built_in = StageModule(config, stage, layers, fused=fused)
+        initialise(built_in, config)
+        return built_in.to(device)
     stage_class = _custom_class(config.model.custom_class)
     try:
-        module = _with_initial_weights(stage_class, config, stage)
+        module: nn.Module = stage_class(config, stage, layers)
+        _set_own_initial_weights(module, config)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -136,14 +148,12 @@ def _custom_class(name: str) -> type[nn.Module]:
     return found
 
 
-def _with_initial_weights(stage_class: type[nn.Module], config: RunConfig, stage: int) -> nn.Module:
-    module = stage_class(config, stage, layer_ranges(config)[stage])
+def _set_own_initial_weights(module: nn.Module, config: RunConfig) -> None:
     init_parameters = getattr(module, "init_parameters", None)
     if init_parameters is None:
         initialise(module, config)
     else:
         init_parameters(config.data.seed)
-    return module
 
 
 def filled(make: Callable[[], _Module], config: RunConfig, weights: Mapping[str, Tensor] | None) -> _Module:

@@ -19,15 +19,20 @@ from swarm.stage.synchronous.weights import SynchronousWeights
 from swarm.stage.weights import StageWeights
 
 
-def weights_of(config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> StageWeights:
+def weights_of(
+    config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None, fused: bool | None = None
+) -> StageWeights:
     """Make a stage's weights: the module's own, at round 0.
+
+    Args:
+        fused: whether inner steps are taken in few launches, for a GPU; None: as functions.fuses says.
 
     Raises:
         ValueError: the stage has fewer blocks than the configuration has fragments.
     """
     if config.rounds.synchronous:
         return SynchronousWeights(config, module, lineage=lineage)
-    return DilocoWeights(config, module, lineage=lineage, events=events)
+    return DilocoWeights(config, module, lineage=lineage, events=events, fused=fused)
 
 
 def setting_of(context: StageContext, present_round: PresentRound, records: Records) -> Setting:

@@ -5,7 +5,7 @@ tied embedding is an embedding at both of its stages. Used by optimizers.py.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, assert_never
 
 import torch
@@ -17,6 +17,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 EPSILON = 1e-7
 """All three are torch.optim.Muon's values, which are K. Jordan's (https://kellerjordan.github.io/posts/muon/)."""
+BATCH_ELEMENTS = 1 << 28
+"""How many elements the matrices have at most that are computed side by side, so that little memory is needed."""
 EXACT_BITS = 53
 """A float64 holds every integer of this many bits exactly."""
 
@@ -45,13 +47,17 @@ class Muon(AdamW):
     Nesterov's momentum to (1 - mu) G + mu M; see `orthogonal`. Matrices decay as with AdamW.
     """
 
-    def __init__(self, config: OptimizerConfig, *, same_bits: bool, cut: Cut | None = None) -> None:
+    def __init__(
+        self, config: OptimizerConfig, *, same_bits: bool, cut: Cut | None = None, fused: bool = False
+    ) -> None:
         """
         Args:
             same_bits: whether other members take the same steps and must get the same bits. See `orthogonal`.
             cut: how this process's parts of the matrices become whole ones, and back; None where it has whole matrices.
+            fused: whether matrices of one shape are computed side by side, and nothing is read back from the device.
         """
-        super().__init__(config)
+        assert not (fused and same_bits), "fused steps have other bits on each machine"
+        super().__init__(config, fused=fused)
         self._same_bits = same_bits
         self._cut = cut
 
@@ -61,22 +67,50 @@ class Muon(AdamW):
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         hidden = {name: value for name, value in parameters.items() if is_hidden_matrix(name, value.shape)}
         super().update({name: value for name, value in parameters.items() if name not in hidden}, gradients, rate)
-        for name, matrix in hidden.items():
-            if name not in self.state:
-                self.state[name] = {"momentum_buffer": torch.zeros_like(matrix)}
-            direction = self._direction(gradients[name], self.state[name]["momentum_buffer"])
+        for names in self._batches(hidden):
+            for name in names:
+                if name not in self.state:
+                    self.state[name] = {"momentum_buffer": torch.zeros_like(hidden[name])}
+            buffers = [self.state[name]["momentum_buffer"] for name in names]
+            directions = self._directions([gradients[name] for name in names], buffers)
             if self._cut is not None:
-                direction = self._cut.whole(name, direction)
-            step = orthogonal(direction, same_bits=self._same_bits).mul_(rate * self._adjustment(direction.shape))
+                directions = [self._cut.whole(*named) for named in zip(names, directions, strict=True)]
+            factor = rate * self._adjustment(directions[0].shape)
+            if self._fused:
+                steps = list(orthogonal_batch(torch.stack(list(directions))).mul_(factor))
+            else:
+                steps = [orthogonal(matrix, same_bits=self._same_bits).mul_(factor) for matrix in directions]
             if self._cut is not None:
-                step = self._cut.part_of(name, step)
-            matrix.mul_(1.0 - rate * self._config.weight_decay).sub_(step)
+                steps = [self._cut.part_of(*named) for named in zip(names, steps, strict=True)]
+            matrices = [hidden[name].detach() for name in names]
+            torch._foreach_mul_(matrices, 1.0 - rate * self._config.weight_decay)
+            torch._foreach_sub_(matrices, steps)
 
-    def _direction(self, gradient: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """Update a momentum, and return the matrix that is to be made orthogonal."""
+    def _batches(self, hidden: Parameters) -> list[list[str]]:
+        """The names of the matrices that are stepped side by side: one, or as many of a shape as there is room for."""
+        if not self._fused:
+            return [[name] for name in hidden]
+        alike: dict[torch.Size, list[str]] = {}
+        for name, matrix in hidden.items():
+            alike.setdefault(matrix.shape, []).append(name)
+        batches = []
+        for shape, names in alike.items():
+            size = max(1, BATCH_ELEMENTS // shape.numel())
+            batches += [names[start : start + size] for start in range(0, len(names), size)]
+        return batches
+
+    def _directions(self, gradients: list[torch.Tensor], buffers: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Update momenta, and return the matrices that are to be made orthogonal."""
         momentum = self._config.momentum
-        buffer.add_(torch.sub(gradient, buffer).mul_(1.0 - momentum))
-        return torch.sub(buffer, gradient).mul_(momentum).add_(gradient) if self._config.nesterov else buffer
+        changes = torch._foreach_sub(gradients, buffers)
+        torch._foreach_mul_(changes, 1.0 - momentum)
+        torch._foreach_add_(buffers, changes)
+        if not self._config.nesterov:
+            return buffers
+        directions = torch._foreach_sub(buffers, gradients)
+        torch._foreach_mul_(directions, momentum)
+        torch._foreach_add_(directions, gradients)
+        return directions
 
     def _adjustment(self, shape: torch.Size) -> float:
         """The factor for the learning rate of a matrix of this shape."""
@@ -116,6 +150,21 @@ def orthogonal(matrix: torch.Tensor, *, same_bits: bool) -> torch.Tensor:
         values = product(polynomial, values).add_(values.mul_(a))
     result = values.T if wide is not matrix else values
     return result.to(matrix.device, matrix.dtype)
+
+
+def orthogonal_batch(matrices: torch.Tensor) -> torch.Tensor:
+    """`orthogonal` for each of several matrices [N, rows, columns] at once, without a wait for the device."""
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    wide = matrices.mT if is_tall else matrices
+    values = wide.to(_computing_type(matrices, same_bits=False))
+    norms = torch.linalg.matrix_norm(values.to(matrices.dtype), keepdim=True).clamp(min=EPSILON)
+    values = values / norms.to(values.dtype)
+    a, b, c = COEFFICIENTS
+    for _ in range(NUM_ITERATIONS):
+        gram = values @ values.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        values = torch.baddbmm(values, polynomial, values, beta=a)
+    return (values.mT if is_tall else values).to(matrices.dtype)
 
 
 def _computing_type(matrix: torch.Tensor, *, same_bits: bool) -> torch.dtype:

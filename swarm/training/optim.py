@@ -19,7 +19,7 @@ from typing import Any, assert_never
 import torch
 
 from swarm.config import OptimizerConfig, OuterConfig
-from swarm.training.pieces import in_pieces
+from swarm.training.pieces import Work, treat
 
 Parameters = Mapping[str, torch.Tensor]
 
@@ -75,37 +75,78 @@ class Optimizer(ABC):
 class AdamW(Optimizer):
     """AdamW (arXiv 1711.05101). Only matrices decay."""
 
-    def __init__(self, config: OptimizerConfig) -> None:
+    def __init__(self, config: OptimizerConfig, *, fused: bool = False) -> None:
+        """
+        Args:
+            fused: whether to take torch's own fused steps: two launches on a GPU, but other bits on each machine.
+        """
         super().__init__()
         self._config = config
+        self._fused = fused
 
     def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
         return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
+        if self._fused:
+            self._take_fused_steps(parameters, gradients, rate)
+            return
         config = self._config
+        groups: dict[tuple[bool, int], list[list[torch.Tensor]]] = {}
         for name, parameter in parameters.items():
             state = self._state_of(name, parameter)
-            num_steps = int(state["step"].add_(1.0))
+            kind = parameter.ndim >= 2, int(state["step"].add_(1.0))
+            groups.setdefault(kind, []).append([parameter, gradients[name], state["exp_avg"], state["exp_avg_sq"]])
+        for (decays, num_steps), group in groups.items():
             work = partial(
                 _adamw,
                 betas=(config.beta1, config.beta2),
                 epsilon=config.epsilon,
-                decay=1.0 - rate * config.weight_decay if parameter.ndim >= 2 else 1.0,
+                decay=1.0 - rate * config.weight_decay if decays else 1.0,
                 size=rate / (1.0 - _power(config.beta1, num_steps)),
                 unbiased=1.0 / math.sqrt(1.0 - _power(config.beta2, num_steps)),
             )
-            in_pieces(work, parameter, gradients[name], state["exp_avg"], state["exp_avg_sq"])
+            _treat(work, group)
+
+    def _take_fused_steps(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
+        config = self._config
+        for decays in (True, False):
+            names = [name for name, parameter in parameters.items() if (parameter.ndim >= 2) == decays]
+            if not names:
+                continue
+            states = [self._state_of(name, parameters[name]) for name in names]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1.0)
+            torch._fused_adamw_(
+                [parameters[name].detach() for name in names],
+                [gradients[name] for name in names],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                steps,
+                lr=rate,
+                beta1=config.beta1,
+                beta2=config.beta2,
+                weight_decay=config.weight_decay if decays else 0.0,
+                eps=config.epsilon,
+                amsgrad=False,
+                maximize=False,
+            )
 
     def _state_of(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        # A step counter is on the CPU, where reading it waits for nothing; fused steps read it on the device.
+        device = parameter.device if self._fused else torch.device("cpu")
         if name not in self.state:
-            # The step counter stays on the CPU, where reading it waits for nothing.
             self.state[name] = {
-                "step": torch.tensor(0.0),
+                "step": torch.tensor(0.0, device=device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        return self.state[name]
+        state = self.state[name]
+        if state["step"].device != device:
+            # A checkpoint's counters arrive on the CPU.
+            state["step"] = state["step"].to(device)
+        return state
 
 
 class OuterSgd(Optimizer):
@@ -120,21 +161,26 @@ class OuterSgd(Optimizer):
         return {"momentum_buffer": shape}
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
+        if self._momentum == 0.0:
+            # Without momentum there is no state.
+            _treat(partial(_sgd, rate=rate), [[value, gradients[name]] for name, value in parameters.items()])
+            return
+        group = []
         for name, parameter in parameters.items():
-            if self._momentum == 0.0:
-                # Without momentum there is no state.
-                in_pieces(partial(_sgd, rate=rate), parameter, gradients[name])
-                continue
             if name not in self.state:
                 self.state[name] = {"momentum_buffer": torch.zeros_like(parameter)}
-            work = partial(_nesterov, momentum=self._momentum, rate=rate)
-            in_pieces(work, parameter, gradients[name], self.state[name]["momentum_buffer"])
+            group.append([parameter, gradients[name], self.state[name]["momentum_buffer"]])
+        _treat(partial(_nesterov, momentum=self._momentum, rate=rate), group)
 
 
 @torch.no_grad()
 def step(optimizer: Optimizer, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
     """Take one step with the given gradients and learning rate."""
     optimizer.update(parameters, gradients, rate)
+
+
+def _treat(work: Work, groups: list[list[torch.Tensor]]) -> None:
+    treat(work, groups, together=bool(groups) and groups[0][0].device.type != "cpu")
 
 
 def _adamw(
@@ -213,12 +259,12 @@ def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
 
 def squared_norms(tensors: Iterable[torch.Tensor]) -> list[float]:
     """Each tensor's sum of squares, in float64; within a tensor on MPS in float32, the widest type there."""
-    norms = [
-        torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.device.type == "mps" else torch.float64)
-        for tensor in tensors
-    ]
+    found = list(tensors)
+    if not found:
+        return []
+    norms = torch._foreach_norm(found, dtype=torch.float32 if found[0].device.type == "mps" else torch.float64)
     # All norms are read at once, because on a GPU each read waits for everything that was queued before it.
-    return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
+    return [norm**2 for norm in torch.stack(norms).tolist()]
 
 
 def clip_factor(total_squared_norm: float, max_norm: float) -> float:

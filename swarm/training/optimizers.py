@@ -11,19 +11,22 @@ from swarm.training.muon import Cut, Muon
 from swarm.training.optim import AdamW, Optimizer, OuterSgd
 
 
-def gradient_optimizer(config: RunConfig, *, same_bits: bool, cut: Cut | None = None) -> Optimizer:
+def gradient_optimizer(config: RunConfig, *, same_bits: bool, cut: Cut | None = None, fused: bool = False) -> Optimizer:
     """The optimizer that steps along gradients: DiLoCo's inner one, or the only one of the synchronous setting.
 
     Args:
         same_bits: whether other members take the same steps and must get the same bits.
         cut: how parameters are cut over several processes; None where each process has them whole.
+        fused: whether to step in few launches, for a GPU. Such steps have other bits on each machine, so it counts only
+            where `same_bits` is False.
     """
+    fused = fused and not same_bits
     step = config.gradient_step
     match step.name:
         case "adamw":
-            return AdamW(step)
+            return AdamW(step, fused=fused)
         case "muon":
-            return Muon(step, same_bits=same_bits, cut=cut)
+            return Muon(step, same_bits=same_bits, cut=cut, fused=fused)
         case "auto":
             raise AssertionError("gradient_step has one of the other names")
         case other:

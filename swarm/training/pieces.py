@@ -1,13 +1,13 @@
-"""Elementwise arithmetic on tensors that are larger than a processor's cache, piece by piece.
+"""Elementwise arithmetic on the tensors of a whole model: piece by piece on a CPU, many tensors at once on a GPU.
 
-Used by training/optim, whose steps are many operations one after the other. On a CPU they are numpy's, which take a
-fraction of the time that torch needs to begin one; threads work on pieces of their own, and wait for each other once
-and not after each operation; and square roots are rounded correctly, where torch has MKL's, whose last bit depends on
-the processor. Elsewhere they are torch's. Never decides what is computed.
+An optimizer's step is many operations one after the other. On a CPU they are numpy's, which take a fraction of the time
+that torch needs to begin one; threads work on pieces of their own, and wait for each other once and not after each
+operation; and square roots are rounded correctly, where torch has MKL's, whose last bit depends on the processor. On a
+GPU they are torch's over lists of tensors, each of which is one launch. Never decides what is computed.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -18,31 +18,95 @@ import torch
 CACHED_ELEMENTS = 1 << 16
 """How many elements a piece has at most, so that the result of one operation is in cache for the next."""
 GPU_ELEMENTS = 1 << 24
-"""Likewise on a GPU, where fewer and larger operations are faster."""
+"""How many elements of a tensor, or of several small ones, are treated at once on a GPU."""
+
+Work = Callable[..., None]
+"""Called as `work(xp, scratch, *pieces)`. The functions add, subtract, multiply, divide and sqrt of `xp` take the
+pieces, numbers, and `out`. `scratch` is memory of a piece's shape. No piece may depend on another one."""
 
 
-def in_pieces(work: Callable[..., None], *tensors: torch.Tensor) -> None:
-    """Call `work(xp, scratch, *pieces)` with groups of rows of tensors of one shape, until all had their turn.
+def treat(work: Work, groups: Sequence[Sequence[torch.Tensor]], *, together: bool) -> None:
+    """Do elementwise work on every group of tensors; those of a group have one shape.
 
-    `xp` is the library to compute with, numpy or torch: the functions of both that are called add, subtract, multiply,
-    divide and sqrt take the pieces, numbers, and `out`. `scratch` is memory of a piece's shape. No piece may depend on
-    another one.
+    Args:
+        together: whether many groups share an operation, as on a GPU. The results have the same bits, but for square
+            roots on a CPU.
     """
-    on_cpu = tensors[0].device.type == "cpu"
-    rows: list[Any] = [tensor.detach() if tensor.ndim else tensor.detach().view(1) for tensor in tensors]
-    num_pieces = max(1, -(-tensors[0].numel() // (CACHED_ELEMENTS if on_cpu else GPU_ELEMENTS)))
-    num_threads = min(num_pieces, torch.get_num_threads()) if on_cpu else 1
+    if not together:
+        for group in groups:
+            _in_pieces(work, *group)
+        return
+    for batch in _batches(piece for group in groups for piece in _cut(group)):
+        columns = [list(column) for column in zip(*batch, strict=True)]
+        work(_Lists, [torch.empty_like(piece) for piece in columns[0]], *columns)
+
+
+class _Lists:
+    """numpy's functions for lists of tensors."""
+
+    @staticmethod
+    def add(left: Any, right: Any, out: Any) -> None:
+        _store(torch._foreach_add(left, right), out)
+
+    @staticmethod
+    def subtract(left: Any, right: Any, out: Any) -> None:
+        _store(torch._foreach_sub(left, right), out)
+
+    @staticmethod
+    def multiply(left: Any, right: Any, out: Any) -> None:
+        _store(torch._foreach_mul(left, right), out)
+
+    @staticmethod
+    def divide(left: Any, right: Any, out: Any) -> None:
+        _store(torch._foreach_div(left, right), out)
+
+    @staticmethod
+    def sqrt(values: Any, out: Any) -> None:
+        _store(torch._foreach_sqrt(values), out)
+
+
+def _store(results: tuple[torch.Tensor, ...] | list[torch.Tensor], out: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(out, results)
+
+
+def _cut(group: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors whole, or groups of their rows of at most GPU_ELEMENTS."""
+    tensors = [tensor.detach() for tensor in group]
+    num_elements = tensors[0].numel()
+    if num_elements <= GPU_ELEMENTS:
+        return iter([tuple(tensors)])
+    num_rows = max(1, GPU_ELEMENTS * len(tensors[0]) // num_elements)
+    return zip(*(torch.split(tensor, num_rows) for tensor in tensors), strict=True)
+
+
+def _batches(pieces: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[list[tuple[torch.Tensor, ...]]]:
+    """Groups of pieces with at most GPU_ELEMENTS in all, so that what an operation allocates stays small."""
+    batch: list[tuple[torch.Tensor, ...]] = []
+    num_elements = 0
+    for piece in pieces:
+        if batch and num_elements + piece[0].numel() > GPU_ELEMENTS:
+            yield batch
+            batch, num_elements = [], 0
+        batch.append(piece)
+        num_elements += piece[0].numel()
+    if batch:
+        yield batch
+
+
+def _in_pieces(work: Work, *tensors: torch.Tensor) -> None:
+    rows = [tensor.detach() if tensor.ndim else tensor.detach().view(1) for tensor in tensors]
+    num_pieces = max(1, -(-tensors[0].numel() // CACHED_ELEMENTS))
+    num_threads = min(num_pieces, torch.get_num_threads())
     # Each thread gets equally many pieces.
     num_pieces = num_threads * -(-num_pieces // num_threads)
     num_rows = max(1, -(-len(rows[0]) // num_pieces))
-    xp: Any = np if on_cpu else torch
-    arrays = [tensor.numpy() for tensor in rows] if on_cpu else rows
+    arrays = [tensor.numpy() for tensor in rows]
 
     def treat(start: int) -> None:
         pieces = [array[start : start + num_rows] for array in arrays]
-        # Infinity and NaN are for others to find, and torch warns of neither.
+        # Infinity and NaN are for others to find.
         with np.errstate(all="ignore"):
-            work(xp, xp.empty_like(pieces[0]), *pieces)
+            work(np, np.empty_like(pieces[0]), *pieces)
 
     starts = range(0, len(rows[0]), num_rows)
     deque(map(treat, starts) if num_threads == 1 else _threads(num_threads).map(treat, starts), maxlen=0)

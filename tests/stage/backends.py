@@ -28,16 +28,16 @@ DILOCO = dataclasses.replace(CONFIG, rounds=RoundsConfig(setting="diloco", round
 PLENTY = 1 << 30
 
 
-def backend_of(config: RunConfig, stage: int, limit_bytes: int = PLENTY) -> StageBackend:
-    module = build_stage(config, stage, device="cpu")
+def backend_of(config: RunConfig, stage: int, limit_bytes: int = PLENTY, *, fused: bool = False) -> StageBackend:
+    module = build_stage(config, stage, device="cpu", fused=fused)
     return StageBackend(
-        config=config, stage=stage, module=module, weights=weights_of(config, module, lineage=""),
+        config=config, stage=stage, module=module, weights=weights_of(config, module, lineage="", fused=fused),
         staging=Staging(), budget=GraphBudget(limit_bytes=limit_bytes),
     )  # fmt: skip
 
 
-def chain_of(config: RunConfig, limit_bytes: int = PLENTY) -> list[StageBackend]:
-    return [backend_of(config, stage, limit_bytes) for stage in range(config.stages.num_stages)]
+def chain_of(config: RunConfig, limit_bytes: int = PLENTY, *, fused: bool = False) -> list[StageBackend]:
+    return [backend_of(config, stage, limit_bytes, fused=fused) for stage in range(config.stages.num_stages)]
 
 
 def tokens_of(number: int, config: RunConfig = CONFIG) -> torch.Tensor:

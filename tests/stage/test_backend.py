@@ -5,11 +5,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
-from swarm.config import RunConfig, StagesConfig
+from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.errors import MalformedMessage
 from swarm.model.transformer import build_transformer
 from swarm.stage.backend import Accumulated, Forward, StageBackend
@@ -36,9 +37,10 @@ from tests.support.chain import assert_close
 
 @pytest.mark.parametrize("config", [CONFIG, DROPOUT])
 @pytest.mark.parametrize("limit_bytes", [PLENTY, 0])
-def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, limit_bytes: int) -> None:
-    """This holds with kept graphs and with forwards computed again, and with dropout."""
-    chain = chain_of(config, limit_bytes)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, limit_bytes: int, fused: bool) -> None:
+    """This holds with kept graphs and with forwards computed again, with dropout, and with the operations for a GPU."""
+    chain = chain_of(config, limit_bytes, fused=fused)
     losses = [run_microbatch(chain, microbatch)[0] for microbatch in range(3)]
     expected_losses, expected = reference_of(config, range(3))
     assert losses == pytest.approx(expected_losses, abs=1e-5)
@@ -49,8 +51,30 @@ def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, limi
     assert [backend.weights.buckets.open().num_samples for backend in chain] == [6, 6, 6]
 
 
-def test_recomputing_gives_the_same_bits() -> None:
-    kept, recomputed = chain_of(DROPOUT), chain_of(DROPOUT, 0)
+_QWEN3 = dataclasses.replace(CONFIG.model, num_kv_heads=1, qk_norm=True, qkv_bias=True)
+_GPT2 = dataclasses.replace(
+    CONFIG.model, norm="layer", positions="learned", max_positions=16, feed_forward="gelu", tied_embeddings=True
+)
+
+
+@pytest.mark.parametrize("model", [CONFIG.model, _QWEN3, _GPT2], ids=["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(("autocast", "tolerance"), [("off", 1e-6), ("bf16", 1e-2)])
+def test_operations_for_a_gpu_give_the_gradients_of_those_for_a_cpu(
+    model: ModelConfig, autocast: Literal["off", "bf16"], tolerance: float
+) -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(model, autocast=autocast))
+    lean, fused = chain_of(config), chain_of(config, fused=True)
+    losses = [[run_microbatch(chain, number)[0] for number in range(2)] for chain in (lean, fused)]
+    assert losses[0] == pytest.approx(losses[1], rel=tolerance)
+    expected = sums_of(lean)
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name, value in sums_of(fused).items():
+        assert float((value - expected[name]).abs().max()) < tolerance * largest, name
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_recomputing_gives_the_same_bits(fused: bool) -> None:
+    kept, recomputed = chain_of(DROPOUT, fused=fused), chain_of(DROPOUT, 0, fused=fused)
     for microbatch in range(2):
         run_microbatch(kept, microbatch)
         run_microbatch(recomputed, microbatch)

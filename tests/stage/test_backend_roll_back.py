@@ -86,8 +86,9 @@ def test_a_settled_gradient_can_still_be_taken_out() -> None:
     assert max(float(value.abs().max()) for value in bucket.sums.values()) < 1e-6
 
 
-def test_rolling_back_after_a_step_uses_the_old_weights() -> None:
-    backend = backend_of(DILOCO, 1)
+@pytest.mark.parametrize("fused", [False, True])
+def test_rolling_back_after_a_step_uses_the_old_weights(fused: bool) -> None:
+    backend = backend_of(DILOCO, 1, fused=fused)
     forward = backend.forward(7, 0, {TOKENS: tokens_of(7), HIDDEN: hidden_of(7)})
     accumulate_and_settle(backend, 1)
     _, entry = backend.backward(forward, hidden_of(8), accumulate=True)

@@ -43,16 +43,18 @@ def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize(("same_bits", "tolerance"), [(False, 1e-12), (True, 1e-5)])
+@pytest.mark.parametrize(
+    ("same_bits", "fused", "tolerance"), [(False, False, 1e-12), (True, False, 1e-5), (False, True, 1e-6)]
+)
 def test_steps_are_those_of_torchs_own_optimizers_in_float64(
-    adjust_lr_fn: Literal["original", "match_rms_adamw"], nesterov: bool, same_bits: bool, tolerance: float,
-    monkeypatch: pytest.MonkeyPatch,
+    adjust_lr_fn: Literal["original", "match_rms_adamw"], nesterov: bool, same_bits: bool, fused: bool,
+    tolerance: float, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """With `same_bits` matrices keep about 24 bits in products as small as these, so a step has no more."""
     _in_float64(monkeypatch)
     config = dataclasses.replace(CONFIG, adjust_lr_fn=adjust_lr_fn, nesterov=nesterov)
     ours, theirs = _parameters(0, torch.float64), _parameters(0, torch.float64)
-    optimizer = Muon(config, same_bits=same_bits)
+    optimizer = Muon(config, same_bits=same_bits, fused=fused)
     muon = torch.optim.Muon(
         [theirs["layers.0.up.weight"], theirs["layers.1.down.weight"]],
         weight_decay=0.3, momentum=0.9, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn,

@@ -100,13 +100,13 @@ def test_adamw_follows_the_formula_and_decays_matrices_only() -> None:
         torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "outer"])
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw", "outer"])
 def test_steps_are_those_of_torchs_own_optimizers(kind: str) -> None:
     """They are the same except for the last bits, which torch lets depend on the processor."""
     ours, theirs = _parameters(), _parameters()
-    if kind == "adamw":
+    if "adamw" in kind:
         config = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.3)
-        optimizer: optim.Optimizer = optim.AdamW(config)
+        optimizer: optim.Optimizer = optim.AdamW(config, fused=kind == "fused adamw")
         groups: list[dict[str, Any]] = [
             {"params": [theirs["matrix"]], "weight_decay": 0.3},
             {"params": [theirs["vector"]]},

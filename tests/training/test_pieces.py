@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from swarm.training import pieces
-from swarm.training.pieces import in_pieces
+from swarm.training.pieces import treat
 
 
 @pytest.fixture(params=[1, 3])
 def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Set the number of threads, and make pieces small."""
     monkeypatch.setattr(pieces, "CACHED_ELEMENTS", 64)
+    monkeypatch.setattr(pieces, "GPU_ELEMENTS", 100)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -27,19 +28,21 @@ def _add_product(xp: Any, scratch: Any, sums: Any, values: Any) -> None:
     xp.add(sums, scratch, out=sums)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (64,), (65,), (1000,), (3, 500), (500, 3), (5, 4, 30), (0, 3)])
-def test_every_element_has_its_turn_once(shape: tuple[int, ...], num_threads: int) -> None:
+def test_every_element_has_its_turn_once(shape: tuple[int, ...], num_threads: int, together: bool) -> None:
     sums, values = torch.rand(shape), torch.rand(shape)
     expected, before = sums + 3.0 * values, values.clone()
-    in_pieces(_add_product, sums.requires_grad_(), values)
+    treat(_add_product, [[sums.requires_grad_(), values]], together=together)
     assert torch.equal(sums, expected)
     assert torch.equal(values, before)
 
 
-def test_rows_need_not_lie_one_after_the_other(num_threads: int) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_rows_need_not_lie_one_after_the_other(num_threads: int, together: bool) -> None:
     sums, values = torch.rand(40, 70).T, torch.rand(70, 80)[:, ::2]
     expected = sums + 3.0 * values
-    in_pieces(_add_product, sums, values)
+    treat(_add_product, [[sums, values]], together=together)
     assert torch.equal(sums, expected)
 
 
@@ -53,7 +56,7 @@ def test_pieces_are_small_and_spread_over_the_threads(num_threads: int) -> None:
         sizes.append(piece.size)
         threads.add(threading.current_thread().name)
 
-    in_pieces(look, torch.zeros(1000))
+    treat(look, [[torch.zeros(1000)]], together=False)
     assert sum(sizes) == 1000
     assert max(sizes) <= 64
     assert len(threads) == num_threads
@@ -62,11 +65,21 @@ def test_pieces_are_small_and_spread_over_the_threads(num_threads: int) -> None:
 def test_what_is_no_number_warns_of_nothing_and_what_fails_is_raised(num_threads: int) -> None:
     """Any warning fails a test."""
     sums = torch.full((200,), 3e38)
-    in_pieces(_add_product, sums, sums.clone())
+    treat(_add_product, [[sums, sums.clone()]], together=False)
     assert torch.isinf(sums).all()
 
     def fail(xp: Any, scratch: Any, piece: Any) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        in_pieces(fail, sums)
+        treat(fail, [[sums]], together=False)
+
+
+def test_small_tensors_share_operations_and_large_ones_are_cut(num_threads: int) -> None:
+    sizes = list[list[int]]()
+
+    def look(xp: Any, scratch: Any, values: Any) -> None:
+        sizes.append([piece.numel() for piece in values])
+
+    treat(look, [[torch.zeros(size)] for size in (40, 40, 30, 250)], together=True)
+    assert sizes == [[40, 40], [30], [100], [100], [50]]

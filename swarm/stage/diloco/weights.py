@@ -18,6 +18,7 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.events.kinds import Events, Step
 from swarm.model.adapters import trained_parameters
+from swarm.model.functions import fuses
 from swarm.stage.buckets import GradientBucket, Tensors, Version
 from swarm.stage.diloco.fragments import Fragments
 from swarm.stage.weights import Round, StageWeights
@@ -45,10 +46,24 @@ class _Closing(NamedTuple):
 class DilocoWeights(StageWeights):
     """The weights with DiLoCo: an inner step whenever a batch is full, and an outer step from the anchor."""
 
-    def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        module: nn.Module,
+        *,
+        lineage: str,
+        events: Events | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        """
+        Args:
+            fused: as in settings.weights_of.
+        """
         self._events = events or Events()
-        self._inner = gradient_optimizer(config, same_bits=False)
-        self._fragments = Fragments(trained_parameters(module), config.averaging.num_fragments)
+        trained = trained_parameters(module)
+        fused = fuses(next(iter(trained.values())).device) if fused is None else fused
+        self._inner = gradient_optimizer(config, same_bits=False, fused=fused)
+        self._fragments = Fragments(trained, config.averaging.num_fragments)
         self._closing: _Closing | None
         """The newest closing of this round. It is kept even when the round is reopened, because its result may still be
         decided."""

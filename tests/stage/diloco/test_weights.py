@@ -38,9 +38,10 @@ def test_a_step_that_fails_leaves_weights_that_say_so(monkeypatch: pytest.Monkey
             ask()
 
 
-def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch(fused: bool) -> None:
     options = {"weight_decay": 0.1, "clip_norm": 0.5}
-    weights = weights_in("diloco", **options)
+    weights = weights_of(config_of("diloco", **options), linear(), lineage="", fused=fused)
     reference = dict(linear().named_parameters())
     adamw = optim.AdamW(config_of("diloco", **options).optimizer)
     for number in range(6):

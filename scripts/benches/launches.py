@@ -1,0 +1,161 @@
+"""How many operators does a GPU's thread launch for a microbatch, and for an inner step?
+
+A GPU computes a small model's operator faster than Python launches it, so the number of launches bounds the speed. The
+bench computes one microbatch of a whole model with the swarm's own backend on the CPU, but with the operations for a
+GPU (swarm/model/functions.py) and uncompiled, and counts what torch's dispatcher is asked for. Views, allocations and
+reads of one number launch nothing, and are not counted. An operator over a list of tensors counts once.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from peers.shared import cli
+from scripts.benches.shared.common import OutputOptions, require_multiple, say
+from scripts.benches.shared.judged import LESS
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.model.stages import build_stage
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import TOKENS
+from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings import weights_of
+from swarm.stage.staging import Staging
+
+WITHOUT_LAUNCH = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.promote_types", "aten._local_scalar_dense")
+"""Operators that launch nothing, besides those that only return a view."""
+
+JUDGED = {"launches_per_microbatch": LESS, "launches_per_inner_step": LESS, "launches_per_muon_step": LESS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OutputOptions):
+    """Count the operators of a microbatch and of an inner step."""
+
+    d_model: int = 768
+    """Width of the model; a multiple of 64."""
+    layers: int = 12
+    """Layers of the model, which is one stage."""
+    vocab_size: int = 50_304
+    """Tokens of the vocabulary."""
+    microbatch_size: int = 8
+    """Samples of the microbatch."""
+    sequence_length: int = 1024
+    """Tokens of a sample."""
+    autocast: Literal["off", "bf16"] = "bf16"
+    """What matrix products are computed in."""
+
+    def __post_init__(self) -> None:
+        least = {"layers": 1, "vocab_size": 2, "microbatch_size": 1, "sequence_length": 1}
+        cli.require_at_least(self, least)
+        require_multiple("d-model", self.d_model, 64)
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Counts operators by name while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self.counts = Counter[str]()
+
+    @property
+    def total(self) -> int:
+        """All launches."""
+        return self.counts.total()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aliases = [result.alias_info for result in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and not str(func).startswith(WITHOUT_LAUNCH):
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Count, and return the figures."""
+    library = _fused_norms_of_a_gpu()
+    tokens = torch.randint(options.vocab_size, (options.microbatch_size, options.sequence_length + 1))
+    inputs = {TOKENS: tokens.int()}
+    counts = dict[str, int]()
+    for optimizer in ("adamw", "muon"):
+        backend = _backend(options, optimizer)
+        # The first step makes the optimizer's state.
+        _, first_step = _microbatch(backend, 0, inputs)
+        first_step()
+        say(f"{optimizer}: one microbatch of warm-up")
+        with Launches() as launches:
+            _, step = _microbatch(backend, 1, inputs)
+        counts["launches_per_microbatch"] = launches.total
+        say(f"a microbatch: {launches.total} launches, of which {launches.counts.most_common(8)}")
+        with Launches() as launches:
+            step()
+        counts["launches_per_inner_step" if optimizer == "adamw" else "launches_per_muon_step"] = launches.total
+        say(f"an inner step of {optimizer}: {launches.total} launches, of which {launches.counts.most_common(8)}")
+    del library
+    return {**counts, "d_model": options.d_model, "layers": options.layers, "vocab_size": options.vocab_size}
+
+
+def _microbatch(
+    backend: StageBackend, number: int, inputs: dict[str, torch.Tensor]
+) -> tuple[float, Callable[[], None]]:
+    """Compute a microbatch. Returns its loss, and a function that acknowledges it, so that its step is taken."""
+    loss, _, accumulated = backend.forward_loss(number, 0, inputs, accumulate=True)
+    assert accumulated is not None
+    return loss, lambda: backend.settle(accumulated)
+
+
+def _backend(options: Options, optimizer: Literal["adamw", "muon"]) -> StageBackend:
+    model = ModelConfig(
+        num_layers=options.layers,
+        d_model=options.d_model,
+        num_heads=options.d_model // 64,
+        vocab_size=options.vocab_size,
+        autocast=options.autocast,
+    )
+    config = RunConfig(
+        run="bench-launches",
+        model=model,
+        stages=StagesConfig(num_stages=1),
+        data=DataConfig(sequence_length=options.sequence_length, microbatch_size=options.microbatch_size),
+        rounds=RoundsConfig(
+            setting="diloco",
+            inner_batch_samples=options.microbatch_size,
+            round_samples=10 * options.microbatch_size,
+        ),
+        optimizer=OptimizerConfig(name=optimizer),
+    )
+    module = build_stage(config, 0, device="cpu", fused=True)
+    weights = weights_of(config, module, lineage="", fused=True)
+    budget = GraphBudget(limit_bytes=1 << 40)
+    return StageBackend(config=config, stage=0, module=module, weights=weights, staging=Staging(), budget=budget)
+
+
+def _fused_norms_of_a_gpu() -> torch.library.Library:
+    """Give this process's CPU the two operators with which torch computes RMSNorm on a GPU. There it is composed of a
+    dozen operators otherwise. Dropping the returned object takes them away again."""
+
+    def forward(
+        hidden: torch.Tensor, shape: list[int], weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = (hidden.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+        return hidden * scale * weight, scale
+
+    def backward(
+        gradient: torch.Tensor,
+        hidden: torch.Tensor,
+        shape: list[int],
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        wanted: list[bool],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, weighted = hidden * scale, gradient * weight
+        mean = (weighted * normed).mean(-1, keepdim=True)
+        return scale * (weighted - normed * mean), (gradient * normed).flatten(0, -2).sum(0)
+
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's
+    library.impl("_fused_rms_norm", forward, "CPU")  # type: ignore[no-untyped-call]
+    library.impl("_fused_rms_norm_backward", backward, "CPU")  # type: ignore[no-untyped-call]
+    return library
