@@ -68,7 +68,7 @@ from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.rpc.meeting.budget import MeetingLimits
-from swarm.stage.places import SessionLimits
+from swarm.stage.generation import SessionLimits
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from swarm.content.servicer import Shelves
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.rpc.meeting.budget import MeetingLimits
-from swarm.stage.places import SessionLimits
+from swarm.stage.generation import SessionLimits
 
 
 @dataclass(frozen=True, kw_only=True)

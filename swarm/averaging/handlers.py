@@ -20,6 +20,8 @@ from swarm.averaging.transport import BARRIER, REPORT, Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.address import check_address
+from swarm.rpc.callers import Caller
+from swarm.rpc.turns import NOBODY
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 
@@ -58,10 +60,12 @@ class Handlers:
         with self._ends_without_memory():
             return await self.participant.exchange(opening, pieces)
 
-    async def download(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadReply, None]:
+    async def download(
+        self, request: pb.DownloadRequest, caller: Caller = NOBODY
+    ) -> AsyncGenerator[pb.DownloadReply, None]:
         """Answer a peer that is behind; see Donor.serve."""
         self._check(request.address)
-        async with aclosing(self.donor.serve(request)) as replies:
+        async with aclosing(self.donor.serve(request, caller)) as replies:
             async for reply in replies:
                 yield reply
 

@@ -15,6 +15,7 @@ from swarm.averaging.exchanging.reduction import MemberFailed
 from swarm.averaging.handlers import Handlers
 from swarm.averaging.transport import ABORT, AVERAGE, BARRIER, BEGIN, COMMIT, REPORT, Method, Reply, Request, pieces_of
 from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotServed, PeerUnavailable, SwarmError
+from swarm.rpc.callers import bearer_of
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import MESSAGE_SECONDS
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -79,7 +80,7 @@ class AveragingServicer(AveragingServiceServicer):
 
     async def Download(self, request: pb.DownloadRequest, context: Context) -> AsyncIterator[pb.DownloadReply]:
         try:
-            async with aclosing(self._handlers.download(request)) as replies:
+            async with aclosing(self._handlers.download(request, bearer_of(context))) as replies:
                 async for reply in replies:
                     yield reply
         except SwarmError as error:

@@ -7,7 +7,6 @@ here, because the process that asks checks it.
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 from swarm.errors import NotReady, Overloaded, SwarmError, WrongRun
 from swarm.machine.clock import Clock
-from swarm.rpc.callers import Caller, caller_of, subtract
+from swarm.rpc.callers import Shares, bearer_of, caller_of
 from swarm.rpc.failures import abort
 from swarm.rpc.turns import Turns, yield_to_exchange
 from swarm.rpc.v1 import content_pb2 as pb
@@ -58,12 +57,15 @@ class ContentServicer(ContentServiceServicer):
     clock: Clock
     turns: Turns
     """Decide which peer may fetch weights now."""
-    _num_calls: Counter[Caller] = field(default_factory=Counter, init=False)
+    _calls: Shares = field(
+        default_factory=lambda: Shares("calls", MOST_CALLS, each=MOST_CALLS_OF_ONE, retry_seconds=RETRY_SECONDS),
+        init=False,
+    )
 
     async def Weights(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
         try:
             async with (
-                self.turns.turn(request.peer_id or caller_of(context)),
+                self.turns.turn(request.peer_id or caller_of(context), bearer_of(context)),
                 aclosing(self._serve(self.shelves.weights, request, context)) as pieces,
             ):
                 async for piece in pieces:
@@ -79,19 +81,14 @@ class ContentServicer(ContentServiceServicer):
     async def _serve(
         self, shelf: Shelf, request: pb.ContentRequest, context: Any
     ) -> AsyncGenerator[pb.ContentPiece, None]:
-        caller = caller_of(context)
-        if self._num_calls.total() >= MOST_CALLS or self._num_calls[caller] >= MOST_CALLS_OF_ONE:
-            await abort(context, Overloaded("others are served now", retry_after_seconds=RETRY_SECONDS))
-        self._num_calls[caller] += 1
         try:
-            content = memoryview(await self._read(shelf, request))
-            for start in range(0, len(content), CHUNK_BYTES):
-                await yield_to_exchange(self.is_exchanging, self.clock)
-                yield pb.ContentPiece(data=bytes(content[start : start + CHUNK_BYTES]))
+            with self._calls.taken(caller_of(context)):
+                content = memoryview(await self._read(shelf, request))
+                for start in range(0, len(content), CHUNK_BYTES):
+                    await yield_to_exchange(self.is_exchanging, self.clock)
+                    yield pb.ContentPiece(data=bytes(content[start : start + CHUNK_BYTES]))
         except SwarmError as error:
             await abort(context, error)
-        finally:
-            subtract(self._num_calls, caller, 1)
 
     async def _read(self, shelf: Shelf, request: pb.ContentRequest) -> bytes:
         if request.run_id != self.run_id:

@@ -6,7 +6,6 @@ leader, and renews the leases that it was granted by asking again.
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from swarm.pipeline.trainers import Trainer
 from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.address import check_address
 from swarm.rpc.ask import ask
-from swarm.rpc.callers import Caller, bearer_of, caller_of, subtract
+from swarm.rpc.callers import Shares, bearer_of, caller_of
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import abort
 from swarm.rpc.v1 import lease_pb2 as pb
@@ -72,7 +71,7 @@ class LeaseServicer(LeaseServiceServicer):
     """Waits until the result of `lead` may have changed, but no longer than the given seconds."""
     events: Events = field(default_factory=Events)
     _table: LeaseTable | None = field(default=None, init=False)
-    _num_waiting: Counter[Caller] = field(default_factory=Counter, init=False)
+    _waiting: Shares = field(default_factory=lambda: Shares("requests", each=MAX_WAITING), init=False)
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
         try:
@@ -80,13 +79,10 @@ class LeaseServicer(LeaseServiceServicer):
         except SwarmError as error:
             await abort(context, error)
         caller, trainer = caller_of(context), Trainer(bearer_of(context), request.trainer_id)
-        if request.wait_seconds <= 0 or self._num_waiting[caller] >= MAX_WAITING:
+        if request.wait_seconds <= 0 or not self._waiting.fits(caller):
             return await self._answer(request, trainer, 0.0)
-        self._num_waiting[caller] += 1
-        try:
+        with self._waiting.taken(caller):
             return await self._answer(request, trainer, min(MAX_WAIT_SECONDS, request.wait_seconds))
-        finally:
-            subtract(self._num_waiting, caller, 1)
 
     async def _answer(self, request: pb.AcquireRequest, trainer: Trainer, wait_seconds: float) -> pb.AcquireReply:
         deadline = self.clock.monotonic() + wait_seconds

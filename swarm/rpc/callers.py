@@ -1,6 +1,7 @@
 """Callers: identifies the caller of each call, and limits how much of this peer one caller may use.
 
-Used by guard, which counts the calls, and by servicers, which count what they keep for a call. In a locked run a caller
+Used by guard, which counts the calls, and by servicers, which count what they keep for a call. Whatever there is only
+so much of is given out by Shares, so that no caller has all of it. In a locked run a caller
 is a member's id. In an open one it is an IP address, so that all processes on one machine are one caller; of an IPv6
 address only the first 64 bits count, since a provider gives a customer all addresses that begin with these. Each caller
 that comes through a tunnel has a loopback address of its own. A caller without calls is soon forgotten.
@@ -8,7 +9,10 @@ that comes through a tunnel has a loopback address of its own. A caller without 
 
 import hashlib
 import ipaddress
+import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NewType
 from urllib.parse import unquote
 
@@ -50,6 +54,64 @@ _TUNNELLED = "127.77."
 own."""
 
 
+class Shares:
+    """What callers have now of something of which there is only so much. Each may have a share of it, and no more."""
+
+    def __init__(
+        self, what: str, most: float = math.inf, *, each: float | None = None, retry_seconds: float = RETRY_SECONDS
+    ) -> None:
+        """
+        Args:
+            what: names it in refusals, in the plural.
+            most: what all callers together may have.
+            each: what one caller may have; half of `most` if left out. A caller that has nothing may always take what
+                it needs at once, if it is there.
+            retry_seconds: how long a caller that was refused waits before it tries again.
+        """
+        self.total = 0
+        self.held: Counter[Caller] = Counter()
+        """What each caller has; those that have nothing are left out."""
+        self._what = what
+        self.most = most
+        self.each = most / 2 if each is None else each
+        self._retry_seconds = retry_seconds
+
+    def fits(self, caller: Caller, amount: int = 1) -> bool:
+        """Whether a caller may take this much more."""
+        held = self.held[caller]
+        return self.total + amount <= self.most and (not held or held + amount <= self.each)
+
+    def take(self, caller: Caller, amount: int = 1) -> None:
+        """Count something as the caller's, until `give_back`. Raises Overloaded if it does not fit."""
+        if not self.fits(caller, amount):
+            whose = f"this caller's {self.held[caller]}" if self.total + amount <= self.most else f"{self.total}"
+            fault = f"no room for more {self._what} beside {whose}" if self.most else f"this peer takes no {self._what}"
+            raise Overloaded(fault, retry_after_seconds=self._retry_seconds)
+        self.held[caller] += amount
+        self.total += amount
+
+    def give_back(self, caller: Caller, amount: int = 1) -> None:
+        """Count something as no longer the caller's."""
+        self.total -= amount
+        self.held[caller] -= amount
+        if self.held[caller] <= 0:
+            del self.held[caller]
+
+    def clear(self) -> None:
+        """Count nothing as anybody's any more."""
+        self.held.clear()
+        self.total = 0
+
+    @contextmanager
+    def taken(self, caller: Caller, amount: int = 1) -> Iterator[None]:
+        """Have something inside the block. Raises Overloaded if it does not fit."""
+        self.take(caller, amount)
+        try:
+            yield
+        finally:
+            self.give_back(caller, amount)
+
+
 class Callers:
     """Counts what each caller uses of this peer now: calls, and kept bytes."""
 
@@ -69,10 +131,11 @@ class Callers:
         self._clock = clock or SystemClock()
         self.num_begun = 0
         """How many calls have begun, of all callers."""
-        self._max_calls = max_calls
-        self._max_bytes = {True: max_training_bytes, False: max_bytes}
-        self._num_calls: Counter[Caller] = Counter()
-        self._num_bytes = {True: Counter[Caller](), False: Counter[Caller]()}
+        self.calls = Shares("calls", each=max_calls)
+        self.kept = {
+            is_training: Shares("bytes", each=most, retry_seconds=KEPT_RETRY_SECONDS)
+            for is_training, most in ((True, max_training_bytes), (False, max_bytes))
+        }
         """Bytes kept for each caller: for its microbatches (True), and for its other calls (False)."""
         self._due: dict[Caller, float] = {}
         """When the next call of each recent caller would be due if its calls came evenly."""
@@ -91,11 +154,13 @@ class Callers:
             Overloaded: too many calls of the caller are under way. Or the request has many entries, and the caller's
                 earlier calls already wait so long that these entries cannot all be counted.
         """
-        if self._num_calls[caller] >= self._max_calls:
-            raise Overloaded(f"{self._max_calls} calls of this caller are under way", retry_after_seconds=RETRY_SECONDS)
         num_more = num_entries // ENTRIES_PER_CALL
-        seconds = self._count(caller, 1 + num_more, in_full=num_more > 0)
-        self._num_calls[caller] += 1
+        self.calls.take(caller)
+        try:
+            seconds = self._count(caller, 1 + num_more, in_full=num_more > 0)
+        except Overloaded:
+            self.calls.give_back(caller)
+            raise
         self.num_begun += 1
         return seconds
 
@@ -105,7 +170,7 @@ class Callers:
         Args:
             wasted: whether the call was refused or broken off.
         """
-        subtract(self._num_calls, caller, 1)
+        self.calls.give_back(caller)
         if wasted:
             self._count(caller, WASTED_CALLS - 1)
 
@@ -114,7 +179,7 @@ class Callers:
             return 0.0
         now, gap_seconds = self._clock.monotonic(), 1.0 / CALLS_PER_SECOND
         earliest = now - BURST_CALLS * gap_seconds
-        if len(self._due) > len(self._num_calls) + 64:
+        if len(self._due) > len(self.calls.held) + 64:
             self._due = {other: due for other, due in self._due.items() if due > earliest}
         due = max(self._due.get(caller, earliest), earliest) + num_calls * gap_seconds
         if in_full and due > now + LONGEST_SECONDS:
@@ -130,29 +195,26 @@ class Callers:
         Raises:
             Overloaded: that would be too much for one caller. Not raised if nothing is kept for this caller yet.
         """
-        held = self._num_bytes[training][caller]
-        if held and held + num_bytes > self._max_bytes[training]:
-            raise Overloaded(f"{held} bytes of this caller are kept already", retry_after_seconds=KEPT_RETRY_SECONDS)
-        self._num_bytes[training][caller] += num_bytes
+        self.kept[training].take(caller, num_bytes)
 
     def release(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
         """Count bytes as no longer kept."""
-        subtract(self._num_bytes[training], caller, num_bytes)
+        self.kept[training].give_back(caller, num_bytes)
 
     @property
     def num_remembered(self) -> int:
         """The number of callers of which anything is remembered."""
-        return len(self._due.keys() | self._num_calls.keys())
+        return len(self._due.keys() | self.calls.held.keys())
 
     @property
     def num_calls(self) -> int:
         """The number of calls under way, of all callers."""
-        return self._num_calls.total()
+        return self.calls.total
 
     @property
     def num_bytes(self) -> int:
         """The number of bytes kept for all callers together."""
-        return sum(kept.total() for kept in self._num_bytes.values())
+        return sum(kept.total for kept in self.kept.values())
 
 
 def caller_of(context: Any) -> Caller:
@@ -208,10 +270,3 @@ def tunnel_source(caller: str) -> str:
 def is_tunnelled(host: str) -> bool:
     """Whether a call from this address came through a tunnel."""
     return host.startswith(_TUNNELLED)
-
-
-def subtract(counter: Counter[Caller], caller: Caller, amount: int) -> None:
-    """Lower a caller's count, and forget the caller once nothing is left."""
-    counter[caller] -= amount
-    if counter[caller] <= 0:
-        del counter[caller]

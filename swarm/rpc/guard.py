@@ -5,7 +5,6 @@ only the calls that trainers need, and no member may send in another one's name.
 caller are counted. The contents of a call are not looked at.
 """
 
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from swarm.credentials.certificates import Role
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloaded, SwarmError
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import num_entries, require_bounds
-from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, caller_of, chain_of, subtract
+from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, Shares, caller_of, chain_of
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import send
 from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
@@ -87,7 +86,7 @@ class Guard(grpc.aio.ServerInterceptor):
     clock: Clock
     stage: Callable[[], int]
     """Gives the stage that this peer serves now."""
-    _num_refused: Counter[Caller] = field(default_factory=Counter, init=False)
+    _refused: Shares = field(default_factory=lambda: Shares("refusals", each=MAX_CALLS), init=False)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Wrap the handler of a call, which gRPC asks for when the call comes in."""
@@ -193,12 +192,9 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _refuse_slowly(self, caller: Caller, context: Context, error: Overloaded) -> NoReturn:
         """Refuse a call after a wait, because otherwise its caller would ask again at once. At most MAX_CALLS wait,
         since waits take memory."""
-        if self._num_refused[caller] < MAX_CALLS:
-            self._num_refused[caller] += 1
-            try:
+        if self._refused.fits(caller):
+            with self._refused.taken(caller):
                 await self.clock.sleep(RETRY_SECONDS)
-            finally:
-                subtract(self._num_refused, caller, 1)
         await abort(context, error)
 
     def _require_right(self, method: str, authority: Authority, context: Context) -> None:

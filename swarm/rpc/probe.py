@@ -11,8 +11,9 @@ from typing import Any
 
 import grpc
 
-from swarm.errors import MalformedMessage, Overloaded, PeerUnavailable, SwarmError
+from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock
+from swarm.rpc.callers import Caller, Shares, bearer_of
 from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import shown_certificate
 from swarm.rpc.failures import abort
@@ -31,8 +32,12 @@ MEASURING_SECONDS = 2.0
 """How long a rate is measured at most. Bytes that have not been sent by then are left out."""
 MAX_CALL_BYTES = 2 * MEASURED_BYTES
 """The most bytes that a servicer takes and gives in one call."""
+MOST_CALLS, CALL_SECONDS = 4, 20.0
+"""The most calls that are answered at a time, half of them for one caller, and how long each may take."""
 BUDGET_BYTES, BUDGET_SECONDS = 8 * MEASURED_BYTES, 60.0
-"""The most bytes that a servicer takes and gives in all calls, within these seconds."""
+"""The most bytes that a servicer takes and gives in all calls, half of them for one caller, within these seconds."""
+LINE_SECONDS = 5.0
+"""How long a caller waits before it asks again for bytes that it was not given."""
 SILENCE_SECONDS = 5.0
 """Longest wait for a message."""
 NUM_ROUND_TRIPS = 3
@@ -56,22 +61,22 @@ class ProbeServicer(ProbeServiceServicer):
     def __init__(self, *, is_exchanging: Callable[[], bool], clock: Clock) -> None:
         self._is_exchanging = is_exchanging
         self._clock = clock
-        self._is_probed = False
-        self._num_bytes = 0
+        self._calls = Shares("probes", MOST_CALLS)
+        self._bytes = Shares("bytes of probes", BUDGET_BYTES, retry_seconds=LINE_SECONDS)
         self._counted_since = clock.monotonic()
 
     async def Probe(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
-        if self._is_probed:
-            await abort(context, Overloaded("another probe is answered now", retry_after_seconds=1.0))
-        self._is_probed = True
+        caller = bearer_of(context)
         try:
-            await self._answer(context)
+            with self._calls.taken(caller):
+                async with asyncio.timeout(CALL_SECONDS):
+                    await self._answer(caller, context)
+        except TimeoutError:
+            await abort(context, DeadlineExceeded(f"a probe takes {CALL_SECONDS:.0f} s at most"))
         except SwarmError as error:
             await abort(context, error)
-        finally:
-            self._is_probed = False
 
-    async def _answer(self, context: Context) -> None:
+    async def _answer(self, caller: Caller, context: Context) -> None:
         """Answer until the caller ends. Raises SwarmError."""
         left: int | None = None
         while (request := await self._read(context)) is not None:
@@ -79,7 +84,7 @@ class ProbeServicer(ProbeServiceServicer):
                 left = request.total_bytes
                 # Too many bytes are refused here, because later the caller would be busy writing and would not read the
                 # error.
-                self._reserve(left)
+                self._reserve(caller, left)
             left -= len(request.data) + request.wanted_bytes
             if left < 0 or max(len(request.data), request.wanted_bytes) > PIECE_BYTES:
                 raise MalformedMessage(f"a probe moves what it said, and at most {PIECE_BYTES} bytes at a time")
@@ -93,17 +98,17 @@ class ProbeServicer(ProbeServiceServicer):
             raise MalformedMessage("that is no probe")
         return request
 
-    def _reserve(self, num_bytes: int) -> None:
+    def _reserve(self, caller: Caller, num_bytes: int) -> None:
         """Count a call's bytes. Raises MalformedMessage if they are too many, Overloaded if the line is in use."""
         if num_bytes > MAX_CALL_BYTES:
             raise MalformedMessage(f"a probe moves at most {MAX_CALL_BYTES} bytes in all")
         now = self._clock.monotonic()
         if now - self._counted_since >= BUDGET_SECONDS:
-            self._num_bytes, self._counted_since = 0, now
-        is_busy = num_bytes > 2 * LONG_BYTES and self._is_exchanging()
-        if is_busy or self._num_bytes + num_bytes > BUDGET_BYTES:
-            raise Overloaded("the line is in use", retry_after_seconds=5.0)
-        self._num_bytes += num_bytes
+            self._bytes.clear()
+            self._counted_since = now
+        if num_bytes > 2 * LONG_BYTES and self._is_exchanging():
+            raise Overloaded("the line is in use", retry_after_seconds=LINE_SECONDS)
+        self._bytes.take(caller, num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

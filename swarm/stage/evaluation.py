@@ -16,7 +16,7 @@ from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle, pack_obstacle
 from swarm.rpc.address import check_address
-from swarm.rpc.callers import Caller
+from swarm.rpc.callers import Caller, caller_of
 from swarm.rpc.serving import send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN, request_specs
@@ -69,7 +69,7 @@ class Evaluation:
             number = min(number, self._stage.round)
         await self._stage.present_round.wait_for(number, ROUND_SECONDS, None)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._stage.held_rounds.held(number, linger_seconds=0.0))
+            stack.enter_context(self._stage.held_rounds.held(number, caller_of(context), linger_seconds=0.0))
             held = pb.Held(round=number)
             if self._hop is not None:
                 awaited = _Awaited(self._hop.stage)

@@ -6,12 +6,13 @@ in any way.
 
 import asyncio
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from swarm.errors import MalformedMessage, NotReady
 from swarm.hop.session import Order, unpack_order
 from swarm.model.attention import KeyValueCache
 from swarm.rpc.address import check_address
-from swarm.rpc.callers import Caller, caller_of
+from swarm.rpc.callers import RETRY_SECONDS, Caller, Shares, caller_of
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer
@@ -19,10 +20,25 @@ from swarm.stage.boundary import boundary_of
 from swarm.stage.decoder import Computed, Decoder, session_bytes
 from swarm.stage.held_rounds import ROUND_SECONDS
 from swarm.stage.incoming import FIRST_SECONDS, Context
-from swarm.stage.places import Places, SessionLimits
 from swarm.stage.refusal import refuse
 from swarm.stage.session import Session, SessionCaller
 from swarm.stage.stage import Stage
+
+NEVER_SECONDS = 10.0
+"""How long a caller waits before it asks a peer again that takes no sessions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """The most that sessions may use of a peer. One caller gets at most half of each limit, or one session."""
+
+    max_sessions: int = 64
+    """Sessions at once, including those for which the peer only stands by; with 0 it takes none."""
+    max_bytes: int = 1 << 30
+    """The bytes for the texts' keys and values, and for the hidden states that are kept of them. They are counted when
+    a session begins, for all positions that it may get, so that no session ends for lack of memory."""
+    max_seconds: float = 600.0
+    """A longer session has to begin again, at this peer or another one."""
 
 
 class GenerationServicer(GenerationServiceServicer):
@@ -35,13 +51,15 @@ class GenerationServicer(GenerationServiceServicer):
         self._decoder = Decoder(stage.context.backend, stage.context.runtime)
         self._boundary = boundary_of(self._config)
         self._limits = limits
-        self._places = Places(limits)
+        retry_seconds = RETRY_SECONDS if limits.max_sessions else NEVER_SECONDS
+        self._sessions = Shares("sessions", limits.max_sessions, retry_seconds=retry_seconds)
+        self._bytes = Shares("bytes of sessions", limits.max_bytes)
         self._num_tokens = 0
 
     def counters(self) -> stage_pb2.GenerationCounters:
         """The numbers of sessions and held rounds now, and of tokens since the peer started."""
         return stage_pb2.GenerationCounters(
-            sessions=len(self._places), tokens=self._num_tokens, rounds=len(self._stage.held_rounds)
+            sessions=self._sessions.total, tokens=self._num_tokens, rounds=len(self._stage.held_rounds)
         )
 
     # The generated type knows only iterators, but grpc also takes a coroutine that uses the context to read and write.
@@ -66,8 +84,9 @@ class GenerationServicer(GenerationServiceServicer):
         if not self._stage.admission.is_open:
             raise NotReady("this peer is joining or leaving")
         with ExitStack() as stack:
-            stack.enter_context(self._places.taken(name, session_bytes(self._config, stage, order.num_positions)))
-            held = stack.enter_context(self._stage.held_rounds.held(await self._round(opening)))
+            stack.enter_context(self._sessions.taken(name))
+            stack.enter_context(self._bytes.taken(name, session_bytes(self._config, stage, order.num_positions)))
+            held = stack.enter_context(self._stage.held_rounds.held(await self._round(opening, name), name))
             later = None
             if self._hop is not None:
                 later = self._hop.continuation(order, rounds=tuple(opening.rounds[1:]), newest_round=held.number)
@@ -89,17 +108,17 @@ class GenerationServicer(GenerationServiceServicer):
             raise MalformedMessage("a session that has begun names the rounds of this and all later stages")
         return unpack_order(opening, vocab_size=config.model.vocab_size)
 
-    async def _round(self, opening: pb.SessionOpen) -> int:
+    async def _round(self, opening: pb.SessionOpen, name: Caller) -> int:
         """Choose the round with the wanted weights, and wait until this peer has begun it. Raises NotReady."""
         present = self._stage.round
         if opening.rounds:
             number = opening.rounds[0]
         elif not opening.HasField("newest_round"):
-            number = self._stage.held_rounds.choose(present)
+            number = self._stage.held_rounds.choose(present, name)
         elif self._config.rounds.synchronous:
             number = opening.newest_round
         else:
-            number = self._stage.held_rounds.choose(self._stage.held_rounds.nearest(opening.newest_round))
+            number = self._stage.held_rounds.choose(self._stage.held_rounds.nearest(opening.newest_round), name)
         await self._stage.present_round.wait_for(number, ROUND_SECONDS, None)
         return number
 

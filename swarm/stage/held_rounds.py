@@ -6,6 +6,7 @@ session, because the text may come back if another peer on its path failed.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,10 +15,13 @@ import torch
 
 from swarm.errors import Overloaded, RoundMismatch
 from swarm.model.stage_module import StageModule, with_weights
+from swarm.rpc.callers import Caller
 from swarm.stage.buckets import Tensors, moved
 
-MAX_ROUNDS = 3
-"""Rounds held at once. Each is another copy of the stage's weights, unless it is the present one or the one before."""
+MAX_ROUNDS, MAX_ROUNDS_EACH, MAX_ROUNDS_OF_USER = 4, 3, 2
+"""Rounds used at once: in all, by one caller, and at stage 0, where callers are users, by one of these. Each is another
+copy of the stage's weights, unless it is the present one or the one before. New texts are given no more than the second
+number, since the peer that carries them all is one caller at the next stage."""
 LINGER_SECONDS = 60.0
 """How long a round is held after its last session."""
 ROUND_SECONDS = 5.0
@@ -29,13 +33,14 @@ class HeldRound:
 
     Attributes:
         anchor: the weights, on the device where the stage keeps anchors.
-        num_users: sessions and evaluations that compute with it, or may have to.
+        users: the callers whose sessions and evaluations compute with it, or may have to, and how many of these each
+            has.
         wanted_until: the time until which it is held although nothing uses it, by the loop's clock.
     """
 
     def __init__(self, number: int, parameters: Mapping[str, torch.Tensor]) -> None:
         self.number = number
-        self.num_users = 0
+        self.users: Counter[Caller] = Counter()
         self.unused_since = 0.0
         self.wanted_until = 0.0
         self.anchor = parameters
@@ -64,21 +69,26 @@ class HeldRounds:
     """Gives the weights that began a round, if the stage has them."""
     present: Callable[[], int]
     """Gives the round that the stage is at."""
+    max_each: int = MAX_ROUNDS_EACH
+    """The most rounds that one caller may use at once."""
     _held: dict[int, HeldRound] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def choose(self, newest: int) -> int:
-        """Choose the round of a new session: `newest`, or an earlier round that some session uses already.
+    def choose(self, newest: int, caller: Caller) -> int:
+        """Choose the round of a caller's new session: `newest`, or an earlier round that some session uses already.
 
         The earlier round is chosen if it is the last one before `newest`, which every peer of a stage still has, held
-        or not. It is also chosen if no more rounds can be held.
+        or not. It is also chosen if no more rounds may be used, and is one of the caller's own if the caller uses as
+        many as it may.
         """
-        used = [number for number, held in self._held.items() if held.num_users and number <= newest]
-        if used and (max(used) >= newest - 1 or sum(held.num_users > 0 for held in self._held.values()) >= MAX_ROUNDS):
-            return max(used)
-        return newest
+        used = {number for number, held in self._held.items() if held.users}
+        own = {number for number in used if caller in self._held[number].users}
+        has_share = len(own) >= self.max_each
+        earlier = [number for number in (own if has_share else used) if number <= newest]
+        is_full = has_share or len(used) >= MAX_ROUNDS_EACH
+        return max(earlier) if earlier and (is_full or max(earlier) >= newest - 1) else newest
 
     def nearest(self, number: int) -> int:
         """The round nearest to `number`, among those whose weights are here.
@@ -102,22 +112,24 @@ class HeldRounds:
         return HeldRound(number, anchor)
 
     @contextmanager
-    def held(self, number: int, *, linger_seconds: float = LINGER_SECONDS) -> Iterator[HeldRound]:
-        """Hold a round's weights while the block runs, and for a while after it.
+    def held(self, number: int, caller: Caller, *, linger_seconds: float = LINGER_SECONDS) -> Iterator[HeldRound]:
+        """Hold a round's weights for a caller while the block runs, and for a while after it.
 
         Raises:
             RoundMismatch: the weights are not here.
-            Overloaded: too many other rounds are held.
+            Overloaded: too many other rounds are held, in all or for this caller.
         """
         found = self.find(number)
+        if sum(caller in other.users for other in self._held.values() if other is not found) >= self.max_each:
+            raise Overloaded(f"this caller uses {self.max_each} other rounds already", retry_after_seconds=1.0)
         if self._held.get(number) is not found:
             self._make_room(number)
             self._held[number] = found
-        found.num_users += 1
+        found.users[caller] += 1
         try:
             yield found
         finally:
-            found.num_users -= 1
+            found.users -= Counter([caller])
             loop = asyncio.get_running_loop()
             found.unused_since = loop.time()
             found.wanted_until = max(found.wanted_until, loop.time() + linger_seconds)
@@ -126,12 +138,12 @@ class HeldRounds:
     def _make_room(self, number: int) -> None:
         if number in self._held or len(self._held) < MAX_ROUNDS:
             return
-        unused = [held for held in self._held.values() if not held.num_users]
+        unused = [held for held in self._held.values() if not held.users]
         if not unused:
             raise Overloaded(f"the weights of {MAX_ROUNDS} rounds are held already", retry_after_seconds=1.0)
         del self._held[min(unused, key=lambda held: held.unused_since).number]
 
     def _forget(self, held: HeldRound) -> None:
-        is_wanted = held.num_users or asyncio.get_running_loop().time() < held.wanted_until
+        is_wanted = held.users or asyncio.get_running_loop().time() < held.wanted_until
         if not is_wanted and self._held.get(held.number) is held:
             del self._held[held.number]

@@ -17,7 +17,7 @@ from swarm.stage.admission import Admission
 from swarm.stage.computation import Computation, Order
 from swarm.stage.context import StageContext
 from swarm.stage.endings import Endings
-from swarm.stage.held_rounds import HeldRounds
+from swarm.stage.held_rounds import MAX_ROUNDS_EACH, MAX_ROUNDS_OF_USER, HeldRounds
 from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
 from swarm.stage.setting import Start
@@ -46,7 +46,8 @@ class Stage:
         self._seconds_per_sample = records.seconds_per_sample
         self.admission = Admission(context, self.setting, present_round, records)
         self.endings = Endings(context, self.setting, records)
-        self.held_rounds = HeldRounds(weights.anchor, lambda: present_round.number)
+        max_each = MAX_ROUNDS_OF_USER if context.backend.stage == 0 else MAX_ROUNDS_EACH
+        self.held_rounds = HeldRounds(weights.anchor, lambda: present_round.number, max_each)
         self._is_changing_state = False
         """Whether another state is about to be installed, so that nothing is accumulated in the present one."""
 

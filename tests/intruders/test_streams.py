@@ -94,7 +94,7 @@ async def test_10_000_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_more_calls_than_one_caller_may_have_are_refused() -> None:
     async with running() as host, host.connected(INTRUDER) as first, host.connected(INTRUDER) as second:
-        host.server.callers._max_calls = 20
+        host.server.callers.calls.each = 20
         calls = [_call(channel, TRAIN) for channel in (first, second) for _ in range(20)]
         for call in calls:
             # One that has been refused by then says so here as well.
@@ -236,7 +236,7 @@ async def test_messages_are_bounded() -> None:
 async def test_what_is_kept_for_one_caller_is_bounded() -> None:
     """Evaluations wait for the compute thread with their tensors."""
     async with running() as host, host.connected(INTRUDER) as channel:
-        host.server.callers._max_bytes[False] = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
+        host.server.callers.kept[False].each = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
         opening = pb.EvaluateRequest(open=pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16))
         calls = [_call(channel, EVALUATE) for _ in range(15)]
         for call in calls:

@@ -20,7 +20,7 @@ from swarm.model.attention import KeyValueCache
 from swarm.model.transformer import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage import decoder
-from swarm.stage.places import SessionLimits
+from swarm.stage.generation import SessionLimits
 from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, eventually, held, running_chain
 from tests.support.chain_rounds import begin_next_round
 
@@ -234,7 +234,7 @@ async def test_sessions_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyP
             await anext(stream)
             # The text does not come to its end meanwhile.
             async with chain.at(2)[0].held():
-                with pytest.raises(Overloaded, match="no room for more than 1 sessions of one caller"):
+                with pytest.raises(Overloaded, match="no room for more sessions beside this caller's 1"):
                     await collect(engine, PROMPT, GREEDY, 80)
 
 

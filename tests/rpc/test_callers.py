@@ -11,6 +11,7 @@ from swarm.rpc.callers import (
     WASTED_CALLS,
     Caller,
     Callers,
+    Shares,
     bearer_of,
     caller_of,
 )
@@ -20,11 +21,34 @@ from tests.support.manual_clock import ManualClock
 ONE, OTHER = Caller("one"), Caller("other")
 
 
+def test_no_caller_has_more_than_its_share_and_all_together_no_more_than_there_is() -> None:
+    shares = Shares("sessions", 4)
+    with shares.taken(ONE), shares.taken(ONE):
+        with pytest.raises(Overloaded, match="no room for more sessions beside this caller's 2"):
+            shares.take(ONE)
+        with shares.taken(OTHER), shares.taken(Caller("third")):
+            assert shares.total == 4
+            with pytest.raises(Overloaded, match="no room for more sessions beside 4"):
+                shares.take(Caller("fourth"))
+            assert shares.total == 4
+    assert shares.total == 0
+    assert not shares.held
+
+
+def test_who_has_nothing_may_take_all_at_once_and_no_more() -> None:
+    shares = Shares("bytes", 100, each=10)
+    assert shares.fits(ONE, 100)
+    assert not shares.fits(ONE, 101)
+    with shares.taken(ONE, 100):
+        assert not shares.fits(OTHER)
+    assert not Shares("sessions", 0).fits(ONE), "there may be none"
+
+
 def test_calls_of_one_caller_are_limited_and_those_of_others_are_not_affected() -> None:
     callers = Callers(max_calls=2)
     for _ in range(2):
         callers.enter(ONE)
-    with pytest.raises(Overloaded, match="2 calls of this caller are under way"):
+    with pytest.raises(Overloaded, match="no room for more calls beside this caller's 2"):
         callers.enter(ONE)
     callers.enter(OTHER)
     callers.leave(ONE)
@@ -101,7 +125,7 @@ def test_callers_are_forgotten() -> None:
 def test_what_is_kept_for_one_caller_is_limited() -> None:
     callers = Callers(max_bytes=100)
     callers.keep(ONE, 60)
-    with pytest.raises(Overloaded, match="60 bytes of this caller are kept already") as refused:
+    with pytest.raises(Overloaded, match="no room for more bytes beside this caller's 60") as refused:
         callers.keep(ONE, 60)
     assert refused.value.retry_after_seconds <= 0.1, "as for a slot: a call that ends makes room at once"
     callers.keep(OTHER, 60)

@@ -77,24 +77,35 @@ async def test_whether_long_messages_pass(
             assert await passes_long(channel) is (direction is None)
 
 
-@pytest.mark.parametrize("fault", ["it exchanges", "too much within a minute"])
-async def test_its_own_training_comes_first(peer: Peer, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer.is_exchanging = fault == "it exchanges"
-    monkeypatch.setattr(probe, "BUDGET_BYTES", probe.BUDGET_BYTES if peer.is_exchanging else 1 << 20)
+async def test_its_own_training_comes_first(peer: Peer) -> None:
+    peer.is_exchanging = True
     with pytest.raises(Overloaded, match="the line is in use"):
         await measure_rates(peer.channel, SystemClock())
     # A probe without bytes is free.
     await measure_distance(peer.channel, SystemClock())
 
 
-async def test_one_is_answered_at_a_time(peer: Peer) -> None:
-    async with peer.called() as first:
-        await first.write(pb.ProbeRequest(), SECONDS)
-        await first.read(SECONDS)
-        with pytest.raises(Overloaded, match="another probe is answered now"):
+async def test_one_caller_has_half_of_what_there_is_and_not_for_long(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        await measure_rates(peer.channel, SystemClock())
+    with pytest.raises(Overloaded, match="no room for more bytes of probes beside this caller's 8388608"):
+        await measure_rates(peer.channel, SystemClock())
+    async with peer.called() as first, peer.called() as second:
+        for call in (first, second):
+            await call.write(pb.ProbeRequest(), SECONDS)
+            await call.read(SECONDS)
+        with pytest.raises(Overloaded, match="no room for more probes beside this caller's 2"):
             await measure_distance(peer.channel, SystemClock())
-        await first.done_writing()
-    await measure_distance(peer.channel, SystemClock())
+        for call in (first, second):
+            await call.done_writing()
+    monkeypatch.setattr(probe, "CALL_SECONDS", 0.3)
+    with pytest.raises(DeadlineExceeded, match="a probe takes 0 s at most"):  # noqa: PT012 - one of many messages
+        async with peer.called() as call:
+            while True:
+                await call.write(pb.ProbeRequest(), SECONDS)
+                await call.read(SECONDS)
 
 
 async def _refusal(call: Stream, request: pb.ProbeRequest, times: int = 1) -> SwarmError:

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from swarm.errors import Overloaded
+from swarm.rpc.callers import Caller
 from swarm.rpc.turns import (
     HOLD_SECONDS,
     KEPT_SECONDS,
@@ -142,4 +143,28 @@ async def test_any_number_that_ask_take_bounded_memory_and_one_by_one_they_come(
     line = _Line()
     await line.piece("a")
     places = [await _place(line, str(number)) for number in range(3 * MOST_WAITING)]
-    assert places[-1] == f"{MOST_WAITING + 1} others download first"
+    assert places[-1] == f"{MOST_WAITING // 2 + 1} others download first", "one caller has half of the places"
+
+
+@in_virtual_time
+async def test_a_caller_that_makes_up_peers_holds_up_another_by_one_of_them_at_a_time() -> None:
+    turns, clock, one, two = Turns(LoopClock(), is_training=lambda: False), LoopClock(), Caller("one"), Caller("two")
+
+    async def piece(who: str, caller: Caller) -> bool:
+        with suppress(Overloaded):
+            async with turns.turn(who, caller):
+                return True
+        return False
+
+    made_up, honest = [f"made up {number}" for number in range(MOST_WAITING)], ["honest", "later"]
+    assert await piece(made_up[0], one)
+    served: list[str] = []
+    while not set(honest) <= set(served):
+        for who, caller in ((who, caller) for group, caller in ((made_up, one), (honest, two)) for who in group):
+            if await piece(who, caller) and who not in served:
+                served.append(who)
+        await clock.sleep(HOLD_SECONDS)
+    assert served[1] == "honest"
+    assert len(served) <= 4, served
+    # Whoever has another's name has not its turn.
+    assert not await piece(served[-1], one if served[-1] in honest else two)

@@ -18,7 +18,7 @@ from swarm.model.transformer import build_transformer
 from swarm.pipeline.evaluate import CONCURRENCY, held_out_loss
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN
-from swarm.stage.held_rounds import MAX_ROUNDS
+from swarm.stage.held_rounds import MAX_ROUNDS_OF_USER
 from swarm.stage.task_queue import Priority
 from swarm.training.samples import TOKENS
 from tests.support.chain import DILOCO, DROPOUT, SYNCHRONOUS, Chain, eventually, running_chain, tokens
@@ -116,11 +116,11 @@ async def test_there_are_only_so_many_rounds(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hops, "HOLD_SECONDS", 0.0)
     async with running_chain(SYNCHRONOUS) as chain:
         with ExitStack() as stack:
-            for number in range(MAX_ROUNDS):
+            for number in range(MAX_ROUNDS_OF_USER):
                 stack.enter_context(closing(await chain.trainer.hold(number)))
                 await begin_next_round(chain.peers)
-            with pytest.raises(Overloaded, match="the weights of 3 rounds are held already"):
-                await chain.trainer.hold(MAX_ROUNDS)
+            with pytest.raises(Overloaded, match="this caller uses 2 other rounds already"):
+                await chain.trainer.hold(MAX_ROUNDS_OF_USER)
         await eventually(lambda: not any(_num_held(chain)))
 
 

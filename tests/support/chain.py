@@ -43,10 +43,9 @@ from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS, reply_specs
 from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.generation import GenerationServicer
+from swarm.stage.generation import GenerationServicer, SessionLimits
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.ledger import EntryState
-from swarm.stage.places import SessionLimits
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.settings import weights_of

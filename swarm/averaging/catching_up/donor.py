@@ -18,11 +18,11 @@ from swarm.averaging.catching_up import results
 from swarm.averaging.catching_up.results import Committed
 from swarm.averaging.catching_up.tensor_bytes import TensorBytes, describe
 from swarm.averaging.leading.group import Phase
-from swarm.averaging.messages import Standing
 from swarm.averaging.place import Place
 from swarm.errors import MalformedMessage, NotReady
 from swarm.machine.clock import Clock
-from swarm.rpc.turns import Turns, yield_to_exchange
+from swarm.rpc.callers import Caller
+from swarm.rpc.turns import NOBODY, Turns, yield_to_exchange
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundMember, Snapshot
 
@@ -87,8 +87,11 @@ class Donor:
         """Memory that is held for others."""
         return sum(pin.content.num_bytes for pin in self._pins) + self._log_bytes
 
-    def serve(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadReply, None]:
+    def serve(self, request: pb.DownloadRequest, caller: Caller = NOBODY) -> AsyncGenerator[pb.DownloadReply, None]:
         """Answer a peer that is behind.
+
+        Args:
+            caller: who answers for it, as Turns.turn says.
 
         Raises:
             NotReady: the wanted data are not kept here, or not any more.
@@ -99,9 +102,9 @@ class Donor:
             case "offer":
                 return self._offer(request.offer)
             case "segment":
-                return self._segment(request.peer_id, request.segment)
+                return self._segment(request, caller)
             case "results":
-                return self._results(request.peer_id, messages.unpack_standing(request.results.standing))
+                return self._results(request, caller)
         raise MalformedMessage("the request does not say what is wanted")
 
     async def run(self) -> None:
@@ -163,24 +166,26 @@ class Donor:
                 pin.snapshot_id, pin.header = snapshot_id(header), header
         yield pb.DownloadReply(header=pin.header)
 
-    async def _segment(self, who: str, request: pb.SegmentRequest) -> AsyncGenerator[pb.DownloadReply, None]:
+    async def _segment(self, request: pb.DownloadRequest, caller: Caller) -> AsyncGenerator[pb.DownloadReply, None]:
         self.expire()
-        pin = self._find(request.snapshot)
+        wanted = request.segment
+        pin = self._find(wanted.snapshot)
         if pin is None:
             raise NotReady("that snapshot is not kept here any more")
-        start = request.index * SEGMENT_BYTES
+        start = wanted.index * SEGMENT_BYTES
         if start >= pin.content.num_bytes:
-            raise MalformedMessage(f"the snapshot has no segment {request.index}")
+            raise MalformedMessage(f"the snapshot has no segment {wanted.index}")
         pin.is_fetched = True
         self._renew(pin)
-        async with _turn(self._turns, who):
+        async with _turn(self._turns, request.peer_id, caller):
             for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + SEGMENT_BYTES)):
                 self._renew(pin)
                 await yield_to_exchange(self._is_exchanging, self._clock)
                 yield pb.DownloadReply(data=piece)
 
-    async def _results(self, who: str, standing: Standing) -> AsyncGenerator[pb.DownloadReply, None]:
+    async def _results(self, request: pb.DownloadRequest, caller: Caller) -> AsyncGenerator[pb.DownloadReply, None]:
         self.expire()
+        standing = messages.unpack_standing(request.results.standing)
         begins_at = standing.round
         # A member that missed just one round waits for no turn, so that it is back soon.
         turns = self._result_turns if self._place.standing.round - begins_at > 1 else None
@@ -191,7 +196,7 @@ class Donor:
             for pin in (pins := [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]):
                 self._renew(pin)
             content = kept.content
-            async with _turn(turns, who):
+            async with _turn(turns, request.peer_id, caller):
                 sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
                 yield pb.DownloadReply(
                     result=await results.pack(kept.committed, sha256, lambda: self._place.standing.round)
@@ -284,8 +289,8 @@ class Donor:
         return max(RESULTS_BYTES, RESULTS_FACTOR * self._pins[0].content.num_bytes)
 
 
-def _turn(turns: Turns | None, who: str) -> AbstractAsyncContextManager[None]:
-    return nullcontext() if turns is None else turns.turn(who)
+def _turn(turns: Turns | None, who: str, caller: Caller) -> AbstractAsyncContextManager[None]:
+    return nullcontext() if turns is None else turns.turn(who, caller)
 
 
 def snapshot_id(header: pb.SnapshotHeader) -> bytes:

@@ -1,17 +1,16 @@
 """Limits what a meeting point carries: connections and bytes per second, for each caller and in all.
 
 Used by meeting_point. Bytes that a caller sends beyond its share wait, which slows the connection down; connections
-beyond the limit are refused. Carried bytes are counted.
+beyond the limit are refused. Carried bytes are counted. A caller is the bearer of a token, or an address, since there
+may be any number of peer ids.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from swarm.errors import Overloaded
 from swarm.machine.clock import Clock
-from swarm.rpc.callers import Caller, subtract
+from swarm.rpc.callers import Caller, Shares
 
 BURST_SECONDS = 0.25
 """A caller may send at once the part of its share that it did not use within this time."""
@@ -21,18 +20,14 @@ RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingLimits:
-    """The most that a meeting point does for peers that others do not reach."""
+    """The most that a meeting point does for peers that others do not reach. One caller gets half of each number."""
 
-    max_waiting: int = 64
+    max_waiting: int = 128
     """Peers that may wait here at one time; 0 lets none wait."""
-    max_connections: int = 128
+    max_connections: int = 256
     """Connections that are carried at one time."""
-    max_connections_each: int = 32
-    """The most connections of one caller that are carried at one time."""
     bytes_per_second: float = 25e6
-    """The rate at which all callers' bytes together are carried."""
-    share_each: float = 0.5
-    """The share of `bytes_per_second` that one caller may have."""
+    """The rate at which all callers' bytes together are carried. Those that send at one moment have equal parts."""
     share_while_exchanging: float = 0.25
     """The share of `bytes_per_second` that callers may have while this peer averages: its own round comes first."""
 
@@ -44,42 +39,36 @@ class Budget:
         self._limits = limits
         self._clock = clock
         self._is_exchanging = is_exchanging
-        self._connections: Counter[Caller] = Counter()
+        self._connections = Shares("connections", limits.max_connections, retry_seconds=RETRY_SECONDS)
         self._due: dict[Caller, float] = {}
-        """When each caller's next piece is due if its bytes are to go at an even rate."""
-        self._all_due = 0.0
+        """When each caller's next piece is due if its bytes are to go at an even rate. While that is no longer ago than
+        BURST_SECONDS, the caller counts as sending."""
         self.num_bytes = 0
         """How many bytes were carried since this peer began to serve its stage."""
 
     @property
     def num_connections(self) -> int:
         """The number of connections that are carried now."""
-        return self._connections.total()
+        return self._connections.total
 
     @contextmanager
     def connection(self, caller: Caller) -> Iterator[None]:
         """Count a connection while the block runs. Raises Overloaded if there are too many."""
-        limits = self._limits
-        if self.num_connections >= limits.max_connections or self._connections[caller] >= limits.max_connections_each:
-            raise Overloaded("too many connections are carried already", retry_after_seconds=RETRY_SECONDS)
-        self._connections[caller] += 1
-        try:
-            yield
-        finally:
-            subtract(self._connections, caller, 1)
-            if caller not in self._connections:
-                self._due.pop(caller, None)
+        with self._connections.taken(caller):
+            try:
+                yield
+            finally:
+                if self._connections.held[caller] == 1:
+                    self._due.pop(caller, None)
 
     async def spend(self, caller: Caller, num_bytes: int) -> None:
         """Wait until `num_bytes` of a caller may be passed on. Cancelling ends the wait."""
-        share = self._limits.share_while_exchanging if self._is_exchanging() else 1.0
-        rate = self._limits.bytes_per_second * share
         now = self._clock.monotonic()
         earliest = now - BURST_SECONDS
-        self._all_due = max(self._all_due, earliest) + num_bytes / rate
-        own_rate = rate * self._limits.share_each
-        self._due[caller] = max(self._due.get(caller, earliest), earliest) + num_bytes / own_rate
+        senders = {caller, *(other for other, due in self._due.items() if due > earliest)}
+        share = self._limits.share_while_exchanging if self._is_exchanging() else 1.0
+        rate = self._limits.bytes_per_second * share / len(senders)
+        due = self._due[caller] = max(self._due.get(caller, earliest), earliest) + num_bytes / rate
         self.num_bytes += num_bytes
-        seconds = max(self._all_due, self._due[caller]) - now
-        if seconds > 0:
-            await self._clock.sleep(seconds)
+        if due > now:
+            await self._clock.sleep(due - now)

@@ -24,7 +24,7 @@ from swarm.errors import MalformedMessage, Overloaded
 from swarm.machine.clock import Clock
 from swarm.machine.own_host import own_versions
 from swarm.rpc.ask import ask
-from swarm.rpc.callers import Caller, caller_of, is_tunnelled
+from swarm.rpc.callers import Caller, Shares, bearer_of, caller_of, is_tunnelled
 from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled, plain_ip_of
 from swarm.rpc.entry import id_of, shown_certificate
 from swarm.rpc.v1 import meeting_pb2 as pb
@@ -40,6 +40,8 @@ AT_ONCE = 8
 """The most callers that are dialled back at the same time; one that is not reached takes DIAL_SECONDS."""
 GAP_SECONDS = 1.0
 """A caller's next question is answered no sooner than this after its last one."""
+MOST_ASKING = 64
+"""The most questions that wait or are answered."""
 MAX_ENDPOINTS = 4
 """The most endpoints of each kind in one question."""
 MOST_NAMES = 4
@@ -85,6 +87,8 @@ class DialBack:
     insecure: bool
     """Whether the run does without TLS; then anything that accepts a connection passes for the caller."""
     _dialling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE), init=False)
+    _asking: Shares = field(default_factory=lambda: Shares("questions", MOST_ASKING, each=AT_ONCE // 2), init=False)
+    """The callers in it are bearers of tokens, or addresses: of AT_ONCE one of these has half."""
     _resolving: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MOST_NAMES, "names"), init=False)
     """Names that take long hold up other callers' names, and nothing else of this process."""
     _asked_at: dict[Caller, float] = field(default_factory=dict, init=False)
@@ -93,7 +97,7 @@ class DialBack:
         """Dial the caller's endpoints.
 
         Raises:
-            Overloaded: the caller has just asked.
+            Overloaded: the caller has just asked, or too many questions are under way, in all or for its bearer.
             MalformedMessage: there are too many endpoints, or one has no port.
         """
         caller, observed = caller_of(context), peer_address(context)[0]
@@ -101,19 +105,20 @@ class DialBack:
             return pb.CheckReply()
         self._require_pause(caller)
         named = [[_named(endpoint) for endpoint in _few(ends)] for ends in (request.endpoints, request.dht_endpoints)]
-        async with self._dialling:
-            grpc_targets, dht_targets = [
-                await asyncio.gather(*(self._target(*end, observed) for end in ends)) for ends in named
-            ]
-            began_at = self.clock.monotonic()
-            near = [target for target in dht_targets if target.is_observed]
-            proved, nodes = await asyncio.gather(
-                _reached(grpc_targets, lambda host, port: self._is_peer(host, port, request.peer_id)),
-                _reached(near, is_node),
-            )
-            hosts = {target.addresses for target in proved}
-            far = [target for target in dht_targets if target not in near and target.addresses in hosts]
-            nodes += await _reached(far, is_node)
+        with self._asking.taken(bearer_of(context)):
+            async with self._dialling:
+                grpc_targets, dht_targets = [
+                    await asyncio.gather(*(self._target(*end, observed) for end in ends)) for ends in named
+                ]
+                began_at = self.clock.monotonic()
+                near = [target for target in dht_targets if target.is_observed]
+                proved, nodes = await asyncio.gather(
+                    _reached(grpc_targets, lambda host, port: self._is_peer(host, port, request.peer_id)),
+                    _reached(near, is_node),
+                )
+                hosts = {target.addresses for target in proved}
+                far = [target for target in dht_targets if target not in near and target.addresses in hosts]
+                nodes += await _reached(far, is_node)
         if any(target.is_strange for target in set(grpc_targets) - set(proved)):
             # The caller must not learn how soon a port of another machine refuses.
             await self.clock.sleep(max(0.0, began_at + DIAL_SECONDS - self.clock.monotonic()))

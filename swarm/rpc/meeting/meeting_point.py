@@ -19,11 +19,10 @@ from swarm.errors import (
     MalformedMessage,
     NotAllowed,
     NotReady,
-    Overloaded,
     SwarmError,
 )
 from swarm.machine.clock import Clock
-from swarm.rpc.callers import Caller, caller_of
+from swarm.rpc.callers import Caller, Shares, bearer_of
 from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.failures import abort
 from swarm.rpc.meeting.budget import RETRY_SECONDS, Budget, MeetingLimits
@@ -84,9 +83,9 @@ class MeetingPoint(MeetingServiceServicer):
         self, own_id: PeerId, limits: MeetingLimits, clock: Clock, *, insecure: bool, is_exchanging: Callable[[], bool]
     ) -> None:
         self._own_id = own_id
-        self._limits = limits
         self._dial_back = DialBack(clock, insecure=insecure)
         self.budget = Budget(limits, clock, is_exchanging)
+        self._places = Shares("waiting peers", limits.max_waiting, retry_seconds=RETRY_SECONDS)
         self._waiting: dict[PeerId, _Waiter] = {}
         self._expected: dict[str, asyncio.Future[_Answer]] = {}
 
@@ -112,7 +111,7 @@ class MeetingPoint(MeetingServiceServicer):
     async def Connect(self, _: Any, context: Any) -> None:  # type: ignore[override]
         try:
             first = await _read(context, "to", FIRST_SECONDS)
-            await self._connect(PeerId(first.to), caller_of(context), context)
+            await self._connect(PeerId(first.to), bearer_of(context), context)
         except SwarmError as error:
             await abort(context, error)
 
@@ -128,29 +127,29 @@ class MeetingPoint(MeetingServiceServicer):
             if request.WhichOneof("message") == "token":
                 await self._answer(request.token, _Answer(context, request.local))
             else:
-                await self._meet(request, caller_of(context), context)
+                await self._meet(request, bearer_of(context), context)
         except SwarmError as error:
             await abort(context, error)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     async def _wait(self, context: Any) -> None:
-        if len(self._waiting) >= self._limits.max_waiting:
-            raise Overloaded("as many wait here as there is room for", retry_after_seconds=RETRY_SECONDS)
-        challenge = secrets.token_bytes(32)
-        await send(context, pb.WaitReply(challenge=challenge), FIRST_SECONDS)
-        proof = (await _read(context, "proof", FIRST_SECONDS)).proof
-        peer_id, waiter = self._proved(proof, challenge), _Waiter(context)
-        # The peer has proved its key, so a waiter under its id is this peer too, over a connection that it has lost.
-        self._waiting[peer_id] = waiter
-        try:
-            beat: pb.Beat | None = pb.Beat()
-            while beat is not None:
-                await waiter.say(pb.WaitReply(beat=pb.Beat()))
-                beat = await receive(context, SILENCE_SECONDS)
-        finally:
-            if self._waiting.get(peer_id) is waiter:
-                del self._waiting[peer_id]
+        with self._places.taken(bearer_of(context)):
+            challenge = secrets.token_bytes(32)
+            await send(context, pb.WaitReply(challenge=challenge), FIRST_SECONDS)
+            proof = (await _read(context, "proof", FIRST_SECONDS)).proof
+            peer_id, waiter = self._proved(proof, challenge), _Waiter(context)
+            # The peer has proved its key, so a waiter under its id is this peer too, over a connection that it has
+            # lost.
+            self._waiting[peer_id] = waiter
+            try:
+                beat: pb.Beat | None = pb.Beat()
+                while beat is not None:
+                    await waiter.say(pb.WaitReply(beat=pb.Beat()))
+                    beat = await receive(context, SILENCE_SECONDS)
+            finally:
+                if self._waiting.get(peer_id) is waiter:
+                    del self._waiting[peer_id]
 
     def _proved(self, proof: pb.WaitProof, challenge: bytes) -> PeerId:
         try:

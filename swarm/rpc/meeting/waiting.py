@@ -18,7 +18,7 @@ from swarm.credentials.identity import Identity
 from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
 from swarm.machine.own_host import own_host
-from swarm.rpc.callers import tunnel_source
+from swarm.rpc.callers import Caller, Shares, tunnel_source
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, CallLine, Kind, Line, TcpStream
 from swarm.rpc.meeting.dialler import Dialler
@@ -41,8 +41,9 @@ AGAIN_SECONDS = 10.0
 """Least time from one attempt to wait at a meeting point until the next one there."""
 CONNECT_SECONDS = 5.0
 """Longest wait until a meeting point has accepted this peer, and until a caller is connected."""
-MAX_LINES = 256
-"""The most connections from callers at one time."""
+MAX_LINES = 512
+"""The most connections from callers at one time. Half of them may come through one meeting point, and a quarter be, by
+its word, of one caller."""
 _WAIT_OPTIONS = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 """A ping shows within seconds that a meeting point has fallen silent."""
 
@@ -63,7 +64,10 @@ class Waiting:
     """Meeting points that have accepted this peer, in the order in which they did."""
     _trying: set[Entry] = field(default_factory=set, init=False)
     _avoided_until: dict[Entry, float] = field(default_factory=dict, init=False)
-    _num_called: int = field(default=0, init=False)
+    _called: Shares = field(default_factory=lambda: Shares("connections", MAX_LINES), init=False)
+    """The connections of each meeting point."""
+    _called_by: Shares = field(default_factory=lambda: Shares("connections", each=MAX_LINES / 4), init=False)
+    """The connections of each caller at each meeting point."""
     _lines: Counter[Kind] = field(default_factory=Counter, init=False)
 
     @property
@@ -138,7 +142,7 @@ class Waiting:
             try:
                 while True:
                     reply = await call.read(SILENCE_SECONDS)
-                    if reply.HasField("call") and self._num_called < MAX_LINES:
+                    if reply.HasField("call"):
                         tasks.create_task(self._answer(point, reply.call))
             finally:
                 beats.cancel()
@@ -153,18 +157,17 @@ class Waiting:
 
     async def _answer(self, point: Entry, called: pb.Called) -> None:
         """Connect a caller to this peer's own server, for as long as the connection lasts."""
-        self._num_called += 1
+        named = Caller(f"{point.peer_id} {called.caller}")
         try:
-            if called.is_meeting:
-                line = await punch(self.points, self._dialler, point, pb.MeetRequest(token=called.token))
-            else:
-                line = await self._taken(point, called.token)
-            if line is not None:
-                await self._serve(line, point, called.caller)
+            with self._called.taken(Caller(point.peer_id)), self._called_by.taken(named):
+                if called.is_meeting:
+                    line = await punch(self.points, self._dialler, point, pb.MeetRequest(token=called.token))
+                else:
+                    line = await self._taken(point, called.token)
+                if line is not None:
+                    await self._serve(line, point, named)
         except (SwarmError, OSError, TimeoutError, ValueError) as error:
             logger.debug("a caller is not connected: %s", error)
-        finally:
-            self._num_called -= 1
 
     async def _taken(self, point: Entry, token: str) -> Line:
         async with asyncio.timeout(CONNECT_SECONDS):
@@ -172,7 +175,7 @@ class Waiting:
             stub: Any = MeetingServiceStub(channel)
             return await CallLine.opened(stub.Take(), channel, pb.Carried(token=token), CONNECT_SECONDS)
 
-    async def _serve(self, line: Line, point: Entry, caller: str) -> None:
+    async def _serve(self, line: Line, point: Entry, caller: Caller) -> None:
         self._lines[line.kind] += 1
         try:
             stream = await self._own_server(point, caller)
@@ -181,11 +184,11 @@ class Waiting:
             await line.close()
             self._lines[line.kind] -= 1
 
-    async def _own_server(self, point: Entry, caller: str) -> TcpStream:
+    async def _own_server(self, point: Entry, caller: Caller) -> TcpStream:
         """Connect to this peer's own server, from a loopback address of the caller's own if the system has several."""
         host, port = self.server
         try:
-            source = (tunnel_source(f"{point.peer_id} {caller}"), 0)
+            source = (tunnel_source(caller), 0)
             return await asyncio.open_connection(host, port, local_addr=source, limit=BUFFER_BYTES)
         except OSError:
             # The server listens at one address only, or the system has one loopback address (macOS). Calls from the

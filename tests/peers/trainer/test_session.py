@@ -31,7 +31,7 @@ from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.pipeline.train_loop import TrainLoop
 from swarm.stage import evaluation
-from swarm.stage.places import SessionLimits
+from swarm.stage.generation import SessionLimits
 from swarm.training.samples import TOKENS
 from tests.support.chain import SYNCHRONOUS, Chain, eventually, running_chain, tokens
 

@@ -8,11 +8,13 @@ import grpc
 import pytest
 
 from swarm.credentials.identity import Identity, generate
-from swarm.errors import NotAllowed, NotReady, Overloaded, SwarmError
+from swarm.errors import DeadlineExceeded, NotAllowed, NotReady, Overloaded, SwarmError
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.failures import translate
+from swarm.rpc.meeting import meeting_point as meeting_points
+from swarm.rpc.meeting import waiting as waitings
 from swarm.rpc.meeting import ways
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.rpc.meeting.carrying import Kind
@@ -180,7 +182,7 @@ async def test_whoever_answers_in_the_place_of_a_peer_fails_the_handshake() -> N
 
 async def test_a_peer_that_does_not_wait_is_not_connected() -> None:
     async with meeting_point() as host:
-        error = await _refusal_of_connecting(host, generate().peer_id)
+        error = await _refusal(host, "Connect", pb.Carried(to=generate().peer_id))
         assert isinstance(error, NotReady)
 
 
@@ -218,38 +220,52 @@ async def test_in_a_locked_run_its_members_wait_and_connect() -> None:
             assert await echo(pool.channel(hidden.record), b"a") == b"a"
             await pool.close()
         # A trainer serves nothing, so it may not wait at a meeting point.
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            channel = await Points(locked.TRAINER, insecure=False).connect(host.entry)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await _wait(channel).read()
-        assert isinstance(translate(caught.value), NotAllowed)
-        await channel.close()
+        assert isinstance(await _refusal(host, "Wait", own=locked.TRAINER), NotAllowed)
 
 
-async def test_a_meeting_point_takes_no_more_than_it_says() -> None:
-    limits = MeetingLimits(max_waiting=1, max_connections_each=1)
-    async with meeting_point(limits=limits) as host, hidden_peer([host.entry]) as hidden:
-        assert host.point.num_waiting == 1
-        channel = await Points(None, insecure=False).connect(host.entry)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await _wait(channel).read()
-        assert isinstance(translate(caught.value), Overloaded)
-        await channel.close()
-        pool = ChannelPool()
+async def test_a_meeting_point_takes_no_more_than_it_says_and_of_one_token_no_more_than_half() -> None:
+    limits = MeetingLimits(max_waiting=2, max_connections=2)
+    other = locked.issue().admit(generate())
+    async with (
+        meeting_point(locked.PEER, limits=limits, authority=locked.PEER.authority) as host,
+        hidden_peer([host.entry], locked.OTHER_PEER) as hidden,
+    ):
+        # It has the token of the peer that waits.
+        assert isinstance(await _refusal(host, "Wait", own=locked.PEER), Overloaded)
+        async with hidden_peer([host.entry], other):
+            assert host.point.num_waiting == 2
+        pool = ChannelPool(identity=locked.OTHER_PEER)
         assert await echo(pool.channel(hidden.record), b"a") == b"a"
-        assert isinstance(await _refusal_of_connecting(host, hidden.own.peer_id), Overloaded)
-        await pool.close()
+        connecting = pb.Carried(to=hidden.own.peer_id)
+        assert isinstance(await _refusal(host, "Connect", connecting, own=locked.PEER), Overloaded)
+        others = ChannelPool(identity=other)
+        assert await echo(others.channel(hidden.record), b"a") == b"a"
+        for each in (pool, others):
+            await each.close()
 
 
-def _wait(channel: grpc.aio.Channel) -> Any:
-    stub: Any = MeetingServiceStub(channel)
-    return stub.Wait()
+@pytest.mark.usefixtures("no_punching")
+async def test_one_caller_does_not_take_all_lines_of_a_hidden_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waitings, "MAX_LINES", 8)
+    monkeypatch.setattr(meeting_points, "ANSWER_SECONDS", 0.5)
+    async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
+        channel = await Points(None, insecure=False).connect(host.entry)
+        stub: Any = MeetingServiceStub(channel)
+        connecting = pb.Carried(to=hidden.own.peer_id)
+        for _ in range(2):
+            call = stub.Connect()
+            await call.write(connecting)
+            await call.read()
+        assert isinstance(await _refusal(host, "Connect", connecting), DeadlineExceeded), "a quarter is taken"
+        assert hidden.waiting.num_lines(Kind.RELAYED) == 2
+        await channel.close()
 
 
-async def _refusal_of_connecting(host: Host, peer_id: PeerId) -> SwarmError:
-    channel = await Points(None, insecure=False).connect(host.entry)
-    call: Any = MeetingServiceStub(channel).Connect()
-    await call.write(pb.Carried(to=peer_id))
+async def _refusal(host: Host, method: str, *messages: pb.Carried, own: Identity | None = None) -> SwarmError:
+    channel = await Points(own, insecure=False).connect(host.entry)
+    call: Any = getattr(MeetingServiceStub(channel), method)()
+    for message in messages:
+        await call.write(message)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async with asyncio.timeout(PATIENCE_SECONDS):
             await call.read()
