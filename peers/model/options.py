@@ -72,15 +72,15 @@ class ExportModelOptions(RunOptions):
     base: str | None = None
     """The model to which a run's adapters (LoRA) belong, as in the first peer's --model: a run folder, a model's folder
     of Hugging Face, or its name on the hub. The adapters are merged into it. Not needed with an INVITE: a running swarm
-    has the model."""
+    has the model. With --adapter it is only checked, and named in adapter_config.json."""
     adapter: bool = False
     """For a run that trains adapters: write these alone, as peft loads them."""
     merged: bool = False
     """For a run that trains adapters: write the whole model, with the adapters added to its weights. That is also what
     happens without --adapter."""
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
-    """Type of the weights; keep leaves them as they are: fp32 in a checkpoint and in a swarm, and where adapters are
-    merged."""
+    """Type of the weights; keep leaves them as they are: fp32 in a checkpoint and a swarm; where adapters are merged,
+    the type of the model."""
     tokenizer: str | None = None
     """The run's tokenizer, if it is not beside the checkpoints: a folder, a tokenizer.json, or a hub name."""
     metrics: Path | None = None
@@ -104,8 +104,8 @@ class ExportModelOptions(RunOptions):
             raise ValueError(
                 "--base, --adapter and --merged need INVITE or --checkpoint DIR: a run folder has no adapters yet"
             )
-        if self.adapter and (self.merged or self.base):
-            raise ValueError("--adapter excludes --merged and --base: it writes adapters without the model")
+        if self.adapter and self.merged:
+            raise ValueError("--adapter excludes --merged: it writes adapters without the model")
         cli.require_at_least(self, {"round": 0})
 
 

@@ -1,6 +1,7 @@
 """What the commands of swarm-model do: it takes models in and gives them out. See ABOUT in options.py."""
 
 import dataclasses
+import glob
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -93,13 +94,24 @@ def _export(found: Origin, options: ExportModelOptions, losses: Sequence[Measure
     found = dataclasses.replace(found, card=card)
     dtype = _DTYPES.get(options.dtype)
     if options.adapter:
-        files = export_adapter(found, options.output, dtype)
+        base = _loadable(options.base)
+        files = export_adapter(found, options.output, dtype, base=base)
+        if base is None:
+            _say(f"{adapter.CONFIG} does not name the model: --base would, with its folder or its name on the hub")
         _say_exported(options.output, found, files, "peft.PeftModel.from_pretrained(model, {})")
         return
     target = Target(dtype=dtype, tokenizer=options.tokenizer)
     with naming_options(options):
         files = export_model(found, options.output, target)
     _say_exported(options.output, found, files, "transformers.AutoModelForCausalLM.from_pretrained({})")
+
+
+def _loadable(base: str | None) -> str | None:
+    """The name by which transformers finds the model that `--base` names; None if that is a run folder, or nothing."""
+    folder = Path(base or "").expanduser()
+    if base is None or not folder.is_dir():
+        return base
+    return str(folder.resolve()) if (folder / "config.json").is_file() else None
 
 
 def _say_exported(folder: Path, found: Origin, files: Sequence[Path], load: str) -> None:
@@ -199,7 +211,9 @@ def push(options: PushModelOptions) -> None:
     try:
         api = huggingface_hub.HfApi()
         repository = api.create_repo(options.repository, private=options.private, exist_ok=True).repo_id
-        api.upload_folder(repo_id=repository, folder_path=options.folder)
+        # Without the names the library would upload folders within this one as well.
+        names = [glob.escape(path.name) for path in files]
+        api.upload_folder(repo_id=repository, folder_path=options.folder, allow_patterns=names)
     except Exception as error:  # noqa: BLE001 - the library raises its own and those of its HTTP client
         raise PeerUnavailable(f"the hub did not take it: {hub.reason(error, options.repository)}") from None
     print(f"https://huggingface.co/{repository}")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from peers.shared import cli, logs, process
-from peers.shared.cache import cache_folder
+from peers.shared.cache import cache_folder, kept_tokenizer
 from peers.shared.devices import num_cores
 from peers.shared.exit_codes import EXIT_FAILURE, EXIT_USAGE
 from peers.shared.option_names import naming_options
@@ -39,8 +39,10 @@ from peers.static.spread import Spread
 from peers.static.workers import Workers
 from swarm.checkpoint import file
 from swarm.config import RunConfig
+from swarm.data import tokenizer_files
 from swarm.data.microbatches import Microbatches
 from swarm.errors import SwarmError
+from swarm.interchange.origin import TOKENIZER_FOLDER
 from swarm.interchange.weights import Weights
 from swarm.model.compiled import require_compiler
 
@@ -116,6 +118,9 @@ def work(
 ) -> bool:
     """Prepare all parts, and train. Return whether training was told to stop."""
     config, corpus = joined.one_after_another(lambda: with_text(config, cache_folder()))
+    if joined.is_first and options.checkpoint is not None and config.data.tokenizer_files:
+        files = tokenizer_files.read(kept_tokenizer(cache_folder(), config.data.tokenizer_files))
+        files.keep(options.checkpoint / TOKENIZER_FOLDER)
     data = Microbatches(corpus, config.data)
     last_step = 100 if options.steps is None else options.steps
     if options.epochs is not None:

@@ -6,7 +6,8 @@ with tokenizers. It keeps downloads in a cache of its own, and finds them there 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from swarm.errors import PeerUnavailable, in_one_line
@@ -19,8 +20,11 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None and not text.endswith((".json", ".toml", ".model"))
 
 
-def download(name: str, patterns: Sequence[str]) -> Path:
-    """Download files of a model, unless they are here already, and return their folder. Blocks.
+def download(name: str, files: Sequence[str], *, revision: str | None = None) -> Path:
+    """Download those of some files that a model has, unless they are here already, and return their folder. Blocks.
+
+    Args:
+        revision: the commit; None for the newest. It is the name of the folder that is returned.
 
     Raises:
         PeerUnavailable: one line, if the files cannot be downloaded.
@@ -28,8 +32,24 @@ def download(name: str, patterns: Sequence[str]) -> Path:
     # It is imported only here, because that takes a while, and most runs do not need it.
     import huggingface_hub
 
+    with _told(name):
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), revision=revision))
+
+
+def sizes(name: str, files: Sequence[str], *, revision: str) -> dict[str, int]:
+    """Ask for the bytes of those of some files that a model has on the hub. Blocks. Raises PeerUnavailable."""
+    import huggingface_hub
+
+    with _told(name):
+        found = huggingface_hub.HfApi().get_paths_info(name, list(files), revision=revision)
+        return {file.path: getattr(file, "size", 0) for file in found}
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Raise PeerUnavailable, with one line, for any error of the block."""
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+        yield
     except Exception as error:  # noqa: BLE001 - the library raises its own and those of its HTTP client
         raise PeerUnavailable(
             f"{name} is no folder here, and cannot be downloaded from the hub: {reason(error, name)}"

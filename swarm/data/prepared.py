@@ -100,8 +100,8 @@ def prepare(dataset: str, recipe: Recipe, cache_dir: Path) -> Prepared:
     """Tokenize a dataset into a file in `cache_dir`, unless it is there, and map the file into memory.
 
     Local files are recognised by path, size and modification time; a Hugging Face dataset by its name alone.
-    Several processes may call this at once: each writes a file of its own, and the last rename wins. Files that killed
-    processes left are removed.
+    Of several processes that call this at once, one reads the dataset and the others wait. (If the file system has no
+    locks, each writes a file of its own, and the last rename wins.) Files that killed processes left are removed.
 
     Raises:
         ValueError: one line, if the dataset is missing, unreadable or empty, or a row lacks a field.
@@ -112,7 +112,9 @@ def prepare(dataset: str, recipe: Recipe, cache_dir: Path) -> Prepared:
         path = cache_dir / f"{recipe.key(source)[:32]}.tokens"
         if not path.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
-            _write(path, source, recipe)
+            with _alone(path.with_suffix(".lock"), dataset):
+                if not path.exists():
+                    _write(path, source, recipe)
         tokens = np.memmap(path, dtype=recipe.dtype, mode="r")
         about = json.loads(_about_path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -202,6 +204,21 @@ def _first_fault(source: Source) -> str:
     path, reason = skipped[0]
     others = f", and {len(skipped) - 1} more were skipped" if len(skipped) > 1 else ""
     return f" ({path}: {reason}{others})"
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, dataset: str) -> Iterator[None]:
+    """Hold a lock for the block. A process that dies gives it back."""
+    with lock.open("wb") as file:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("another process prepares %s: waiting until it is done", dataset)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        # Whoever waits for this file finds the text, and does not need the lock.
+        lock.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -26,10 +26,13 @@ from swarm.model.adapters import AdapterNames, adapter_names
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = None) -> list[Path]:
+def export_adapter(
+    origin: Origin, output: Path, dtype: torch.dtype | None = None, *, base: str | None = None
+) -> list[Path]:
     """Write the folder, and return its files. Blocks.
 
     Args:
+        base: the name or folder of the model to which the adapters belong, as transformers loads it, if it is known.
         dtype: the type in which to store the adapters; None leaves them in float32.
 
     Raises:
@@ -47,9 +50,9 @@ def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = Non
             for part, tensor in _theirs(adapters, origin.adapters).items()
         }
         tensor_file.write(folder / WEIGHTS, tensors, {"format": "pt"})
-        values = _config(config, family_of(config.model), adapted)
+        values = _config(config, family_of(config.model), adapted) | {"base_model_name_or_path": base}
         json_file.write_object(folder / CONFIG, values)
-        (folder / "README.md").write_text(_card(origin), encoding="utf-8")
+        (folder / "README.md").write_text(_card(origin, base), encoding="utf-8")
     return sorted(output.iterdir())
 
 
@@ -81,7 +84,6 @@ def _config(config: RunConfig, family: Family, adapted: dict[str, list[AdapterNa
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
@@ -92,7 +94,7 @@ def _config(config: RunConfig, family: Family, adapted: dict[str, list[AdapterNa
     }
 
 
-def _card(origin: Origin) -> str:
+def _card(origin: Origin, base: str | None) -> str:
     config, lora, card = origin.config, origin.config.lora, origin.card
     rows = {
         "Run": f"`{config.run_id}`",
@@ -104,5 +106,5 @@ def _card(origin: Origin) -> str:
     code = (
         "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
         'model = AutoModelForCausalLM.from_pretrained("MODEL")\nmodel = PeftModel.from_pretrained(model, "PATH")\n'
-    )
+    ).replace("MODEL", base or "MODEL")
     return card_text("peft", config.run, "Adapters, trained", rows, code)

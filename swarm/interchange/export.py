@@ -57,6 +57,7 @@ class Origin:
         config: the run's configuration.
         load: gives parameters of the whole model, by name. If the run has adapters, their products are added.
         adapters: gives parameters of the adapters; None if the run has none.
+        base_dtype: the type of the model's weights to which adapters belong; None if there are none.
         tokenizer: names the tokenizer on this machine, as `data.tokenizer` does.
     """
 
@@ -65,6 +66,7 @@ class Origin:
     card: Card
     tokenizer: str
     adapters: Load | None = None
+    base_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,8 @@ class Target:
     """How an export is to be written.
 
     Attributes:
-        dtype: the type in which to store weights; None leaves them as they are.
+        dtype: the type in which to store weights; None leaves them as they are, and the sum of a model and its adapters
+            in the model's type.
         tokenizer: names the tokenizer, if it is not where the origin says.
         shard_bytes: the largest size of a file of weights, unless a single tensor is larger. One file is in memory.
     """
@@ -128,7 +131,7 @@ def _shards(origin: Origin, family: Family, target: Target) -> Iterator[dict[str
     shard: dict[str, Tensor] = {}
     num_bytes = 0
     for rule in family.tensors(model, parameter_shapes(model)):
-        tensor = _theirs(rule, origin, target.dtype)
+        tensor = _theirs(rule, origin, target.dtype or origin.base_dtype)
         if shard and num_bytes + tensor.nbytes > target.shard_bytes:
             yield shard
             shard, num_bytes = {}, 0

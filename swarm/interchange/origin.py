@@ -141,7 +141,10 @@ def of_trained(config: RunConfig, trained: Load, base: Weights | None, card: Car
             tensors[name] = merged(tensors[name], adapter[a], adapter[b], scale)
         return tensors
 
-    return Origin(config=config, load=load, adapters=trained, card=card, tokenizer=tokenizer)
+    base_dtype = None if base is None else base.index.dtype
+    return Origin(
+        config=config, load=load, adapters=trained, base_dtype=base_dtype, card=card, tokenizer=tokenizer
+    )  # fmt: skip
 
 
 def _frozen(config: RunConfig, base: Weights | None) -> Load:

@@ -4,7 +4,7 @@ The files' headers are checked before any tensor is read: all tensors must be th
 configuration says, and no unknown ones. Nothing of a folder is ever executed: weights are read from safetensors alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,19 @@ from typing import Any
 import torch
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
-from swarm.data import hub
+from swarm.data import hub, tokenizer_files
 from swarm.interchange.families.family import TensorRule
 from swarm.interchange.families.known import read_config
 from swarm.machine import json_file, tensor_file
+from swarm.machine.words import counted
 from swarm.model import stages
 
-_HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""The files that are downloaded of a model on the hub: configuration, weights as safetensors, and tokenizer."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ADAPTER = "adapter_config.json"
+_HUB_FILES = ("config.json", _ADAPTER, _INDEX, *tokenizer_files.FILES)
+"""The files that are downloaded of a model on the hub, besides its weights."""
+_HEAD = "lm_head.weight"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types of weights that can be read, by their names in safetensors."""
 
@@ -45,7 +48,21 @@ def located(spec: str, say: Callable[[str], object]) -> tuple[Path, str]:
     if not hub.is_name(spec):
         raise ValueError(f"{spec}: there is no such folder")
     say(f"{spec} is no folder here: downloading it from the hub, unless it is in the hub's cache")
-    return hub.download(spec, _HUB_FILES), spec.replace("/", "-")[:64]
+    return _downloaded(spec, say), spec.replace("/", "-")[:64]
+
+
+def _downloaded(name: str, say: Callable[[str], object]) -> Path:
+    """The folder of a model on the hub, with those of its weights that are read. Blocks."""
+    folder = hub.download(name, _HUB_FILES)
+    named = sorted(set(_named(folder))) if (folder / _INDEX).exists() else []
+    missing = [file for file in named or [_SINGLE] if not (folder / file).is_file()]
+    if missing and not (folder / _SINGLE).is_file():
+        found = hub.sizes(name, sorted({_SINGLE, *missing}), revision=folder.name)
+        found = {_SINGLE: found[_SINGLE]} if _SINGLE in found else found
+        if found:
+            say(f"downloading {sum(found.values()) / 1e9:.1f} GB of {name}, {counted(len(found), 'file')} of weights")
+            hub.download(name, list(found), revision=folder.name)
+    return folder
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -69,6 +86,11 @@ class Source:
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder with a model")
         self.folder = folder
+        if (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{folder} has only adapters, without the model that they belong to: write the model whole with "
+                "swarm-model export --base MODEL, or name the checkpoints with --checkpoint and the model with --base"
+            )
         self.family, self.model = read_config(folder / "config.json")
         self._files = _files(folder)
         # A model has at least one tensor for each layer. This is checked first, because the lines below would take
@@ -109,7 +131,8 @@ class Source:
         for name in (rule.theirs, rule.theirs.removeprefix(self.family.prefix)):
             if name in self._files:
                 return name
-        raise ValueError(f"{self.folder}: no file has the tensor {rule.theirs!r}")
+        hint = "; if the embedding is the head, tie_word_embeddings in config.json has to be true"
+        raise ValueError(f"{self.folder}: no file has the tensor {rule.theirs!r}{hint if rule.theirs == _HEAD else ''}")
 
     def _check(self) -> torch.dtype:
         """Check the headers against the tensors that the model needs, and return the type of its weights. Raises
@@ -124,7 +147,10 @@ class Source:
                         self._check_shape(name, wanted[name], tuple(header.get_shape()))
                         types[header.get_dtype()] = name
                     elif not self._is_harmless(name, file):
-                        raise ValueError(f"{path}: the tensor {name!r} is no part of a {self.family.architecture}")
+                        why = f"is no part of a {self.family.architecture}"
+                        if name == _HEAD:
+                            why = "is not the embedding; tie_word_embeddings in config.json has to be false"
+                        raise ValueError(f"{path}: the tensor {name!r} {why}")
         unknown = types.keys() - DTYPES
         if unknown:
             raise ValueError(
@@ -147,11 +173,25 @@ class Source:
         """Whether a tensor may be ignored: a table that follows from the configuration, or a tied head's equal copy."""
         if name.endswith(self.family.no_tensors):
             return True
-        if name != "lm_head.weight" or not self.model.tied_embeddings:
+        if name != _HEAD or not self.model.tied_embeddings:
             return False
         embedding = self._find(self._rules["embedding.weight"])
         with tensor_file.opened(self._files[embedding], ValueError) as other:
             return torch.equal(file.get_tensor(name), other.get_tensor(embedding))
+
+
+def _named(folder: Path) -> Collection[str]:
+    """The names of the files that a folder's index names. Raises ValueError if it is no index of such."""
+    named = json_file.read_object(folder / _INDEX).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise ValueError(
+            f"{folder / _INDEX} is no index of safetensors files: it has no weight_map with a file's name for each "
+            "tensor"
+        )
+    for file in named.values():
+        if Path(file).name != file:
+            raise ValueError(f"{folder / _INDEX} names {file!r}, which is not in the folder")
+    return named.values()
 
 
 def _files(folder: Path) -> Mapping[str, Path]:
@@ -160,18 +200,10 @@ def _files(folder: Path) -> Mapping[str, Path]:
     if (folder / _SINGLE).is_file():
         files = {folder / _SINGLE}
     elif (folder / _INDEX).exists():
-        named = json_file.read_object(folder / _INDEX).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-            raise ValueError(
-                f"{folder / _INDEX} is no index of safetensors files: it has no weight_map with a file's name for each "
-                "tensor"
-            )
-        for file in sorted(set(named.values())):
-            if Path(file).name != file:
-                raise ValueError(f"{folder / _INDEX} names {file!r}, which is not in the folder")
-            if not (folder / file).is_file():
-                raise ValueError(f"{folder}: the shard {file} is missing; download the model again")
-        files = {folder / file for file in named.values()}
+        files = {folder / file for file in _named(folder)}
+        for path in sorted(files):
+            if not path.is_file():
+                raise ValueError(f"{folder}: the shard {path.name} is missing; download the model again")
     elif any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ValueError(
             f"{folder} has its weights as a pickle, which can hold code and is never read; save the model with "

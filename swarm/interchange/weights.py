@@ -92,6 +92,11 @@ class Index:
         return cls(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
     @cached_property
+    def dtype(self) -> torch.dtype:
+        """The type of the tensors; if there are several, the widest."""
+        return max((_DTYPES[entry.dtype] for entry in self.entries.values()), key=lambda dtype: torch.finfo(dtype).bits)
+
+    @cached_property
     def places(self) -> Mapping[str, list[tuple[str, int]]]:
         """For each digest, the places of segments with this digest: the tensor's name, and the segment's number."""
         places: dict[str, list[tuple[str, int]]] = {}

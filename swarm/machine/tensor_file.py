@@ -36,6 +36,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     """Write a file. Blocks. Raises OSError, with one line that names the file, if it cannot be written."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
+        # The library makes a file that only its owner can read, whatever the umask. One made here shows the umask.
+        path.touch()
+        mode = path.stat().st_mode & 0o777
         save_file(whole, path, metadata=None if metadata is None else dict(metadata))
-    except SafetensorError as error:
-        raise OSError(f"cannot write {path}: {in_one_line(error)}") from None
+        path.chmod(mode)
+    except (SafetensorError, OSError) as error:
+        raise OSError(f"cannot write {path}: {getattr(error, 'strerror', None) or in_one_line(error)}") from None

@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from swarm.data import corpora, prepared, text_files, tokenizers
+from swarm.config import DataConfig
+from swarm.data import corpora, prepared, rows, text_files, tokenizers
 from tests.data.texts import NUM_FILES, Rows, assert_refused, config_of, decoded
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +187,30 @@ def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
     assert sorted(file.suffix for file in cache.iterdir()) == [".json", ".tokens"]
 
 
+def test_a_text_that_another_process_prepares_is_not_fetched_as_well(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_fetches, waits = 0, threading.Event()
+
+    def fetch(dataset: str, config: DataConfig) -> Iterator[rows.Row]:
+        nonlocal num_fetches
+        num_fetches += 1
+        assert waits.wait(30)
+        yield from (rows.Row("row", {"text": "a story"}) for _ in range(100))
+
+    def say(line: str, *_: object) -> None:
+        if "another process" in line:
+            waits.set()
+
+    monkeypatch.setattr(rows, "of_hugging_face", fetch)
+    monkeypatch.setattr(prepared.logger, "info", say)
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(corpora.prepare, config_of("hf:bees"), cache_dir=cache) for _ in range(2)]
+        first, second = (one.result() for one in both)
+    assert first.digest == second.digest
+    assert num_fetches == 1
+
+
 def test_what_killed_processes_left_is_removed(folder: Path, cache: Path) -> None:
     """The folder of a living process stays, and so does one that its process has just made and not locked yet."""
     program = """
@@ -197,13 +225,14 @@ def wait_before_reading(path, pieces=text_files.pieces):
     return pieces(path)
 
 text_files.pieces = wait_before_reading
-corpora.prepare(DataConfig(dataset=sys.argv[1], sequence_length=8, microbatch_size=2), cache_dir=Path(sys.argv[2]))
+config = DataConfig(dataset=sys.argv[1], sequence_length=8, microbatch_size=2, max_tokens=int(sys.argv[3]))
+corpora.prepare(config, cache_dir=Path(sys.argv[2]))
 """
     command = [sys.executable, "-c", program, str(folder), str(cache)]
     processes: list[subprocess.Popen[str]] = []
     folders: list[Path] = []
-    for _ in range(2):
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    for most in ("500", "600"):  # They would wait for each other if they prepared the same.
+        process = subprocess.Popen([*command, most], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert process.stdout is not None
         process.stdout.readline()
         processes.append(process)

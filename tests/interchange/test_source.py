@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from swarm.interchange.run_folder import ImportOptions, import_model
-from swarm.interchange.source import Source
+from swarm.interchange.source import Source, located
 from tests.interchange.small_models import save
 
 
@@ -71,6 +74,16 @@ def _escape(folder: Path) -> None:
     index.write_text(json.dumps(values))
 
 
+def _without_head(folder: Path) -> None:
+    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
 @pytest.mark.parametrize(
     ("harm", "fault"),
     [
@@ -80,6 +93,9 @@ def _escape(folder: Path) -> None:
         (_with_config(intermediate_size=96), r"is \[80, 48\], and config.json makes it \[96, 48\]"),
         (_with_config(num_hidden_layers=99_999), "config.json has 99999 layers, and the files have only"),
         (_add_a_tensor, "'model.layers.0.mlp.experts.0.weight' is no part of a LlamaForCausalLM"),
+        (_with_config(tie_word_embeddings=True), "lm_head.weight' is not the embedding; tie_word_embeddings in config"),
+        (_without_head, "no file has the tensor 'lm_head.weight'; .* tie_word_embeddings in .* has to be true"),
+        (_adapter, "has only adapters.*swarm-model export --base MODEL"),
         (_pickle, "as a pickle, which can hold code and is never read"),
         (_whole_numbers, "is of type I8, and only F32, F16, BF16 can be read"),
         *(
@@ -154,7 +170,7 @@ def test_a_tied_head_s_copy_may_be_left_out(is_same: bool, tmp_path: Path) -> No
     if is_same:
         assert "head.output.weight" not in Source(tmp_path).shapes
     else:
-        with pytest.raises(ValueError, match=r"'lm_head.weight' is no part"):
+        with pytest.raises(ValueError, match=r"'lm_head.weight' is not the embedding"):
             Source(tmp_path)
 
 
@@ -176,3 +192,50 @@ def test_an_index_that_an_earlier_save_left_beside_the_weights_is_not_read(tmp_p
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert Source(tmp_path).files == [tmp_path / "model.safetensors"]
+
+
+def _stand_in_for_the_hub(there: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository with these texts, each of which passes for 1.5 GB, and its folder in the library's cache."""
+
+    def download(name: str, *, allow_patterns: list[str], revision: str | None) -> str:
+        assert revision in (None, folder.name)
+        for file in (file for file in there if any(fnmatch(file, pattern) for pattern in allow_patterns)):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(there[file])
+        return str(folder)
+
+    class Api:
+        def get_paths_info(self, name: str, paths: list[str], *, revision: str) -> list[SimpleNamespace]:
+            assert revision == folder.name
+            return [SimpleNamespace(path=path, size=1_500_000_000) for path in paths if path in there]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+
+
+@pytest.mark.parametrize(
+    ("files", "named", "taken"),
+    [
+        (["model.safetensors"], (), ["model.safetensors"]),
+        (["1.safetensors", "2.safetensors", "consolidated.safetensors"], (1, 2), ["1.safetensors", "2.safetensors"]),
+        (["1.safetensors", "model.safetensors"], (1, 2), ["model.safetensors"]),
+    ],
+)
+def test_of_a_model_on_the_hub_only_what_is_read_is_downloaded(
+    files: list[str], named: tuple[int, ...], taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {name: "{}" for name in ("config.json", "tokenizer.json", "original/params.json", "trainer_state.json")}
+    there |= {f"{folder}{name}": "" for folder in ("", "fp16/", "onnx/", "checkpoint-500/") for name in files}
+    if named:
+        weight_map = {str(number): f"{number}.safetensors" for number in named}
+        there["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map})
+    _stand_in_for_the_hub(there, tmp_path / "cache" / "c0ffee", monkeypatch)
+    said = list[str]()
+    folder, name = located("me/mine", said.append)
+    beside = ["config.json", "tokenizer.json", *(["model.safetensors.index.json"] if named else [])]
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*")) == sorted([*beside, *taken])
+    assert name == "me-mine"
+    assert f"{1.5 * len(taken):.1f} GB" in said[-1]
+    said.clear()
+    located("me/mine", said.append)
+    assert "GB" not in " ".join(said)

@@ -1,5 +1,6 @@
 """Files of tensors."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,16 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     with tensor_file.opened(path, IntegrityError) as file:
         assert torch.equal(file.get_tensor("matrix"), matrix.T)
         assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_others_may_read_a_file_as_the_umask_says(umask: int, mode: int, tmp_path: Path) -> None:
+    path, before = tmp_path / "weights.safetensors", os.umask(umask)
+    try:
+        tensor_file.write(path, {"matrix": torch.zeros(2)})
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == mode
 
 
 def test_a_file_that_is_removed_while_it_is_opened_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_adapters_are_merged_into_any_folder_from_which_their_run_could_begin(
 ) -> None:
     """A model's folder as it came from Hugging Face, or a run folder; another model is told by its digest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save("llama-2", tmp_path / "in")
+    save("llama-2", tmp_path / "in", torch.bfloat16)
     save("llama-linear", tmp_path / "other")
     _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"))
     (tmp_path / "checkpoints").mkdir()
@@ -216,6 +217,13 @@ def test_adapters_are_merged_into_any_folder_from_which_their_run_could_begin(
         _run(capsys, *export, str(tmp_path / f"{base}-merged"), "--base", str(tmp_path / base))
     of_folder, of_run = (load_file(tmp_path / f"{base}-merged" / "model.safetensors") for base in ("in", "run"))
     assert all(torch.equal(of_folder[name], tensor) for name, tensor in of_run.items())
+    assert {tensor.dtype for tensor in of_run.values()} == {torch.bfloat16}
+    for base, named in (("in", str((tmp_path / "in").resolve())), ("run", None)):
+        _run(capsys, *export, str(tmp_path / f"{base}-adapter"), "--adapter", "--base", str(tmp_path / base))
+        values = json.loads((tmp_path / f"{base}-adapter" / "adapter_config.json").read_text())
+        assert values["base_model_name_or_path"] == named
+    with pytest.raises(ValueError, match="has only adapters"):
+        generate.main(["--model", str(tmp_path / "in-adapter"), "--prompt", "a"])
     written = list[str]()
     for base in ("in", "run"):
         generate.main(["--checkpoint", export[2], "--base", str(tmp_path / base), "--prompt", "a", "--max-tokens", "5"])
@@ -352,23 +360,29 @@ def test_a_round_that_is_not_there_is_said_with_those_that_are(tmp_path: Path) -
 class _Hub:
     """Stands in for huggingface_hub's client; an account is `me`."""
 
-    def __init__(self, asked: list[str]) -> None:
+    def __init__(self, asked: list[str], uploaded: set[str]) -> None:
         self._asked = asked
+        self._uploaded = uploaded
 
     def create_repo(self, repo_id: str, **_: object) -> huggingface_hub.RepoUrl:
         whole = repo_id if "/" in repo_id else f"me/{repo_id}"
         return huggingface_hub.RepoUrl(f"https://huggingface.co/{whole}")
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path) -> None:
+    def upload_folder(self, *, repo_id: str, folder_path: Path, allow_patterns: list[str] | None = None) -> None:
         self._asked.append(repo_id)
+        files = {str(path.relative_to(folder_path)) for path in folder_path.rglob("*") if path.is_file()}
+        self._uploaded |= {file for file in files if any(fnmatch(file, name) for name in allow_patterns or ["*"])}
 
 
 def test_a_repository_without_an_account_is_one_of_the_token_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save("llama-2", tmp_path)
-    asked = list[str]()
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: _Hub(asked))
+    (tmp_path / "checkpoint-500").mkdir()
+    for name in ("checkpoint-500/model.safetensors", "notes[1].txt"):
+        (tmp_path / name).write_text("mine")
+    asked, uploaded = list[str](), set[str]()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: _Hub(asked, uploaded))
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     assert "would go to https://huggingface.co/YOUR-ACCOUNT/mine" in _run(
         capsys, "push", str(tmp_path), "mine", "--dry-run"
@@ -376,6 +390,9 @@ def test_a_repository_without_an_account_is_one_of_the_token_s(
     assert _run(capsys, "push", str(tmp_path), "mine").endswith("https://huggingface.co/me/mine\n")
     assert _run(capsys, "push", str(tmp_path), "you/mine").endswith("https://huggingface.co/you/mine\n")
     assert asked == ["me/mine", "you/mine"]
+    listed = _run(capsys, "push", str(tmp_path), "mine", "--dry-run").splitlines()[:-1]
+    assert {line.split()[0] for line in listed} == uploaded
+    assert "notes[1].txt" in uploaded
     for name in ("a/b/c", "a b"):
         with pytest.raises(ValueError, match=f"'{name}'"):
             model.main(["push", str(tmp_path), name, "--dry-run"])

@@ -25,6 +25,8 @@ from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.interchange import weights
+from swarm.interchange.export import export_model
+from swarm.interchange.origin import from_checkpoints
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import Source
 from swarm.metrics import log
@@ -32,6 +34,7 @@ from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.stage import state
 from tests.interchange.small_models import save
 from tests.support.swarm import wait_until
+from tests.support.tokenizers import write_tokenizer
 
 CONFIG = RunConfig(
     run="alone",
@@ -173,6 +176,17 @@ def test_goes_on_from_its_checkpoint_which_is_a_swarms_too(config_file: Path) ->
         for name, value in anchor.items():
             torch.testing.assert_close(value, reference.weights[name], rtol=0, atol=1e-6)
             assert float(remembered[f"{name}/step"]) == 5
+
+
+def test_its_checkpoints_have_the_tokenizer_that_an_export_needs(config_file: Path) -> None:
+    folder, model = config_file.parent, dataclasses.replace(CONFIG.model, vocab_size=64)
+    write_tokenizer(folder / "own" / "tokenizer.json", ["one", "two"])
+    write_config(dataclasses.replace(CONFIG, model=model), config_file)
+    (folder / "text.txt").write_text("one two " * 2000)
+    text = ("--dataset", folder / "text.txt", "--tokenizer", folder / "own")
+    assert trained(config_file, "--steps", 1, *text, "--checkpoint", folder / "checkpoints") == 0
+    export_model(from_checkpoints(folder / "checkpoints", None), folder / "out")
+    assert (folder / "out" / "tokenizer.json").read_text() == (folder / "own" / "tokenizer.json").read_text()
 
 
 def test_begins_with_a_model_and_goes_on_from_a_checkpoint_of_it(
