@@ -40,6 +40,8 @@ def own_config(
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
     config = dataclasses.replace(config, owner=owner)
+    if model is not None:
+        model.warn_of_untrained(config, cache)
     return with_text(config, cache)[0]
 
 

@@ -11,12 +11,15 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data import chat, tokenizers
 from swarm.errors import IntegrityError
 from swarm.interchange import run_folder, weights
 from swarm.interchange.run_folder import ImportOptions
@@ -27,6 +30,8 @@ from swarm.machine.disk import write_private
 logger = logging.getLogger(__name__)
 
 Say = Callable[[str], object]
+_UNTRAINED = 0.1
+"""A row is taken for untrained if it is closer to zero, or to the mean of all rows, than this part of what is usual."""
 SAY_SECONDS = 10.0
 """Time between two lines that say how much of a model has been read."""
 
@@ -70,6 +75,35 @@ class OwnModel:
         if self.source is None:
             return weights.open_folder(self.folder / run_folder.WEIGHTS)
         return Weights(_index(self.source, cache, self.say), self.source.tensors, place=self.folder)
+
+    def warn_of_untrained(self, config: RunConfig, cache: Path) -> None:
+        """Log a warning if a run would teach a chat by adapters, and the chat template has tokens whose rows of the
+        embedding look as if they had never been trained: adapters do not train these. Blocks.
+
+        Raises:
+            ValueError: there is no such tokenizer or chat template.
+            IntegrityError, OSError: as all_weights does.
+        """
+        if not config.lora.is_on or config.data.format != "chat":
+            return
+        tokenizer = tokenizers.load(config.data.tokenizer)
+        with closing(chat.beside(config.data.tokenizer, now=lambda: chat.TRAINING_DATE)) as template:
+            tokens = sorted(set(map(int, tokenizer.encode(template.render(chat.ORDINARY)))))
+        weights = self.all_weights(cache)
+        for name in {"embedding.weight", "head.output.weight"} & weights.index.entries.keys():
+            rows_VD = weights.load({name})[name]
+            tokens = [token for token in tokens if token < len(rows_VD)]
+            some_ND, own_ND = rows_VD[:: max(1, len(rows_VD) // 1000)].float(), rows_VD[tokens].float()
+            mean_D = rows_VD.mean(0, dtype=torch.float32)
+            # What was added to a vocabulary begins as zeros, or as the mean of all rows.
+            distances_N = torch.minimum(own_ND.norm(dim=1), (own_ND - mean_D).norm(dim=1))
+            is_untrained_N = distances_N < _UNTRAINED * (some_ND - mean_D).norm(dim=1).median()
+            named = [repr(tokenizer.decode([tokens[int(place)]])) for place in is_untrained_N.nonzero()]
+            if named:
+                logger.warning(
+                    "%s looks as if it had never been trained for %s of the chat template, and adapters leave it so: "
+                    "begin with a model that was trained to chat, or train all weights", name, ", ".join(named),
+                )  # fmt: skip
 
     def weights(self, config: RunConfig) -> Weights | None:
         """The weights in a run folder; None for a model's folder. Raises IntegrityError if the run's are others."""

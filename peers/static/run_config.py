@@ -48,6 +48,7 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
         return config, None
     if model is None:
         raise ValueError("the run begins with a model (model.weights): give --model with its folder, or its name")
+    model.warn_of_untrained(config, cache_folder())
     weights = model.all_weights(cache_folder())
     weights.require(config.model.weights)
     return config, weights

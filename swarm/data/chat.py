@@ -26,11 +26,12 @@ Llama 3.2's template uses when it gets none."""
 MAX_TEMPLATE_BYTES = 1 << 20
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_ORDINARY = [
+ORDINARY = [
     {"role": "user", "content": "Do bees sleep?"},
     {"role": "assistant", "content": "Yes, at night."},
     {"role": "user", "content": "And ants?"},
 ]
+"""An ordinary conversation, which every template has to render."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raise ValueError, one line, if the template is not valid, or cannot render an ordinary conversation."""
-        self.render(_ORDINARY, add_generation_prompt=True)
+        self.render(ORDINARY, add_generation_prompt=True)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The text of a conversation.

@@ -1,11 +1,13 @@
 """What --model may name, and which run begins with it."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_config import own_config
@@ -20,6 +22,7 @@ from swarm.model.stages import parameter_shapes
 from tests.content.lines import FakeLine
 from tests.content.test_weights import cache_of
 from tests.interchange.small_models import save
+from tests.support.chat_model import save_chat_model
 from tests.support.tokenizers import write_tokenizer
 
 WORDS = [f"word{number}" for number in range(90)]
@@ -116,3 +119,30 @@ async def test_another_model_is_refused(tmp_path: Path, text: str) -> None:
         (await cache.of(shapes)).load(shapes)
     with pytest.raises(PeerUnavailable):
         await cache_of(tmp_path / "c", dataclasses.replace(config), FakeLine()).of(shapes)
+
+
+@pytest.mark.parametrize("value", [0.0, "mean"])
+def test_adapters_on_chat_tokens_that_were_never_trained_are_warned_of(
+    value: float | str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_chat_model(tmp_path / "model") / "model.safetensors"
+    messages = [{"role": role, "content": "word1 word2"} for role in ("user", "assistant")]
+    (tmp_path / "talks.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 200)
+
+    def begin(rank: int) -> str:
+        caplog.clear()
+        settings = {"dataset": json.dumps([str(tmp_path / "talks.jsonl")]), "format": "chat", "sequence_length": 16}
+        options = PeerOptions(
+            model=str(path.parent), lora_rank=rank, set=tuple(f"data.{key}={value}" for key, value in settings.items())
+        )
+        assert own_config(options, None, tmp_path / "cache", model=open_model(str(path.parent))) is not None
+        return " ".join(message for message in caplog.messages if "trained" in message)
+
+    assert not begin(rank=2)
+    tensors = load_file(path)
+    rows = tensors["model.embed_tokens.weight"]
+    rows[1] = rows.mean(0) if value == "mean" else value
+    save_file(tensors, path)
+    assert "'<|end|>'" in begin(rank=2)
+    assert "<|user|>" not in begin(rank=2)
+    assert not begin(rank=0)
