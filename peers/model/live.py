@@ -41,6 +41,7 @@ from swarm.machine.words import counted
 from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
+from swarm.training.run_rounds import RunRounds
 from swarm.types import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class LiveModel:
         """Make all stages keep the state of one round, and return the round's number."""
         lead, faults = 0, list[SwarmError]()
         for _ in range(MOST_MISSES):
-            rounds = await self._newest()
+            rounds = await self._present()
             chosen = max(rounds) + lead if round_number is None else round_number
             if round_number is not None and max(rounds) > chosen:
                 raise Fatal(
@@ -205,7 +206,7 @@ class LiveModel:
                     raise outcome
             if len(pinned) == len(self._readers):
                 return
-            rounds, now = await self._newest(), self._clock.monotonic()
+            rounds, now = await self._present(), self._clock.monotonic()
             behind = [stage for stage, number in enumerate(rounds) if number < chosen]
             if len(behind) + len(pinned) < len(rounds):
                 raise PeerUnavailable("a stage is past it")
@@ -224,12 +225,13 @@ class LiveModel:
             with suppress(PeerUnavailable):
                 await reader.pin(chosen)
 
-    async def _newest(self) -> list[int]:
-        """The newest round of each stage. If no peer of a stage answers, look for others for a while."""
+    async def _present(self) -> list[int]:
+        """The round of each stage. If no peer of a stage answers, look for others for a while."""
 
         async def ask() -> list[int]:
             await self._member.known.look(self._member.directory, self._member.stages)
-            return [max(numbers) for numbers in await asyncio.gather(*(r.rounds() for r in self._readers))]
+            said = dict(enumerate(await asyncio.gather(*(r.rounds() for r in self._readers))))
+            return [RunRounds.of(said).stages[stage] for stage in said]
 
         return await patiently(ask, self._clock, "an answer from a peer of every stage")
 

@@ -20,7 +20,7 @@ from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import RoundCost
-from swarm.training.run_rounds import RunRounds
+from swarm.training.run_rounds import MOST_APART, RunRounds
 from swarm.types import PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class RoundWatcher:
         self._latest = max(self._latest, found.latest)
         for stage, said in found.stages.items():
             reply = next(reply for reply in rows[stage] if reply.round == said)
-            present = self._present[stage] = min(said, found.middle + 1)
+            present = self._present[stage] = min(said, found.middle + MOST_APART)
             self._rounds[stage] = max(self._rounds.get(stage, 0), present)
             self._device_bytes = max(self._device_bytes, reply.device_bytes)
             self._aborted[reply.peer_id] = sum(reply.averaging.aborted.values())

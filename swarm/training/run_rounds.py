@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Self
 
+MOST_APART = 4
+"""The most rounds by which a stage may be ahead of the run. In the synchronous setting it is one: such a stage is just
+committing a round. With DiLoCo stages that lost samples with a peer are behind the others until they have caught up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRounds:
@@ -45,9 +49,8 @@ class RunRounds:
 
     @property
     def latest(self) -> int:
-        """The newest round that some stage has reached, but at most one more than the run's middle: a stage that is
-        just committing a round is one ahead of the others, and one whose only peer lies may be anywhere."""
-        return max((number for number in self.stages.values() if number <= self.middle + 1), default=0)
+        """The newest round of a stage that is at most MOST_APART ahead of the middle."""
+        return max((number for number in self.stages.values() if number <= self.middle + MOST_APART), default=0)
 
 
 def _middles(ordered: list[int]) -> tuple[int, int]:

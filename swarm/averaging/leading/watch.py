@@ -118,13 +118,12 @@ class RoundWatch:
         return others + own.num_samples
 
     def _is_late(self, round_number: int) -> bool:
-        """Whether most peers of the other stages are at a later round, or another stage has waited for this one for
-        long."""
+        """Whether most peers of another stage are at a later round, or have waited for this one for long."""
         since = self.place.awaited_since if round_number == self.place.standing.round else None
         timing, now = self.context.timing, self.context.clock.monotonic()
         if since is not None and now - since >= timing.awaited_seconds:
             return True
-        theirs = self.context.other_stages.middle
+        theirs = self.context.other_stages.latest
         return theirs > round_number and self.place.branches.is_at_pace(theirs)
 
     def has_quorum(self, present: Collection[str]) -> bool:

@@ -131,6 +131,22 @@ async def test_all_stages_come_and_nothing_but_their_weights(
 
 
 @in_virtual_time
+async def test_a_round_that_one_peer_says_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 2, 3)
+    honest = world._answers
+
+    async def answers(
+        config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
+    ) -> list[stage_pb2.DescribeReply]:
+        replies = await honest(config, records, channels)
+        return [*replies[:-1], stage_pb2.DescribeReply(round=1 << 47)] if len(replies) == 3 else replies
+
+    monkeypatch.setattr(live, "answers", answers)
+    assert await world.model().write_checkpoints(tmp_path) == 3
+    _is_exact(world, tmp_path, 3)
+
+
+@in_virtual_time
 async def test_a_liar_among_three_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1, 3)
     liar = world.stages[1][2]
