@@ -60,7 +60,7 @@ def test_what_is_printed_can_be_read(endpoint: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "192.0.2.1:4001", f"{ID}@192.0.2.1", f"{ID}@192.0.2.1:0", f"{ID}@192.0.2.1:65536", f"{ID[:-1]}@192.0.2.1:1",
-     f"{ID}@2001:db8::1:1", "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooW"],
+     f"{ID}@2001:db8::1:1", f"{ID}@a..b:1", f"{ID}@{'a' * 64}.org:1", "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooW"],
 )  # fmt: skip
 def test_what_is_no_entry_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no peer's address: .*PEER_ID@HOST:PORT$"):
