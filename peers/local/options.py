@@ -37,9 +37,7 @@ class LocalOptions:
     tokenizer: str | None = None
     """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, or the name of
     a model on the hub."""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Any other setting of the run: SECTION.KEY=VALUE, such as optimizer.learning_rate=1e-4; may be given several
-    times. The page docs/configuration.md lists all."""
+    set: cli.SettingsOption = ()
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
     kill_at: int | None = None

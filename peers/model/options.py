@@ -42,9 +42,7 @@ class ImportModelOptions:
     --dataset changes it later."""
     format: Format = "text"
     """Format of the dataset: text, chat (rows of messages), or completion (rows of a prompt and a completion)."""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Any other setting of the run: SECTION.KEY=VALUE, such as optimizer.learning_rate=1e-4; may be given several
-    times. The page docs/configuration.md lists all."""
+    set: cli.SettingsOption = ()
     run: str = ""
     """Name of the run; left out, that of the model."""
 

@@ -48,6 +48,15 @@ _FOLDERS_OR_NAMES = ("model", "base", "tokenizer", "dataset", "source")
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 MOST_THREADS = 1024
 """The largest value of --threads: more than any machine has cores."""
+SettingsOption = Annotated[
+    tyro.conf.UseAppendAction[tuple[str, ...]],
+    tyro.conf.arg(
+        metavar="SECTION.KEY=VALUE",
+        help="Any other setting of a new run, such as optimizer.learning_rate=1e-4; may be given several times. The "
+        "page docs/configuration.md lists all.",
+    ),
+]
+"""The type of --set."""
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff, tyro.conf.DisallowNone)
 
 

@@ -93,9 +93,7 @@ class Rivals:
         own = self._identity.peer_id
         if not (records := self._announced_by_others(own, self._own.nonce)):
             return
-        caller = pb.Incarnation(
-            peer_id=own, nonce=self._own.nonce, started_at=self._own.started_at, begins=begins
-        )  # fmt: skip
+        caller = pb.Incarnation(peer_id=own, nonce=self._own.nonce, started_at=self._own.started_at, begins=begins)
         rival = await self._ask(records, caller)
         if rival is None:
             logger.info("the process that served under this identity before does not answer: asking others about it")

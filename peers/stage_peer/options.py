@@ -66,9 +66,7 @@ class PeerOptions:
     """Probability with which each input of an adapter is zeroed."""
     lora_targets: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="STR [STR ...]")] = None
     """Matrices of each layer that have an adapter: q_proj, v_proj, ..., of a GPT-2 c_attn, ..., or all-linear."""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Any other setting of a new run: SECTION.KEY=VALUE, such as optimizer.learning_rate=1e-4; may be given several
-    times. The page docs/configuration.md lists all."""
+    set: cli.SettingsOption = ()
     device: str = "auto"
     """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
     free memory, as cuda does."""

@@ -35,9 +35,7 @@ class StaticOptions:
     dataset has a held-out loss of its own."""
     tokenizer: str | None = None
     """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, or the path of one."""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Any other setting of the run: SECTION.KEY=VALUE, such as optimizer.learning_rate=1e-4; may be given several
-    times. The page docs/configuration.md lists all."""
+    set: cli.SettingsOption = ()
     steps: int | None = None
     """The step at which to end, counted from the run's beginning; 100 if left out."""
     epochs: float | None = None
