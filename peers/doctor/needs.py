@@ -1,26 +1,29 @@
-"""What a stage takes of a machine, computed with the formulas of docs/operations.md. Pure.
+"""What a stage takes of a machine and of its line, by the formulas of docs/operations.md and docs/performance.md. Pure.
 
-Microbatches in flight are not counted: their graphs and activations take what is left, up to the peer's limits.
+Used by swarm-doctor, by swarm-peer before it begins, and by the memory bench, which compares the results with the
+memory of a process. The formulas are for the built-in model, without dropout, bottleneck and compiled layers.
 """
 
 import math
 from dataclasses import dataclass
 
+from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import RunConfig
 from swarm.model.loss import loss_bytes
-from swarm.model.stages import parameter_shapes, trained_shapes
+from swarm.model.stages import layer_ranges, parameter_shapes, trained_shapes
+from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
 from swarm.training.optimizers import gradient_optimizer
 
 PROGRAM_BYTES = 512 << 20
 """Python, PyTorch and the DHT."""
-_FLOAT_BYTES, _FROZEN_BYTES = 4, 2
+_FLOAT_BYTES, _HALF_BYTES = 4, 2
 _TOKENIZER_BYTES = 32 << 20
 """The largest tokenizer that a run may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What one stage needs, in bytes.
+    """What one stage needs besides microbatches in flight, in bytes.
 
     Attributes:
         device: memory of the device; if that is the CPU, all memory.
@@ -36,32 +39,176 @@ class Needs:
 
     @classmethod
     def of(cls, config: RunConfig, stage: int, *, on_gpu: bool) -> "Needs":
-        """The needs of a stage by the run's configuration, for a model that is built in."""
-        own = sum(map(math.prod, parameter_shapes(config, stage).values()))
-        shapes = trained_shapes(config, stage)
-        trained = sum(map(math.prod, shapes.values()))
-        optimizer = gradient_optimizer(config, same_bits=False)
-        moments = sum(
-            math.prod(moment)
-            for name, shape in shapes.items()
-            for moment in optimizer.state_shapes(name, shape).values()
-            if moment == shape  # leaves out counters
-        )
-        frozen = _FROZEN_BYTES * own if config.lora.is_on else 0
-        is_last = stage == config.stages.num_stages - 1
-        loss = loss_bytes(config.model, config.data.tokens_per_microbatch) if is_last else 0
-        # Float32 numbers per trained parameter. The device holds weights, their copy, gradients, and the weights with
-        # which the round before began; for a moment also one microbatch's gradient. Averaging takes the six.
-        held, once_a_round = 4 + 1, 6
-        if not config.rounds.synchronous:
-            # The device holds weights, their copy and gradients; for a moment also a gradient and a second version of
-            # the weights. Beside averaging, RAM holds the weights with which two rounds began, and outer momentum.
-            held, once_a_round = 3 + 2, 3 + 6
-        device = _FLOAT_BYTES * (held * trained + moments) + frozen + loss
-        ram = _FLOAT_BYTES * once_a_round * trained + PROGRAM_BYTES
+        """The needs of a stage by the run's configuration."""
+        held, trained = state_bytes(config, stage), _FLOAT_BYTES * num_parameters(config, stage)
+        # With DiLoCo the outer step is taken on the CPU.
+        outer = 0 if config.rounds.synchronous else held.pop("anchors") + held.pop("outer_momentum", 0)
+        device = sum(held.values()) + passing_bytes(config, stage)
+        if stage == config.stages.num_stages - 1:
+            device += loss_bytes(config.model, config.data.tokens_per_microbatch, fused=on_gpu)
+        ram = outer + averaging_bytes(config, stage, num_members=2) + PROGRAM_BYTES
+        own = num_own_parameters(config, stage) if config.model.weights else 0
         return cls(
             device=device if on_gpu else device + ram,
             ram=ram if on_gpu else 0,
-            cache=_TOKENIZER_BYTES + (_FLOAT_BYTES * own if config.model.weights else 0),
-            checkpoint=_FLOAT_BYTES * (trained + (moments if config.rounds.synchronous else trained)),
+            cache=_TOKENIZER_BYTES + _FLOAT_BYTES * own,
+            checkpoint=trained + (held["optimizer"] if config.rounds.synchronous else trained),
         )
+
+
+def num_parameters(config: RunConfig, stage: int) -> int:
+    """Parameters of a stage that are trained: all of its own, or those of its adapters."""
+    return sum(map(math.prod, trained_shapes(config, stage).values()))
+
+
+def num_own_parameters(config: RunConfig, stage: int) -> int:
+    """Parameters of a stage without adapters."""
+    return sum(map(math.prod, parameter_shapes(config, stage).values()))
+
+
+def head_bytes(config: RunConfig) -> int:
+    """Bytes of the matrix that makes logits at the last stage. Its gradient has as many."""
+    return _FLOAT_BYTES * config.model.vocab_size * config.model.d_model
+
+
+def frozen_bytes(config: RunConfig, stage: int) -> int:
+    """Bytes of the model's own weights beside adapters: matrices in 16 bits, and vectors in float32."""
+    if not config.lora.is_on:
+        return 0
+    shapes = parameter_shapes(config, stage).values()
+    return sum(math.prod(shape) * (_HALF_BYTES if len(shape) > 1 else _FLOAT_BYTES) for shape in shapes)
+
+
+def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
+    """Bytes that a stage always holds while it trains, by what they are for. Microbatches in flight, the second bucket
+    and their gradients are not included."""
+    shapes = trained_shapes(config, stage)
+    size = _FLOAT_BYTES * num_parameters(config, stage)
+    optimizer = gradient_optimizer(config, same_bits=False)
+    moments = sum(
+        math.prod(moment)
+        for name, shape in shapes.items()
+        for moment in optimizer.state_shapes(name, shape).values()
+        if moment == shape  # leaves out counters
+    )
+    held = {
+        "parameters": size,
+        "optimizer": _FLOAT_BYTES * moments,
+        "version": size,
+        "gradient_bucket": size,
+        # In the synchronous setting the round's anchor is the present version itself.
+        "anchors": size if config.rounds.synchronous else 2 * size,
+    }
+    if not config.rounds.synchronous and config.outer_step.momentum:
+        held["outer_momentum"] = size
+    if config.lora.is_on:
+        held["frozen"] = frozen_bytes(config, stage)
+    elif config.model.autocast != "off":
+        held["casts"] = _HALF_BYTES * sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+    return held
+
+
+def delayed_bytes(config: RunConfig, stage: int) -> int:
+    """Bytes of the weights before an inner step, which microbatches in flight still use."""
+    return 0 if config.rounds.synchronous else _FLOAT_BYTES * num_parameters(config, stage)
+
+
+def passing_bytes(config: RunConfig, stage: int) -> int:
+    """Bytes that are held only for a moment: one microbatch's gradient of the weights, and with DiLoCo also a third
+    version of the weights right after a round."""
+    return _FLOAT_BYTES * num_parameters(config, stage) + delayed_bytes(config, stage)
+
+
+def graph_bytes(config: RunConfig, stage: int, *, fused: bool = False) -> int:
+    """Bytes that autograd keeps of one microbatch's layers, including the stage's input.
+
+    Args:
+        fused: whether the stage computes as on a GPU.
+    """
+    model, num_layers = config.model, len(layer_ranges(config)[stage])
+    # On a GPU the tables of rotary positions are as wide as a head, twice.
+    tables = (1 + fused) * config.data.sequence_length * model.width_of_heads * model.is_rotary
+    is_computed_again = model.gradient_checkpointing
+    layer = _FLOAT_BYTES * config.data.tokens_per_microbatch * model.d_model
+    return num_layers * (layer if is_computed_again else layer_graph_bytes(config, fused=fused)) + _FLOAT_BYTES * tables
+
+
+def layer_graph_bytes(config: RunConfig, *, fused: bool = False) -> int:
+    """Bytes that autograd keeps of one microbatch in one layer whose graph is kept."""
+    model, tokens = config.model, config.data.tokens_per_microbatch
+    query_width, kv_width = (heads * model.width_of_heads for heads in (model.num_heads, model.kv_heads))
+    # Kept are the inputs of both norms, and of products: the outputs of both norms; queries, keys, values, and the
+    # output of attention; the gate before its activation, the values that it gates, and their product (on a GPU the
+    # activation too), or the values before and after GELU. There is one number for each head and each norm.
+    wide = 2 * model.d_model
+    products = 2 * model.d_model + 2 * (query_width + kv_width)
+    products += (3 + fused if model.is_gated else 2) * model.feed_forward_width
+    if config.lora.is_on:
+        # The output of each adapter's first matrix.
+        products += config.lora.rank * sum(map(len, config.lora.groups(model)))
+    single = model.num_heads + 2 * (2 if model.norm == "layer" else 1)
+    if model.qk_norm:
+        wide += query_width + kv_width
+        single += model.num_heads + model.kv_heads
+    if model.autocast != "off" and not fused:
+        # Each matrix has what it reads cast for itself.
+        products += (2 + model.is_gated) * model.d_model
+    product_bytes = _FLOAT_BYTES if model.autocast == "off" else _HALF_BYTES
+    # Norms keep their weight and bias. If these are trained, they are counted with the parameters.
+    vectors = (4 if model.norm == "layer" else 2) * model.d_model + 2 * model.width_of_heads * model.qk_norm
+    vectors *= config.lora.is_on
+    return tokens * (_FLOAT_BYTES * (wide + single) + product_bytes * products) + _FLOAT_BYTES * vectors
+
+
+def wire_bytes(config: RunConfig, stage: int) -> dict[str, int]:
+    """Bytes of one microbatch that came in over the wire, and that go out; gradients have as many, the other way."""
+    specs, is_last = request_specs(config, stage), stage == config.stages.num_stages - 1
+    hidden = 0 if is_last and stage == 0 else request_specs(config, max(1, stage))[HIDDEN].num_bytes
+    return {
+        "tokens": specs[TOKENS].num_bytes,
+        "input": hidden if stage else 0,
+        "output": 0 if is_last else hidden,
+    }
+
+
+def in_flight_bytes(config: RunConfig, stage: int, *, is_kept: bool, fused: bool = False) -> int:
+    """Bytes of one microbatch between its forward and its gradient, with or without its graph."""
+    wire = wire_bytes(config, stage)
+    if not is_kept:
+        return sum(wire.values())
+    return graph_bytes(config, stage, fused=fused) + wire["tokens"] + wire["output"]
+
+
+def settled_bytes(config: RunConfig, stage: int) -> int:
+    """Bytes that are kept of one microbatch that counts, until its round commits. They are needed to take it out again,
+    and for replays."""
+    if not config.rounds.synchronous:
+        return 0
+    wire = wire_bytes(config, stage)
+    # The input, the gradient that came back, the output, and the gradient in the answer.
+    return wire["tokens"] + 2 * wire["input"] + 2 * wire["output"]
+
+
+def averaging_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:
+    """Additional bytes during a round's exchange, if all of the stage is one fragment."""
+    size, share = _FLOAT_BYTES * num_parameters(config, stage), 1 / num_members
+    answered = result_codec(config.averaging).num_bytes(num_parameters(config, stage))
+    # The contribution, the same contribution as one vector, and the result.
+    whole = 3 * size
+    # For the part that the member sums: the decoded parts of the others, the sum, and the sum encoded and decoded.
+    own = (1 - share) * size + share * (2 * size + answered)
+    # For the parts that others sum: the member's encoded contribution, which goes out, and the encoded sums, which come
+    # back.
+    return round(whole + own + exchanged_bytes(config, stage, num_members=num_members))
+
+
+def exchanged_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:
+    """Bytes that a member sends for a round's average; it receives as many."""
+    codecs = contribution_codec(config.averaging), result_codec(config.averaging)
+    encoded = sum(codec.num_bytes(num_parameters(config, stage)) for codec in codecs)
+    return round((1 - 1 / num_members) * encoded)
+
+
+def snapshot_bytes(config: RunConfig, stage: int) -> int:
+    """Bytes of a copy of the anchor and the outer state, for a joiner or a checkpoint."""
+    return (3 if config.rounds.synchronous else 2) * _FLOAT_BYTES * num_parameters(config, stage)

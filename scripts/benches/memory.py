@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from peers.doctor import needs as sizes
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
@@ -38,7 +39,6 @@ from scripts.benches.shared.common import (
     write_config,
 )
 from scripts.benches.shared.judged import LESS
-from scripts.benches.sides import memory_sizes as sizes
 from scripts.benches.sides.memory_loss import LAST_STAGE
 from scripts.benches.sides.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, LoraConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig

@@ -11,7 +11,7 @@ from peers.doctor.finding import State
 from peers.doctor.needs import PROGRAM_BYTES, Needs
 from peers.shared.devices import Device
 from swarm import config as configs
-from swarm.config import LoraConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import LoraConfig, OptimizerConfig, OuterConfig, RoundsConfig, RunConfig, StagesConfig
 
 GIB = 1 << 30
 CPU = Device(name="cpu", free_bytes=8 * GIB)
@@ -114,10 +114,12 @@ def test_needs_are_the_formulas_of_the_docs() -> None:
 
     size = _num_parameters()
     for setting, total, on_device in (("synchronous", 24 + 4 + 24, 24 + 4), ("diloco", 32 + 8 + 24, 20 + 8)):
-        config = _config(rounds=RoundsConfig(setting=setting), optimizer=OptimizerConfig(name="adamw"))  # type: ignore[arg-type]
+        rounds, adamw = RoundsConfig(setting=setting), OptimizerConfig(name="adamw")  # type: ignore[arg-type]
+        config = _config(rounds=rounds, optimizer=adamw, outer=OuterConfig())
         loss = loss_bytes(config.model, config.data.tokens_per_microbatch)
         assert Needs.of(config, 0, on_gpu=False).device == total * size + loss + PROGRAM_BYTES
         gpu = Needs.of(config, 0, on_gpu=True)
+        loss = loss_bytes(config.model, config.data.tokens_per_microbatch, fused=True)
         assert (gpu.device, gpu.ram) == (on_device * size + loss, (total - on_device) * size + PROGRAM_BYTES)
         assert gpu.checkpoint == (12 if setting == "synchronous" else 8) * size
 
