@@ -6,6 +6,7 @@ import math
 import pytest
 
 from swarm.routing.throughput import Link, MovingAverage, Observation, SecondsPerSample
+from swarm.types import LARGEST_COUNT
 from tests.routing.records import record_of
 
 
@@ -79,7 +80,7 @@ def test_announcements_count_only_while_there_are_no_replies() -> None:
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -1.0, 0.0, 1e300])
 def test_nonsense_stays_finite_and_positive(nonsense: float) -> None:
-    seconds = _announced(1e300, queue_length=10**400)
+    seconds = _announced(1e300, queue_length=LARGEST_COUNT)
     _observe(seconds, busy=nonsense, link=nonsense)
     assert seconds.expected is not None
     assert 0 < seconds.expected < 1e7
