@@ -4,11 +4,15 @@ Used by swarm-doctor, by swarm-peer before it begins, and by the memory bench, w
 memory of a process. The formulas are for the built-in model, without dropout, bottleneck and compiled layers.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Size
 
 from swarm.compression.codec import contribution_codec, result_codec
-from swarm.config import RunConfig
+from swarm.config import DataConfig, LoraConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.model.loss import loss_bytes
 from swarm.model.stages import layer_ranges, parameter_shapes, trained_shapes
 from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
@@ -56,14 +60,28 @@ class Needs:
         )
 
 
+def _shapes(config: RunConfig, stage: int) -> tuple[dict[str, Size], dict[str, Size]]:
+    """The shapes of a stage's parameters, and of those that are trained. They take a while to find out."""
+    model = dataclasses.replace(config.model, autocast="off", gradient_checkpointing=False)
+    return _known_shapes(model, config.lora, config.stages, stage)
+
+
+@lru_cache
+def _known_shapes(
+    model: ModelConfig, lora: LoraConfig, stages: StagesConfig, stage: int
+) -> tuple[dict[str, Size], dict[str, Size]]:
+    config = RunConfig(model=model, lora=lora, stages=stages, data=DataConfig(sequence_length=1))
+    return parameter_shapes(config, stage), trained_shapes(config, stage)
+
+
 def num_parameters(config: RunConfig, stage: int) -> int:
     """Parameters of a stage that are trained: all of its own, or those of its adapters."""
-    return sum(map(math.prod, trained_shapes(config, stage).values()))
+    return sum(map(math.prod, _shapes(config, stage)[1].values()))
 
 
 def num_own_parameters(config: RunConfig, stage: int) -> int:
     """Parameters of a stage without adapters."""
-    return sum(map(math.prod, parameter_shapes(config, stage).values()))
+    return sum(map(math.prod, _shapes(config, stage)[0].values()))
 
 
 def head_bytes(config: RunConfig) -> int:
@@ -75,14 +93,14 @@ def frozen_bytes(config: RunConfig, stage: int) -> int:
     """Bytes of the model's own weights beside adapters: matrices in 16 bits, and vectors in float32."""
     if not config.lora.is_on:
         return 0
-    shapes = parameter_shapes(config, stage).values()
+    shapes = _shapes(config, stage)[0].values()
     return sum(math.prod(shape) * (_HALF_BYTES if len(shape) > 1 else _FLOAT_BYTES) for shape in shapes)
 
 
 def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     """Bytes that a stage always holds while it trains, by what they are for. Microbatches in flight, the second bucket
     and their gradients are not included."""
-    shapes = trained_shapes(config, stage)
+    _, shapes = _shapes(config, stage)
     size = _FLOAT_BYTES * num_parameters(config, stage)
     optimizer = gradient_optimizer(config, same_bits=False)
     moments = sum(

@@ -40,6 +40,21 @@ class DoctorOptions:
     """Folder for checkpoints."""
     keep_checkpoints: int = 3
     """Checkpoints to keep."""
+    model: str | None = None
+    """Instead of a run: say what a run with this model would take, for each stage, here and on common GPUs, and for how
+    long. A folder, or a name on the hub, of which only the configuration is downloaded."""
+    preset: str | None = None
+    """The same for a run with this preset."""
+    config: Path | None = None
+    """The same for a run with this configuration."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Any setting of that run: SECTION.KEY=VALUE; may be given several times."""
+    stages: int | None = None
+    """Number of that run's stages."""
+    lora_rank: int | None = None
+    """Rank of that run's adapters (LoRA)."""
+    peers: int = 1
+    """How many peers each stage of that run has."""
     json: bool = False
     """Print one line of JSON instead of a line for each check."""
     insecure: bool = False
@@ -48,14 +63,22 @@ class DoctorOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if self.invite is not None and self.lan:
-            raise ValueError("INVITE and --lan both say which run to enter: leave one out")
-        cli.require_at_least(self, {"keep_checkpoints": 1})
+        sources = [self.invite, self.model, self.preset, self.config]
+        if sum(source is not None for source in sources) + self.lan > 1:
+            raise ValueError("INVITE, --lan, --model, --preset and --config exclude each other")
+        if not self.plans and (self.set or self.stages is not None or self.lora_rank is not None or self.peers != 1):
+            raise ValueError("--set, --stages, --lora-rank and --peers belong to --model, --preset or --config")
+        cli.require_at_least(self, {"keep_checkpoints": 1, "stages": 1, "lora_rank": 0, "peers": 1})
         cli.require_ports(self, ["port", "dht_port"])
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
         # Reading this property checks the addresses.
         _ = self.ports
+
+    @property
+    def plans(self) -> bool:
+        """Whether the options name a run that does not exist yet."""
+        return any(source is not None for source in (self.model, self.preset, self.config))
 
     @property
     def ports(self) -> Ports:

@@ -3,6 +3,7 @@
     swarm-doctor INVITE [--stage N] [--device NAME] [--port P --dht-port P] [--json]
     swarm-doctor --lan                                        for the run of this network
     swarm-doctor                                              without a run: this machine alone
+    swarm-doctor --model NAME [--stages N] [--peers N]        before there is a run: what fits where
 
 One line for each thing: fine, wrong with what to change, or not checked with the reason. The exit code is 1 if anything
 is wrong. It joins nothing, announces nothing and changes nothing.
@@ -23,6 +24,7 @@ from peers.shared import cli, logs
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.exit_codes import EXIT_FAILURE
 from peers.shared.lan import with_invite
+from peers.shared.option_names import naming_options
 from peers.shared.strangers_text import printable
 from swarm.credentials.certificates import Role
 from swarm.errors import SwarmError
@@ -37,6 +39,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the program and return its exit code."""
     options = cli.parse(DoctorOptions, prog=PROG, argv=argv)
     logs.setup_logging("doctor", options.log_level)
+    if options.plans:
+        from peers.doctor import fit
+
+        with naming_options(options):
+            return fit.report(options)
     options = with_invite(options)
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=SystemClock())
     if not options.json:

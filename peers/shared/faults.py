@@ -16,7 +16,7 @@ from peers.shared.process import address_limit
 from peers.shared.stopping import Terminated
 from peers.shared.strangers_text import printable
 from swarm.errors import SwarmError
-from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
+from swarm.machine.out_of_memory import SMALLER, in_words, is_out_of_memory, what_was_asked
 
 _FAULTS = (ValueError, SwarmError, OSError)
 
@@ -112,5 +112,5 @@ def _shortage(error: BaseException | None) -> BaseException | None:
 def _describe_shortage(error: BaseException) -> str:
     text = f"out of memory: no room for {what_was_asked(error)}"
     if (limit := address_limit()) is None:
-        return f"{text}; close other programs, or take a machine with more memory"
+        return f"{text}; close other programs, take a machine with more memory, or in training {SMALLER}"
     return f"{text}; this process may have {in_words(limit)} of addresses (ulimit -v, prlimit --as): allow it more"

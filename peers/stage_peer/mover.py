@@ -22,7 +22,7 @@ from swarm.errors import Fatal, SwarmError
 from swarm.events import kinds as events
 from swarm.events.kinds import Events
 from swarm.machine.clock import Clock
-from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.machine.out_of_memory import SMALLER, is_out_of_memory, what_was_asked
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Mover:
                 raise
             raise Fatal(
                 f"stage {stage} ran out of memory (no room for {what_was_asked(error)}): take a smaller "
-                "--graph-memory-mib or --max-in-flight, more stages, or another --device"
+                f"--graph-memory-mib or --max-in-flight, {SMALLER}, more stages, or another --device"
             ) from None
         return next_move, failure
 

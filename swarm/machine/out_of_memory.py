@@ -20,6 +20,8 @@ _WORDS = (
     "failed to map segment",
 )
 """Parts of such messages, in lower case."""
+SMALLER = "a smaller data.microbatch_size or data.sequence_length, model.gradient_checkpointing = true"
+"""The settings of a run with which training takes less memory, for the lines that report a lack of it."""
 _SIZE = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]i?B)?", re.IGNORECASE)
 _LIBRARY = re.compile(r"([^/\s]+): failed to map segment")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

@@ -12,7 +12,7 @@ import logging
 import math
 
 from swarm.errors import Fatal
-from swarm.machine.out_of_memory import what_was_asked
+from swarm.machine.out_of_memory import SMALLER, what_was_asked
 from swarm.machine.words import counted
 from swarm.stage.graphs import GraphBudget
 
@@ -69,7 +69,7 @@ class Shortage:
         if self._num_failures >= TRIES:
             self.fault = Fatal(
                 f"stage {self._stage} ran out of memory at {TRIES} microbatches in a row, one at a time (no room for "
-                f"{asked}): take more stages, another --device or a machine with more memory"
+                f"{asked}): the run needs {SMALLER} or more stages, or this peer another --device or more memory"
             )
 
     def succeeded(self) -> None:

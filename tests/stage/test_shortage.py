@@ -53,9 +53,10 @@ def test_failures_in_a_row_at_one_microbatch_are_the_end() -> None:
     assert shortage.fault is None
     shortage.failed(GPU, num_reductions=1, in_flight=1)
     assert shortage.fault is not None
-    assert "stage 1 ran out of memory at 3 microbatches in a row, one at a time (no room for 4.00 GiB)" in str(
-        shortage.fault
-    )
+    said = str(shortage.fault)
+    assert "stage 1 ran out of memory at 3 microbatches in a row, one at a time (no room for 4.00 GiB)" in said
+    for setting in ("data.microbatch_size", "data.sequence_length", "model.gradient_checkpointing"):
+        assert setting in said
 
 
 # -- at a stage --------------------------------------------------------------------------------------------------------

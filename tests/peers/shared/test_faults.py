@@ -5,7 +5,10 @@ import pytest
 from peers.shared import faults, logs, stopping
 from swarm.errors import ConfigMismatch, PeerUnavailable
 
-_MORE_MEMORY = "close other programs, or take a machine with more memory"
+_MORE_MEMORY = (
+    "close other programs, take a machine with more memory, or in training a smaller data.microbatch_size or "
+    "data.sequence_length, model.gradient_checkpointing = true"
+)
 
 
 def _follows(error: Exception, cause: Exception) -> Exception:

@@ -1,0 +1,252 @@
+"""What fits where, before there is a run: each stage's memory, the bytes over its line, and the seconds of a step.
+
+Used by `swarm-doctor --model M | --preset P | --config F`. Memory is computed, with needs.py, and one layer of the
+model is measured. Of a model on the hub only the configuration is downloaded.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peers.doctor import machine, needs
+from peers.doctor.options import DoctorOptions
+from peers.shared.devices import Device
+from peers.shared.exit_codes import EXIT_FAILURE
+from swarm import config as configs
+from swarm.config import DataConfig, RunConfig, StagesConfig
+from swarm.data import hub
+from swarm.interchange import run_folder
+from swarm.interchange.families.known import read_config
+from swarm.machine.out_of_memory import in_words, is_out_of_memory
+from swarm.machine.words import counted
+from swarm.model.stages import build_stage, layer_ranges
+
+COMMON_GIB, RESERVED_BYTES = (8, 12, 16, 24, 80), 1 << 30
+"""Memory of common GPUs, and what the driver, PyTorch itself and gaps between tensors take of it."""
+_LINE_BYTES_PER_SECOND = 100e6 / 8
+_MEASURING_SECONDS, _FIRST_TOKENS = 3.0, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFit:
+    """What a stage takes of each of its peers, in bytes."""
+
+    layers: int
+    weights: int
+    """The trained parameters, with the copies of them that microbatches compute with."""
+    frozen: int
+    """The model's own weights beside adapters."""
+    optimizer: int
+    other: int
+    """Gradients, anchors, the loss and what is held for a moment; on the CPU also all that is in `ram` beside a GPU."""
+    graphs: int
+    """Of the microbatches in flight, with their inputs and outputs."""
+    in_flight: int
+    ram: int
+    sent: int
+    """What a peer sends in a step; it receives about as much."""
+    least: int
+    """The least memory of the device: all forwards but one are computed again."""
+
+    @classmethod
+    def of(cls, config: RunConfig, stage: int, *, num_peers: int, on_gpu: bool) -> "StageFit":
+        """What a stage takes if it has so many peers."""
+        whole, held = needs.Needs.of(config, stage, on_gpu=on_gpu), needs.state_bytes(config, stage)
+        weights = held["parameters"] + held["version"] + held.get("casts", 0)
+        share, num_stages = -(-config.microbatches_per_round // num_peers), config.stages.num_stages
+        # The last stage goes backward at once.
+        in_flight = 1 if stage == num_stages - 1 else min(num_stages + 2, share)
+        kept, light = (needs.in_flight_bytes(config, stage, is_kept=kept, fused=on_gpu) for kept in (True, False))
+        again = needs.layer_graph_bytes(config, fused=on_gpu) if config.model.gradient_checkpointing else 0
+        wire, settled = needs.wire_bytes(config, stage), share * needs.settled_bytes(config, stage)
+        device = whole.device + (0 if on_gpu else settled)
+        return cls(
+            layers=len(layer_ranges(config)[stage]),
+            weights=weights,
+            frozen=held.get("frozen", 0),
+            optimizer=held["optimizer"],
+            other=device - weights - held.get("frozen", 0) - held["optimizer"],
+            graphs=in_flight * kept + again,
+            in_flight=in_flight,
+            ram=whole.ram + settled if on_gpu else 0,
+            sent=share * (wire["input"] + wire["output"]) + needs.exchanged_bytes(config, stage, num_members=num_peers),
+            least=device + kept + (in_flight - 1) * light + again,
+        )
+
+    def verdict(self, free_bytes: int) -> str:
+        """Whether the stage fits into so much memory of its device."""
+        if self.least > free_bytes:
+            return f"lacks {in_words(self.least - free_bytes)}"
+        whole = self.weights + self.frozen + self.optimizer + self.other + self.graphs
+        return "fits" if whole <= free_bytes else "fits if forwards are computed again"
+
+
+def planned(options: DoctorOptions) -> RunConfig:
+    """The configuration of the run that the options name. Raises ValueError, PeerUnavailable."""
+    if options.model is not None:
+        folder = Path(options.model).expanduser()
+        if not folder.is_dir():
+            folder = hub.download(options.model, ("config.json", "generation_config.json"))
+        if (folder / run_folder.CONFIG).is_file():
+            config = run_folder.load_config(folder)
+        else:
+            _, model = read_config(folder / "config.json")
+            length = min(model.max_positions or run_folder.LONGEST_SEQUENCE, run_folder.LONGEST_SEQUENCE)
+            stages = StagesConfig(num_stages=min(2, model.num_layers))
+            config = RunConfig(model=model, stages=stages, data=DataConfig(sequence_length=length))
+    else:
+        config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
+    config = configs.with_settings(config, options.set)
+    settings = _in_stages(config, options.stages) if options.stages is not None else []
+    settings += [f"lora.rank={options.lora_rank}"] if options.lora_rank is not None else []
+    config = configs.with_settings(config, settings)
+    if config.model.custom_class:
+        raise ValueError("only its code knows the size of a run with a model.custom_class")
+    return config
+
+
+def of_stages(config: RunConfig, num_peers: int, *, on_gpu: bool) -> list[StageFit]:
+    """What each stage takes. Stages of the same shape are computed once."""
+    ranges = layer_ranges(config)
+    shapes = [(len(layers), stage == 0, stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
+    found = {shape: StageFit.of(config, shapes.index(shape), num_peers=num_peers, on_gpu=on_gpu) for shape in {*shapes}}
+    return [found[shape] for shape in shapes]
+
+
+def helpful(config: RunConfig, free_bytes: int, num_peers: int, *, on_gpu: bool) -> list[list[str]]:
+    """The settings with which all stages would fit: of each kind the mildest that does by itself, or else as few and
+    mild ones together as there can be."""
+
+    def fits(settings: Sequence[str]) -> bool:
+        try:
+            stages = of_stages(configs.with_settings(config, settings), num_peers, on_gpu=on_gpu)
+        except ValueError:
+            return False
+        return all(stage.least <= free_bytes for stage in stages)
+
+    kinds = [kind for kind in _kinds(config) if kind]
+    if alone := [choice for kind in kinds if (choice := next(filter(fits, kind), None)) is not None]:
+        return alone
+    chosen = [kind[-1] for kind in kinds]
+    if not fits([*chain(*chosen)]):
+        return []
+    for place in reversed(range(len(kinds))):
+        for choice in ([], *kinds[place]):
+            changed = [*chosen[:place], choice, *chosen[place + 1 :]]
+            if fits([*chain(*changed)]):
+                chosen = changed
+                break
+    return [[*chain(*chosen)]]
+
+
+def _kinds(config: RunConfig) -> Iterator[list[list[str]]]:
+    """Kinds of settings with which a stage takes less memory, each with its choices, the mildest first."""
+    data, num_stages, num_layers = config.data, config.stages.num_stages, config.model.num_layers
+    yield [[f"data.microbatch_size={data.microbatch_size >> n}"] for n in range(1, data.microbatch_size.bit_length())]
+    yield [] if config.model.gradient_checkpointing else [["model.gradient_checkpointing=true"]]
+    yield [] if config.model.autocast != "off" else [["model.autocast=bf16"]]
+    yield [] if config.lora.is_on else [["lora.rank=16"]]
+    more = {min(num_stages << n, num_layers) for n in range(1, 8)} - {num_stages}
+    yield [_in_stages(config, number) for number in sorted(more)]
+    yield [[f"data.sequence_length={data.sequence_length >> n}"] for n in (1, 2, 3) if data.sequence_length >> n]
+
+
+def _in_stages(config: RunConfig, number: int) -> list[str]:
+    even = ["stages.layers_per_stage=[]"] if config.stages.layers_per_stage else []
+    return [*even, f"stages.num_stages={number}"]
+
+
+def measured_step(config: RunConfig, stages: Sequence[StageFit], num_peers: int, device: Device) -> float | None:
+    """The seconds of a step if all peers had this device, and lines took no time; None if a layer has no room on it.
+    Blocks for some seconds, while one layer is measured, with as many tokens as there is time for."""
+    model = dataclasses.replace(
+        config.model, num_layers=3, block_types="", num_shards=1, weights="", gradient_checkpointing=False
+    )
+    alone = dataclasses.replace(config, model=model, stages=StagesConfig(num_stages=3))
+    if 4 * sum(needs.state_bytes(alone, 1).values()) > 3 * device.free_bytes:
+        return None
+    begun, tokens, length = time.monotonic(), _FIRST_TOKENS, config.data.sequence_length
+    try:
+        module = build_stage(alone, 1, device=device.name)
+        while True:
+            hidden_BTR = torch.randn(1, min(tokens, length), model.hidden_width, device=device.name, requires_grad=True)
+            seconds = math.inf
+            for _ in range(3):
+                started = time.monotonic()
+                module(hidden_BTR, dropout_key=None).sum().backward()
+                assert hidden_BTR.grad is not None
+                hidden_BTR.grad.sum().item()  # waits for the device
+                seconds = min(seconds, time.monotonic() - started)
+            if tokens >= length or time.monotonic() - begun > _MEASURING_SECONDS:
+                break
+            tokens *= 2
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    layer = seconds / hidden_BTR.shape[1] * config.data.tokens_per_microbatch
+    head = layer * model.vocab_size * model.d_model / (needs.num_own_parameters(alone, 1) or 1)
+    again = 4 / 3 if config.model.gradient_checkpointing else 1.0
+    slowest = max(again * layer * stage.layers + head * (stage is stages[-1]) for stage in stages)
+    return slowest * (-(-config.microbatches_per_round // num_peers) + len(stages) - 1)
+
+
+def report(options: DoctorOptions) -> int:
+    """Print what the run would take and where it fits. Return an exit code, which is 1 if it does not fit here."""
+    config, num_peers = planned(options), options.peers
+    finding, device = machine.device(options.device)
+    if device is None:
+        raise ValueError(finding.text)
+    here = device.kind == "cuda"
+    stages = of_stages(config, num_peers, on_gpu=here)
+    fits = [_fit(config, num_peers, device.name, device.free_bytes, on_gpu=here)]
+    fits += [
+        _fit(config, num_peers, f"a GPU of {size} GiB", (size << 30) - RESERVED_BYTES, on_gpu=True)
+        for size in COMMON_GIB
+    ]
+    seconds = measured_step(config, stages, num_peers, device)
+    if options.json:
+        rows = [dataclasses.asdict(stage) for stage in stages]
+        print(json.dumps({"fits": fits[0]["fits"], "stages": rows, "devices": fits, "step_seconds": seconds}))
+    else:
+        _print(config, stages, fits, seconds, num_peers)
+    return 0 if fits[0]["fits"] else EXIT_FAILURE
+
+
+def _fit(config: RunConfig, num_peers: int, name: str, free_bytes: int, *, on_gpu: bool) -> dict[str, Any]:
+    verdicts = [stage.verdict(free_bytes) for stage in of_stages(config, num_peers, on_gpu=on_gpu)]
+    fits = not any(verdict.startswith("lacks") for verdict in verdicts)
+    settings = [] if fits else helpful(config, free_bytes, num_peers, on_gpu=on_gpu)
+    return {"device": name, "free_bytes": free_bytes, "fits": fits, "stages": verdicts, "would_fit_with": settings}
+
+
+def _print(
+    config: RunConfig, stages: Sequence[StageFit], fits: Sequence[dict[str, Any]], seconds: float | None, num_peers: int
+) -> None:
+    data, columns = config.data, ("weights", "frozen", "optimizer", "other", "graphs", "ram", "sent")
+    print(
+        f"{counted(len(stages), 'stage')}, each of {counted(num_peers, 'peer')}; a step has "
+        f"{counted(config.microbatches_per_round, 'microbatch')} of {data.microbatch_size} x {data.sequence_length} "
+        f"tokens\n\nstage  layers  in flight  {'  '.join(f'{column:>9}' for column in columns)}"
+    )
+    for number, stage in enumerate(stages):
+        sizes = "  ".join(f"{in_words(getattr(stage, column)):>9}" for column in columns)
+        print(f"{number:>5}  {stage.layers:>6}  {stage.in_flight:>9}  {sizes}")
+    print("\nAll but ram is memory of the device. Graphs are of the microbatches in flight; sent is for each step.\n")
+    for fit in fits:
+        said = {text: [str(n) for n, verdict in enumerate(fit["stages"]) if verdict == text] for text in fit["stages"]}
+        text = "; ".join(f"stage {', '.join(who)} {what}" for what, who in said.items())
+        print(f"{fit['device']:<15}  {in_words(fit['free_bytes']):>9} free  {text}")
+        for settings in fit["would_fit_with"]:
+            print(f"{'':<33}fits with {' '.join(f'--set {setting}' for setting in settings)}")
+    sent = max(stage.sent for stage in stages) / _LINE_BYTES_PER_SECOND
+    timed = "is not known: a layer has no room here" if seconds is None else f"takes {seconds:,.1f} s with this device"
+    print(f"\nA step {timed}; beside it a line of 100 Mbit/s upwards takes {sent:,.1f} s")
