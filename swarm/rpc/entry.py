@@ -6,6 +6,7 @@ address.
 """
 
 import asyncio
+import os
 import re
 import ssl
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class Entry:
         except OSError as error:
             raise PeerUnavailable(
                 f"no swarm-peer answers at {self.endpoint} ({error.strerror or error}): check the address, that its "
-                "port is open, and that it was started without --insecure"
+                f"port is open, and that it was started without --insecure{_proxy_advice()}"
             ) from None
         if id_of(certificate_pem) != self.peer_id:
             raise PeerUnavailable(
@@ -131,6 +132,12 @@ def id_of(certificate_pem: str) -> PeerId | None:
         return certificates.peer_id_of(certificate_pem)
     except IntegrityError:
         return None
+
+
+def _proxy_advice() -> str:
+    """What a user may not expect whose downloads go through a proxy; empty if none is set."""
+    names = [name for name in ("https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY") if os.environ.get(name)]
+    return f"; {names[0]} is used for downloads, and not to reach peers" if names else ""
 
 
 def _is_self_signed(certificate_pem: str) -> bool:

@@ -105,3 +105,10 @@ async def test_without_tls_both_sides_have_to_agree(serve: Callable[[Identity | 
 async def test_nobody_there_is_said_so() -> None:
     with pytest.raises(PeerUnavailable, match=r"no swarm-peer answers at 127\.0\.0\.1:1 "):
         await Entry(ID, "127.0.0.1:1").connect(generate(), insecure=False)
+
+
+async def test_where_nobody_answers_a_set_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for proxy, end in (("http://127.0.0.1:1", "; http_proxy is used for downloads, and not to reach peers"), ("", "")):
+        monkeypatch.setenv("http_proxy", proxy)
+        with pytest.raises(PeerUnavailable, match=f"started without --insecure{end}$"):
+            await Entry(ID, "127.0.0.1:1").connect(OPEN, insecure=False)
