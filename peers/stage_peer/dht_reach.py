@@ -34,6 +34,7 @@ class DhtReach:
         self._node = node
         self._host = listen.host
         self._named = listen.dht_addresses
+        self._own = {one.host for one in listen.own}
 
     @property
     def named(self) -> str:
@@ -81,7 +82,10 @@ class DhtReach:
             logger.info("others reach its node of the DHT at %s by now: from now on it is asked again", reached[0])
         _, libp2p_id = addresses.split(self._named[0])
         ends = map(host_and_port, reached)
-        self.addresses = tuple(f"{addresses.at(host, port)}/p2p/{libp2p_id}" for host, port in ends)
+        found = (f"{addresses.at(host, port)}/p2p/{libp2p_id}" for host, port in ends)
+        # Nobody outside reaches the machine's own, which are for processes on it and in its network.
+        own = (named for named in self._named if _host_and_port(named)[0] in self._own)
+        self.addresses = tuple(dict.fromkeys([*found, *own]))
 
     async def _become(self, *, client_mode: bool) -> bool:
         try:

@@ -5,6 +5,7 @@ peers which of the addresses they reach. mover.py passes the Reach to every serv
 """
 
 import re
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -12,6 +13,8 @@ from typing import Protocol, Self
 from swarm.dht.addresses import is_host
 from swarm.rpc.endpoint import endpoint_of, ip_of
 
+MOST_OWN = 2
+"""The most of a machine's own addresses that are announced behind others."""
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<ip>[^\]]*:[^\]]*)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,5}))?|(?P<bare>.*:.*:.*)")
 
 
@@ -112,6 +115,7 @@ class Listen:
         host: IP address to listen on; empty for all of this machine's.
         port: TCP port for gRPC; 0 takes a free one.
         outside: where others reach that port, the best first.
+        own: this machine's own addresses, where processes on it and in its network reach the port in any case.
         dht_addresses: where others enter the DHT, the best first.
         dht_port: TCP port at which the DHT's node listens; 0 if there is none that others can ask.
     """
@@ -119,12 +123,19 @@ class Listen:
     host: str
     port: int
     outside: tuple[Outside, ...]
+    own: tuple[Outside, ...] = ()
     dht_addresses: tuple[str, ...]
     dht_port: int = 0
 
     def endpoints(self, own_port: int) -> tuple[str, ...]:
         """HOST:PORT of each address, for a server that listens on `own_port`."""
         return tuple(endpoint_of(outside.host, outside.port or own_port) for outside in self.outside)
+
+    def behind(self, reached: Sequence[str], own_port: int) -> tuple[str, ...]:
+        """The machine's own endpoints, to be announced behind those at which others reach it; none if one of those is
+        its own. A router seldom leads from within to its own outer address."""
+        own = tuple(endpoint_of(one.host, own_port) for one in self.own)
+        return () if set(own) & set(reached) else own[:MOST_OWN]
 
     def announced(self, own_port: int) -> Announced:
         """What others are told: all addresses, unchecked."""

@@ -90,21 +90,18 @@ def candidates(
     )
 
 
-def outside_of(
-    host: str, named: Sequence[Outside], named_dht: Sequence[Outside], initial_peers: Sequence[str]
-) -> tuple[tuple[Outside, ...], tuple[Outside, ...]]:
-    """Where others reach a peer's gRPC server, and its DHT node: as the user named it, or else by own_candidates.
+def own_outside(host: str, initial_peers: Sequence[str], *, is_named: bool) -> tuple[Outside, ...]:
+    """This machine's own addresses, the best first, for a peer that listens at `host`.
 
     Args:
-        host: the IP address that the peer listens on.
         initial_peers: the addresses at which the peer enters the DHT.
+        is_named: whether the user named the addresses at which others reach it. Otherwise a warning tells if it is not
+            known which of these is the best.
     """
-    if named and named_dht:
-        return tuple(named), tuple(named_dht)
     own = own_candidates(host, initial_peers)
-    own.say_if_undecided()
-    hosts = tuple(map(Outside, own.hosts))
-    return tuple(named) or hosts, tuple(named_dht) or hosts
+    if not is_named:
+        own.say_if_undecided()
+    return tuple(map(Outside, own.hosts))
 
 
 def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:

@@ -42,7 +42,7 @@ from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.listen import Announced, Listen, Outside
 from peers.stage_peer.mover import Mover
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_addresses import outside_of
+from peers.stage_peer.own_addresses import own_outside
 from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
 from peers.stage_peer.own_model import OwnModel, open_model
@@ -113,12 +113,14 @@ def main(argv: Sequence[str]) -> int:
             options.first_stage,
         )
     member = admitted(identity.identity, token)
-    outside, outside_dht = outside_of(options.host, options.outside, options.outside_dht, addresses)
+    is_named = bool(options.outside and options.outside_dht)
+    own_hosts = own_outside(options.host, addresses, is_named=is_named)
+    outside_dht = tuple(dict.fromkeys([*options.outside_dht, *own_hosts]))
     node = enter_dht(options, addresses, outside_dht, member, identity.libp2p_path)
     try:
         listen = Listen(
-            host=options.host, port=options.port, outside=outside, dht_addresses=tuple(node.addresses()),
-            dht_port=node.port,
+            host=options.host, port=options.port, outside=options.outside or own_hosts, own=own_hosts,
+            dht_addresses=tuple(node.addresses()), dht_port=node.port,
         )  # fmt: skip
         start = Start(
             options=options, config=own, model=model, entrance=entrance, addresses=addresses, identity=member,

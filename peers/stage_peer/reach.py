@@ -42,6 +42,8 @@ and for a first result in which nobody reached this peer: either may have been a
 MOST_BUSY = 3
 """If other peers had no time to dial back in this many attempts, the machine's own addresses are announced
 unchecked."""
+MOST_ENDPOINTS = 8
+"""The most endpoints that a peer announces."""
 SAY_SECONDS = 15.0
 """Time between two log lines that nobody can reach this peer."""
 _EVERYWHERE = ("", "0.0.0.0", "::")
@@ -87,7 +89,10 @@ class Reach:
         """All ways to this peer that are known to work, the best first."""
         if self._found is None:
             return ()
-        return (*self._found.endpoints, *(self._waiting.endpoints if self._found.needs_tunnels else ()))[:8]
+        found = self._found.endpoints
+        behind = self._listen.behind(found, self.port) if found else ()
+        tunnels = self._waiting.endpoints if self._found.needs_tunnels else ()
+        return (*(*found, *tunnels)[: MOST_ENDPOINTS - len(behind)], *behind)
 
     @property
     def _candidates(self) -> tuple[str, ...]:

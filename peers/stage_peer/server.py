@@ -61,7 +61,9 @@ class StageServer:
     def __init__(self, membership: Membership, stage: int, tasks: asyncio.TaskGroup, options: ServerOptions) -> None:
         config, clock = membership.config, membership.clock
         # The channels are closed with this server, because at another stage the peer has other neighbours.
-        channels = ChannelPool(insecure=options.insecure, identity=membership.identity, clock=clock)
+        channels = ChannelPool(
+            insecure=options.insecure, identity=membership.identity, clock=clock, points=membership.channels.points
+        )
         self._membership = membership = dataclasses.replace(membership, channels=channels)
         self._options = options
         max_in_flight = options.max_in_flight or config.stages.num_stages + 2

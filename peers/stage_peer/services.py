@@ -62,6 +62,7 @@ class Services:
             membership.identity.peer_id, options.meeting, membership.clock, insecure=options.insecure,
             is_exchanging=self._is_exchanging,
         )  # fmt: skip
+        membership.channels.points.serve_here(self._meeting_point.line_to)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Add each service to a server that has not started yet."""

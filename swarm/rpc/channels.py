@@ -62,12 +62,16 @@ class ChannelPool:
     meeting point, gets a new channel when a better way is found; calls under way end on the old one.
     """
 
-    def __init__(self, *, insecure: bool = False, identity: Identity | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self, *, insecure: bool = False, identity: Identity | None = None, clock: Clock | None = None,
+        points: Points | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             insecure: talk in the clear, and only with peers that do so too.
             identity: this peer's own. A member of a locked run shows it, and calls only peers of the run.
             clock: the time by which certificates are valid or not.
+            points: the meeting points of another pool of this process, to share them; left out, they are its own.
         """
         self.is_insecure = insecure
         self._identity = identity
@@ -77,7 +81,8 @@ class ChannelPool:
         self._used_at: dict[_Key, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._dialler = Dialler()
-        self._points = Points(identity, insecure=insecure)
+        self.points = points or Points(identity, insecure=insecure)
+        """The meeting points through which hidden peers are reached."""
         self._ways: dict[str, Ways] = {}
         """The ways to each peer that gRPC cannot simply dial, by the peer's place."""
 
@@ -155,7 +160,7 @@ class ChannelPool:
         if len(record.endpoints) == 1 and not record.endpoint.startswith(TUNNEL):
             return None
         if record.place not in self._ways:
-            self._ways[record.place] = Ways(record, self._points, self._dialler, self._clock)
+            self._ways[record.place] = Ways(record, self.points, self._dialler, self._clock)
         self._ways[record.place].learn(record)
         return self._ways[record.place]
 

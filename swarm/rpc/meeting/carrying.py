@@ -1,14 +1,15 @@
 """Lines to a peer. A line carries the bytes of a connection in both directions, until one end closes.
 
-A line is a TCP connection, or a call to a meeting point that carries one. Used by dialler, ways, punch and waiting. The
-bytes are TLS between others; nothing here looks at them.
+A line is a TCP connection, or a call that carries one: to a meeting point, or from the peer to this process if that is
+the meeting point. Used by dialler, ways, punch and waiting. The bytes are TLS between others; nothing here looks at
+them.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Coroutine
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 
@@ -103,7 +104,18 @@ class CallLine:
             await writer.drain()
 
 
-Line = TcpLine | CallLine
+class Line(Protocol):
+    """What all kinds of lines have in common."""
+
+    @property
+    def kind(self) -> Kind: ...
+    async def carry(self, stream: TcpStream) -> None:
+        """Do as TcpLine.carry does."""
+        ...
+
+    async def close(self) -> None:
+        """Do as TcpLine.close does."""
+        ...
 
 
 async def first_of(*work: Coroutine[Any, Any, None]) -> None:

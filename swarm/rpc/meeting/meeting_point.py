@@ -26,7 +26,7 @@ from swarm.rpc.callers import Caller, Shares, bearer_of
 from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.failures import abort
 from swarm.rpc.meeting.budget import RETRY_SECONDS, Budget, MeetingLimits
-from swarm.rpc.meeting.carrying import PIECE_BYTES, first_of
+from swarm.rpc.meeting.carrying import PIECE_BYTES, Kind, Line, TcpStream, first_of
 from swarm.rpc.meeting.check import DialBack, peer_address
 from swarm.rpc.serving import receive, send
 from swarm.rpc.v1 import meeting_pb2 as pb
@@ -74,6 +74,37 @@ class _Answer:
     local: str = ""
     released: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _OwnLine:
+    """A connection of this process to a peer that waits here. It is this peer's own work, so no budget counts it."""
+
+    kind = Kind.RELAYED
+
+    def __init__(self, answer: _Answer) -> None:
+        self._answer = answer
+
+    async def carry(self, stream: TcpStream) -> None:
+        """Do as TcpLine.carry does."""
+        reader, writer = stream
+        try:
+            await first_of(self._send(reader), self._receive(writer), _ended(self._answer))
+        finally:
+            writer.close()
+            await self.close()
+
+    async def close(self) -> None:
+        """End the peer's call; nothing happens if it has ended already."""
+        self._answer.released.set()
+
+    async def _send(self, reader: asyncio.StreamReader) -> None:
+        while data := await reader.read(PIECE_BYTES):
+            await send(self._answer.context, pb.Carried(data=data), STALL_SECONDS)
+
+    async def _receive(self, writer: asyncio.StreamWriter) -> None:
+        while (piece := await receive(self._answer.context, IDLE_SECONDS)) is not None:
+            writer.write(piece.data)
+            await writer.drain()
 
 
 class MeetingPoint(MeetingServiceServicer):
@@ -130,6 +161,21 @@ class MeetingPoint(MeetingServiceServicer):
                 await self._meet(request, bearer_of(context), context)
         except SwarmError as error:
             await abort(context, error)
+
+    async def line_to(self, peer_id: PeerId) -> Line:
+        """Connect this process itself to a peer that waits here.
+
+        Raises:
+            NotReady: the peer does not wait here.
+            DeadlineExceeded: it does not answer.
+        """
+        answer = await self._called(peer_id, Caller(self._own_id), is_meeting=False)
+        try:
+            await send(answer.context, pb.Carried(data=b""), FIRST_SECONDS)
+        except BaseException:
+            answer.released.set()
+            raise
+        return _OwnLine(answer)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 

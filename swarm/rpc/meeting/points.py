@@ -1,15 +1,21 @@
 """Opens connections to meeting points. Each use has a connection of its own, so that bytes of one use do not hold up
 another.
 
-Used by ways, punch and waiting. A meeting point's certificate is asked for once, and then pinned.
+Used by ways, punch and waiting. A meeting point's certificate is asked for once, and then pinned. If this process is
+itself the meeting point, it calls the waiting peer without any connection: a router often does not lead from within to
+its own outer address.
 """
+
+from collections.abc import Awaitable, Callable
 
 import grpc
 
 from swarm.credentials.identity import Identity
 from swarm.rpc import tls
 from swarm.rpc.entry import Entry
+from swarm.rpc.meeting.carrying import Line
 from swarm.rpc.options import BULK_OPTIONS, Options
+from swarm.types import PeerId
 
 
 class Points:
@@ -19,6 +25,15 @@ class Points:
         self._own = own
         self._insecure = insecure
         self._certificates: dict[Entry, str] = {}
+        self._open_here: Callable[[PeerId], Awaitable[Line]] | None = None
+
+    def serve_here(self, open_line: Callable[[PeerId], Awaitable[Line]]) -> None:
+        """From now on this process is a meeting point, and `open_line` connects it to a peer that waits here."""
+        self._open_here = open_line
+
+    def here(self, point: Entry) -> Callable[[PeerId], Awaitable[Line]] | None:
+        """What connects to the peers that wait at a meeting point, if it is this process; None if it is another."""
+        return self._open_here if self._own is not None and point.peer_id == self._own.peer_id else None
 
     async def connect(self, point: Entry, options: Options = BULK_OPTIONS, *, target: str = "") -> grpc.aio.Channel:
         """Open a new channel to a meeting point.

@@ -108,16 +108,20 @@ class Ways:
     async def _relayed(self, endpoint: str, point: Entry) -> Line:
         try:
             async with asyncio.timeout(TUNNEL_SECONDS):
-                channel = await self._points.connect(point)
-                stub: Any = MeetingServiceStub(channel)
-                opening = pb.Carried(to=self._peer_id)
-                line = await CallLine.opened(stub.Connect(), channel, opening, TUNNEL_SECONDS)
+                line = await self._through(point)
         except (SwarmError, OSError, TimeoutError):
             self._failed_until[endpoint] = self._clock.monotonic() + TUNNEL_AGAIN_SECONDS
             self._points.forget(point)
             raise
         self._failed_until.pop(endpoint, None)
         return line
+
+    async def _through(self, point: Entry) -> Line:
+        if (open_here := self._points.here(point)) is not None:
+            return await open_here(self._peer_id)
+        channel = await self._points.connect(point)
+        stub: Any = MeetingServiceStub(channel)
+        return await CallLine.opened(stub.Connect(), channel, pb.Carried(to=self._peer_id), TUNNEL_SECONDS)
 
 
 class Road:

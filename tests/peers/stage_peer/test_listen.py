@@ -97,3 +97,16 @@ def test_what_leads_nowhere_is_refused_in_one_line(
 )
 def test_what_may_lead_somewhere_is_believed(words: str) -> None:
     assert _options(*words.split()).outside
+
+
+@pytest.mark.parametrize(
+    ("reached", "behind"),
+    [(["203.0.113.7:41001"], ("192.168.1.7:5001", "10.8.0.2:5001")), (["192.168.1.7:5001"], ())],
+    ids=["through a router", "by its own address"],
+)
+def test_the_machine_s_own_addresses_stay_behind_those_at_which_others_reach_it(
+    reached: list[str], behind: tuple[str, ...]
+) -> None:
+    own = tuple(map(Outside, ("192.168.1.7", "10.8.0.2", "10.9.0.2")))
+    listen = Listen(host="", port=5001, outside=(Outside("203.0.113.7", 41001),), own=own, dht_addresses=())
+    assert listen.behind(reached, 5001) == behind

@@ -271,3 +271,25 @@ async def _refusal(host: Host, method: str, *messages: pb.Carried, own: Identity
             await call.read()
     await channel.close()
     return translate(caught.value)
+
+
+async def test_a_meeting_point_reaches_those_that_wait_there_although_its_router_does_not_lead_back_to_itself() -> None:
+    own = generate()
+    async with (
+        meeting_point(own) as host,
+        Proxy(host.entry.host, host.entry.port) as outer,
+        hidden_peer([Entry(host.entry.peer_id, outer.address)]) as hidden,
+    ):
+        # Nothing answers at the outer address that the hidden peer's record names.
+        record = hidden.record.model_copy(update={"endpoint": f"tunnel:{host.entry.peer_id}@127.0.0.1:1"})
+        pool = ChannelPool(identity=own)
+        pool.points.serve_here(host.point.line_to)
+        for bulk in (False, True):
+            assert await echo(pool.channel(record, bulk=bulk), MEGABYTE) == MEGABYTE
+        assert host.point.budget.num_bytes == 0, "its own work is no burden on what it carries for others"
+        await pool.close()
+        await eventually(lambda: hidden.waiting.num_lines(Kind.RELAYED) == 0)
+        stranger = ChannelPool(identity=generate())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await echo(stranger.channel(record), b"a", seconds=1.0)
+        await stranger.close()
