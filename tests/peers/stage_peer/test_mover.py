@@ -154,7 +154,7 @@ async def test_it_serves_nothing_that_it_could_not_download(
     config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    async def refuse(_: object) -> AsyncIterator[None]:
+    async def refuse(*_: object) -> AsyncIterator[None]:
         raise NotReady("not now")
         yield
 
@@ -184,7 +184,7 @@ async def test_a_peer_that_is_told_to_stop_while_it_enters_a_stage_ends(
     *,
     first: bool,
 ) -> None:
-    async def hang(_: object) -> AsyncIterator[None]:
+    async def hang(*_: object) -> AsyncIterator[None]:
         asked.set()
         await asyncio.Event().wait()
         yield

@@ -14,6 +14,7 @@ from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.events.kinds import Leave
 from swarm.hop.answers import HopReply
+from swarm.rpc.callers import Caller
 from swarm.rpc.v1 import averaging_pb2
 from swarm.stage.context import StageLimits
 from swarm.types import ClaimState, PeerState
@@ -110,10 +111,12 @@ async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_s
     handlers, asked, goes_on = last_peer.server.averager.handlers, asyncio.Event(), asyncio.Event()
     download = handlers.download
 
-    async def slowly(request: averaging_pb2.DownloadRequest) -> AsyncIterator[averaging_pb2.DownloadReply]:
+    async def slowly(
+        request: averaging_pb2.DownloadRequest, *caller: Caller
+    ) -> AsyncIterator[averaging_pb2.DownloadReply]:
         asked.set()
         await goes_on.wait()
-        async for reply in download(request):
+        async for reply in download(request, *caller):
             yield reply
 
     monkeypatch.setattr(handlers, "download", slowly)
