@@ -37,24 +37,27 @@ _MEASURING_SECONDS, _FIRST_TOKENS = 3.0, 32
 
 @dataclass(frozen=True, kw_only=True)
 class StageFit:
-    """What a stage takes of each of its peers, in bytes."""
+    """What a stage takes of each of its peers, in bytes.
+
+    Attributes:
+        weights: those that are trained, with the copies that microbatches compute with.
+        frozen: the model's own weights beside adapters.
+        other: gradients, anchors, the loss and what is held for a moment; on the CPU also all that is `ram` on a GPU.
+        graphs: of the microbatches in flight, with their inputs and outputs.
+        sent: what a peer sends in a step; it receives about as much.
+        least: the least memory of the device: all forwards but one are computed again.
+    """
 
     layers: int
     weights: int
-    """The trained parameters, with the copies of them that microbatches compute with."""
     frozen: int
-    """The model's own weights beside adapters."""
     optimizer: int
     other: int
-    """Gradients, anchors, the loss and what is held for a moment; on the CPU also all that is in `ram` beside a GPU."""
     graphs: int
-    """Of the microbatches in flight, with their inputs and outputs."""
     in_flight: int
     ram: int
     sent: int
-    """What a peer sends in a step; it receives about as much."""
     least: int
-    """The least memory of the device: all forwards but one are computed again."""
 
     @classmethod
     def of(cls, config: RunConfig, stage: int, *, num_peers: int, on_gpu: bool) -> "StageFit":
@@ -206,37 +209,32 @@ def report(options: DoctorOptions) -> int:
     if device is None:
         raise ValueError(finding.text)
     here = device.kind == "cuda"
+    places = [(device.name, device.free_bytes, here)]
+    places += [(f"a GPU of {size} GiB", (size << 30) - RESERVED_BYTES, True) for size in COMMON_GIB]
+    fits = list[dict[str, Any]]()
+    for name, free_bytes, on_gpu in places:
+        verdicts = [stage.verdict(free_bytes) for stage in of_stages(config, num_peers, on_gpu=on_gpu)]
+        lacks = any(verdict.startswith("lacks") for verdict in verdicts)
+        settings = helpful(config, free_bytes, num_peers, on_gpu=on_gpu) if lacks else []
+        fits.append({"device": name, "free_bytes": free_bytes, "stages": verdicts, "would_fit_with": settings})
+        fits[-1]["fits"] = not lacks
     stages = of_stages(config, num_peers, on_gpu=here)
-    fits = [_fit(config, num_peers, device.name, device.free_bytes, on_gpu=here)]
-    fits += [
-        _fit(config, num_peers, f"a GPU of {size} GiB", (size << 30) - RESERVED_BYTES, on_gpu=True)
-        for size in COMMON_GIB
-    ]
     seconds = measured_step(config, stages, num_peers, device)
     if options.json:
         rows = [dataclasses.asdict(stage) for stage in stages]
         print(json.dumps({"fits": fits[0]["fits"], "stages": rows, "devices": fits, "step_seconds": seconds}))
     else:
-        _print(config, stages, fits, seconds, num_peers)
+        _print(config, stages, fits, seconds)
     return 0 if fits[0]["fits"] else EXIT_FAILURE
 
 
-def _fit(config: RunConfig, num_peers: int, name: str, free_bytes: int, *, on_gpu: bool) -> dict[str, Any]:
-    verdicts = [stage.verdict(free_bytes) for stage in of_stages(config, num_peers, on_gpu=on_gpu)]
-    fits = not any(verdict.startswith("lacks") for verdict in verdicts)
-    settings = [] if fits else helpful(config, free_bytes, num_peers, on_gpu=on_gpu)
-    return {"device": name, "free_bytes": free_bytes, "fits": fits, "stages": verdicts, "would_fit_with": settings}
-
-
 def _print(
-    config: RunConfig, stages: Sequence[StageFit], fits: Sequence[dict[str, Any]], seconds: float | None, num_peers: int
+    config: RunConfig, stages: Sequence[StageFit], fits: Sequence[dict[str, Any]], seconds: float | None
 ) -> None:
     data, columns = config.data, ("weights", "frozen", "optimizer", "other", "graphs", "ram", "sent")
-    print(
-        f"{counted(len(stages), 'stage')}, each of {counted(num_peers, 'peer')}; a step has "
-        f"{counted(config.microbatches_per_round, 'microbatch')} of {data.microbatch_size} x {data.sequence_length} "
-        f"tokens\n\nstage  layers  in flight  {'  '.join(f'{column:>9}' for column in columns)}"
-    )
+    microbatches = counted(config.microbatches_per_round, "microbatch")
+    print(f"A step has {microbatches} of {data.microbatch_size} x {data.sequence_length} tokens.\n")
+    print(f"stage  layers  in flight  {'  '.join(f'{column:>9}' for column in columns)}")
     for number, stage in enumerate(stages):
         sizes = "  ".join(f"{in_words(getattr(stage, column)):>9}" for column in columns)
         print(f"{number:>5}  {stage.layers:>6}  {stage.in_flight:>9}  {sizes}")

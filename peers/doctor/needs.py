@@ -84,19 +84,6 @@ def num_own_parameters(config: RunConfig, stage: int) -> int:
     return sum(map(math.prod, _shapes(config, stage)[0].values()))
 
 
-def head_bytes(config: RunConfig) -> int:
-    """Bytes of the matrix that makes logits at the last stage. Its gradient has as many."""
-    return _FLOAT_BYTES * config.model.vocab_size * config.model.d_model
-
-
-def frozen_bytes(config: RunConfig, stage: int) -> int:
-    """Bytes of the model's own weights beside adapters: matrices in 16 bits, and vectors in float32."""
-    if not config.lora.is_on:
-        return 0
-    shapes = _shapes(config, stage)[0].values()
-    return sum(math.prod(shape) * (_HALF_BYTES if len(shape) > 1 else _FLOAT_BYTES) for shape in shapes)
-
-
 def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     """Bytes that a stage always holds while it trains, by what they are for. Microbatches in flight, the second bucket
     and their gradients are not included."""
@@ -120,21 +107,18 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     if not config.rounds.synchronous and config.outer_step.momentum:
         held["outer_momentum"] = size
     if config.lora.is_on:
-        held["frozen"] = frozen_bytes(config, stage)
+        # The model's own matrices are held in 16 bits, and its vectors in float32.
+        own = _shapes(config, stage)[0].values()
+        held["frozen"] = sum(math.prod(s) * (_HALF_BYTES if len(s) > 1 else _FLOAT_BYTES) for s in own)
     elif config.model.autocast != "off":
         held["casts"] = _HALF_BYTES * sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
     return held
 
 
-def delayed_bytes(config: RunConfig, stage: int) -> int:
-    """Bytes of the weights before an inner step, which microbatches in flight still use."""
-    return 0 if config.rounds.synchronous else _FLOAT_BYTES * num_parameters(config, stage)
-
-
 def passing_bytes(config: RunConfig, stage: int) -> int:
     """Bytes that are held only for a moment: one microbatch's gradient of the weights, and with DiLoCo also a third
     version of the weights right after a round."""
-    return _FLOAT_BYTES * num_parameters(config, stage) + delayed_bytes(config, stage)
+    return (1 if config.rounds.synchronous else 2) * _FLOAT_BYTES * num_parameters(config, stage)
 
 
 def graph_bytes(config: RunConfig, stage: int, *, fused: bool = False) -> int:
@@ -225,8 +209,3 @@ def exchanged_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:
     codecs = contribution_codec(config.averaging), result_codec(config.averaging)
     encoded = sum(codec.num_bytes(num_parameters(config, stage)) for codec in codecs)
     return round((1 - 1 / num_members) * encoded)
-
-
-def snapshot_bytes(config: RunConfig, stage: int) -> int:
-    """Bytes of a copy of the anchor and the outer state, for a joiner or a checkpoint."""
-    return (3 if config.rounds.synchronous else 2) * _FLOAT_BYTES * num_parameters(config, stage)

@@ -178,7 +178,7 @@ def loss_figures(config: RunConfig) -> dict[str, Any]:
         children.start("last-stage", command, environment={**ENVIRONMENT, **MALLOC["returning"]})
         peak_bytes = wait_for_json(folder / "loss.json", children)["peak"]
     activations = sizes.graph_bytes(config, LAST_STAGE)
-    gradient = sizes.head_bytes(config)
+    gradient = 4 * config.model.vocab_size * config.model.d_model
     expected = activations + gradient + loss_bytes(config.model, config.data.tokens_per_microbatch)
     return {
         "peak_bytes": peak_bytes,
@@ -208,7 +208,8 @@ def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dic
 
 def bytes_per_frozen(config: RunConfig, measured: Mapping[str, Figures]) -> float:
     """The bytes per frozen parameter once a round is over: all bytes except those of trained parameters."""
-    trained = sum(sizes.state_bytes(config, STAGE).values()) - sizes.frozen_bytes(config, STAGE)
+    held = sizes.state_bytes(config, STAGE)
+    trained = sum(held.values()) - held.get("frozen", 0)
     taken: int = measured["returning"]["after_round"] - trained
     return taken / sizes.num_own_parameters(config, STAGE)
 
@@ -216,7 +217,9 @@ def bytes_per_frozen(config: RunConfig, measured: Mapping[str, Figures]) -> floa
 def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> dict[str, int]:
     """The bytes that arithmetic expects at each moment."""
     state = sum(sizes.state_bytes(config, STAGE).values())
-    delayed = sizes.delayed_bytes(config, STAGE)
+    size = 4 * sizes.num_parameters(config, STAGE)
+    # The weights before an inner step, which microbatches in flight still use.
+    delayed = 0 if config.rounds.synchronous else size
     waiting = num_in_flight * sizes.in_flight_bytes(config, STAGE, is_kept=is_kept)
     wave_settled = num_in_flight * sizes.settled_bytes(config, STAGE)
     again = 0 if is_kept else sizes.graph_bytes(config, STAGE)
@@ -228,7 +231,8 @@ def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> d
         "training_peak": in_flight + sizes.passing_bytes(config, STAGE) + again,
         "round_peak": meanwhile + sizes.averaging_bytes(config, STAGE, num_members=MEMBERS),
         "after_round": state,
-        "snapshot": sizes.snapshot_bytes(config, STAGE),
+        # A copy of the anchor and the outer state, or the optimizer's.
+        "snapshot": (3 if config.rounds.synchronous else 2) * size,
     }
 
 

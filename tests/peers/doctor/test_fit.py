@@ -73,7 +73,7 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
     assert plan["fits"]
     assert doctor.main(["--preset", "tiny", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    assert "3 stages, each of 1 peer; a step has 64 microbatches of 8 x 64 tokens" in text
+    assert "A step has 64 microbatches of 8 x 64 tokens." in text
     assert "a GPU of 24 GiB   23.0 GiB free  stage 0, 1, 2 fits" in text
 
 
