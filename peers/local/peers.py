@@ -108,7 +108,9 @@ class LocalPeers:
             return {"initial_peers": addresses, "allow_class": self._custom_class or None}
         preset = None if options.config or options.model else options.preset or PRESET
         names = ("config", "model", "stages", "dataset", "tokenizer", "lora_rank", "set")
-        return {"preset": preset} | {name: getattr(options, name) for name in names}
+        # A preset, or a file, has a schedule of its own.
+        steps = options.steps if options.model else None
+        return {"preset": preset, "steps": steps} | {name: getattr(options, name) for name in names}
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -57,6 +57,9 @@ class PeerOptions:
     or the name of a model on the hub."""
     stages: int | None = None
     """Number of stages of a new run, instead of the configuration's."""
+    steps: int | None = None
+    """Steps for which a new run is planned: the learning rate falls to its end over them, unless the configuration has
+    a schedule. Trainers may stop earlier or go on."""
     lora_rank: int | None = None
     """Train adapters (LoRA) of this rank in a new run, and leave the model's own weights as they are; 0 trains those.
     This and the next three options replace the configuration's values."""
@@ -147,7 +150,14 @@ class PeerOptions:
                 raise ValueError(f"--rebalance-every must be 0 or positive, not {self.rebalance_every}")
         if self.first_stage != "auto" and self.first_stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.first_stage}")
-        least = {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1, "max_in_flight": 0, "graph_memory_mib": 0}
+        least = {
+            "stages": 1,
+            "steps": 1,
+            "checkpoint_every": 1,
+            "keep_checkpoints": 1,
+            "max_in_flight": 0,
+            "graph_memory_mib": 0,
+        }
         cli.require_at_least(self, {**least, "max_sessions": 0, "session_memory_mib": 0, "relay_mbit": 0})
         if sum(source is not None for source in (self.config, self.preset, self.model)) > 1:
             raise ValueError("--config, --preset and --model exclude each other")
@@ -155,9 +165,9 @@ class PeerOptions:
             raise ValueError(
                 "a new run needs --preset NAME, --config FILE or --model DIR; to join one, give its INVITE"
             )
-        if not self.names_a_run and (self.dataset or self.tokenizer or self.stages or self.set):
+        if not self.names_a_run and (self.dataset or self.tokenizer or self.stages or self.steps or self.set):
             raise ValueError(
-                "--dataset, --tokenizer, --stages and --set belong to a new run's --preset, --config or --model"
+                "--dataset, --tokenizer, --stages, --steps and --set belong to a new run: --preset, --config or --model"
             )
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")

@@ -4,8 +4,10 @@ Used by program.py before the peer enters the DHT, and once it has learnt the ru
 """
 
 import dataclasses
+import logging
 import shlex
 from pathlib import Path
+from typing import assert_never
 
 from peers.shared.own_text import with_named_text, with_text
 from peers.stage_peer.options import PeerOptions
@@ -13,6 +15,8 @@ from peers.stage_peer.own_model import OwnModel
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.token import Token
+
+logger = logging.getLogger(__name__)
 
 
 def own_config(
@@ -39,10 +43,30 @@ def own_config(
     owner = token.authority.fingerprint if token is not None else ""
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
-    config = dataclasses.replace(config, owner=owner)
+    config = dataclasses.replace(config, owner=owner).begun(options.steps)
     if model is not None:
         model.warn_of_untrained(config, cache)
-    return with_text(config, cache)[0]
+    config, _ = with_text(config, cache)
+    logger.info("%s", _rate_in_words(config))
+    return config
+
+
+def _rate_in_words(config: RunConfig) -> str:
+    """The learning rate of a new run, for its user, who may have chosen none."""
+    optimizer = config.optimizer
+    what = "a model further" if config.model.weights else "a new model"
+    told = f"trains {'adapters' if config.lora.is_on else what} at a learning rate of {optimizer.learning_rate:g}"
+    if optimizer.warmup_samples:
+        told += f", reached after {optimizer.warmup_samples} samples"
+    match optimizer.schedule:
+        case "linear" | "cosine":
+            return f"{told}; it falls until {optimizer.total_samples} samples"
+        case "constant":
+            return f"{told}, which stays: --steps N would let it fall over N steps"
+        case "cosine-restarts" | "auto":
+            return told
+        case other:
+            assert_never(other)
 
 
 def require_stage(config: RunConfig, stage: int) -> None:

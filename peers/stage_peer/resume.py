@@ -186,7 +186,7 @@ def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run
     for name, (before, now) in differing.items():
         logger.warning("  %s: %r before, %r now", name, before, now)
     if any(name.startswith("optimizer.") for name in differing):
-        rates = [learning_rate(config.optimizer, run_samples) for config in (checkpoint, run)]
+        rates = [learning_rate(config.gradient_step, run_samples) for config in (checkpoint, run)]
         logger.warning("  the learning rate at %d samples: %.4g before, %.4g now", run_samples, *rates)
     if run.rounds.synchronous and "optimizer.name" in differing:
         logger.warning(

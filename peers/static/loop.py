@@ -84,7 +84,7 @@ def train(
             continue
 
         # Clip the gradient, and take the step.
-        rate = optim.learning_rate(config.optimizer, progress.run_samples)
+        rate = optim.learning_rate(config.gradient_step, progress.run_samples)
         torch._foreach_mul_(list(gradients.values()), factor)
         optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
         batch, all_targets = next_batch, next_targets

@@ -33,6 +33,8 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
     """
     model = None if options.model is None else open_model(options.model)
     config = _named(options, model)
+    # A swarm that draws its weights knows no last step, and takes the same steps as this run.
+    config = config.begun(options.steps if config.model.weights else None)
     if not config.rounds.synchronous:
         size = config.rounds.inner_batch_samples
         rounds = RoundsConfig(setting="synchronous", round_samples=size)

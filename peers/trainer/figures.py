@@ -24,6 +24,8 @@ class Figures:
         self.step_number = 0
         self.first_loss: float | None = None
         self.loss: float | None = None
+        self.first_validation_loss: float | None = None
+        """The loss on held-out text before the first step."""
         self.validation: HeldOutLoss | None = None
         self.validation_step = 0
         """The step of which `validation` is."""
@@ -89,6 +91,7 @@ class Figures:
         return {
             "first_loss": self.first_loss,
             "final_loss": self.loss,
+            "first_validation_loss": self.first_validation_loss,
             **self._validation(),
             # Counts of tokens mean something only for text, not for conversations.
             "unigram_entropy": entropy.unigram_entropy(corpus) if corpus.is_text else None,

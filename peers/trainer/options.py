@@ -28,7 +28,8 @@ class TrainerOptions(RunOptions):
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png, sample.txt and evaluation.json."""
     evaluate_every: int = 10
-    """Steps between two evaluations on held-out text; 0 leaves only the one at the end."""
+    """Steps between two evaluations on held-out text, of which the first comes before the first step; 0 leaves only the
+    one at the end."""
     evaluation_samples: int = 256
     """Held-out samples in an evaluation; of several datasets as many of each."""
     evaluate_only: bool = False

@@ -156,6 +156,12 @@ class Report(contextlib.AbstractContextManager["Report"]):
                 self._warned.add(stage)
                 logger.warning("stage %d: %s", stage, steps.fault)
 
+    def evaluated_before(self, validation: HeldOutLoss) -> None:
+        """Log the evaluation before the first step, with which users compare the later ones."""
+        self.figures.first_validation_loss = validation.mean
+        logger.info("step %d: validation %.3f before the first step", self.figures.step_number, validation.mean)
+        self.evaluated(validation)
+
     def evaluated(self, validation: HeldOutLoss) -> None:
         """Log the evaluation at the end, or the only one."""
         self.figures.evaluated(validation)
@@ -178,6 +184,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         if held_out and figures.validation_step != figures.step_number:
             # A trainer that is told to stop does not wait for another evaluation.
             held_out += f" at step {figures.validation_step}"
+        if held_out and figures.first_validation_loss is not None and figures.validation_step > figures.first_step:
+            held_out += f" ({figures.first_validation_loss:.3f} before the first step)"
         print(
             f"{how} at step {figures.step_number}{loss}{held_out}; {written}. The swarm keeps its state: start "
             "swarm-trainer again to go on."

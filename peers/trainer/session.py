@@ -51,6 +51,8 @@ class Session:
         """Train the steps that were asked for, then evaluate."""
         first = await self._present_round()
         self.report.begin(first)
+        if self.options.evaluate_every and (before := await self.evaluate()) is not None:
+            self.report.evaluated_before(before)
         await self.loop.run(first, self.options.steps, self.step)
         loss = await self.evaluate()
         if loss is not None:

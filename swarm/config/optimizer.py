@@ -17,8 +17,9 @@ class OptimizerConfig:
     AdamW for everything else: embedding, positions, head, norms, biases. `auto` is `muon` for DiLoCo's
     inner steps where a model is trained from drawn weights and a step has at least 8 tokens for each column of the
     model (inner_batch_samples x sequence_length, against d_model); and `adamw` otherwise."""
-    learning_rate: float = 1e-3
-    """Peak learning rate."""
+    learning_rate: float = 0.0
+    """Peak learning rate. 0 leaves it out, and the first peer fills in what suits the run: 1e-3 where weights are
+    drawn, 2e-5 where a model is trained further, and 2e-4 for adapters (LoRA)."""
     beta1: float = 0.9
     """AdamW: decay of the first moment."""
     beta2: float = 0.95
@@ -38,12 +39,15 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Largest norm of a gradient; 0 turns clipping off. Over the whole model in the synchronous setting, over
     a peer's stage in DiLoCo's inner steps."""
-    schedule: Literal["constant", "linear", "cosine", "cosine-restarts"] = "constant"
-    """Shape after the warm-up; `cosine-restarts` begins again at the peak every `restart_samples`."""
-    warmup_samples: int = 0
-    """Samples over which the rate rises linearly."""
+    schedule: Literal["auto", "constant", "linear", "cosine", "cosine-restarts"] = "auto"
+    """Shape after the warm-up; `cosine-restarts` begins again at the peak every `restart_samples`. `auto` is `cosine`
+    where `total_samples` are given, and else `constant`; the first peer fills it in."""
+    warmup_samples: int = -1
+    """Samples over which the rate rises linearly. -1 leaves them out, which means none where weights are drawn, and
+    else a twentieth of `total_samples`, or a round; the first peer fills it in."""
     total_samples: int = 0
-    """Samples at which the rate reaches its floor; needed by `linear` and `cosine`."""
+    """Samples at which the rate reaches its floor; needed by `linear` and `cosine`. `--steps` of the first peer fills
+    it in."""
     restart_samples: int = 0
     """Samples between two restarts; needed by `cosine-restarts`."""
     final_fraction: float = 0.1
@@ -51,9 +55,13 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require_usable_numbers("optimizer", self)
-        require_positive("optimizer", self, "learning_rate", "epsilon")
+        require_positive("optimizer", self, "epsilon")
         require_not_negative(
-            "optimizer", self, "weight_decay", "clip_norm", "warmup_samples", "total_samples", "restart_samples"
+            "optimizer", self, "learning_rate", "weight_decay", "clip_norm", "total_samples", "restart_samples"
+        )
+        require(
+            self.warmup_samples >= -1,
+            f"optimizer.warmup_samples must not be negative, or -1 to be left out, not {self.warmup_samples}",
         )
         for name in ("beta1", "beta2", "momentum"):
             require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), not {getattr(self, name)}")
@@ -62,11 +70,11 @@ class OptimizerConfig:
 
     def _check_schedule(self) -> None:
         match self.schedule:
-            case "constant":
+            case "constant" | "auto":
                 pass
             case "linear" | "cosine":
                 require(
-                    self.total_samples > self.warmup_samples,
+                    self.total_samples > max(0, self.warmup_samples),
                     f"optimizer.schedule = {self.schedule!r} needs optimizer.total_samples above "
                     "optimizer.warmup_samples",
                 )

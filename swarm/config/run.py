@@ -30,6 +30,9 @@ MOST_MICROBATCHES = 1 << 18
 MUON_TOKENS_PER_COLUMN = 8
 """Muon is the default if an inner step has at least this many tokens for each column of the model."""
 
+RATE, FINE_TUNING_RATE, LORA_RATE = 1e-3, 2e-5, 2e-4
+"""Peak learning rates where none is given: for drawn weights, for a model that is trained further, and for adapters."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -142,22 +145,48 @@ class RunConfig:
         microbatches."""
         return self.microbatches_per_round if self.rounds.synchronous else None
 
-    @property
+    def begun(self, num_steps: int | None = None) -> "RunConfig":
+        """The configuration with which a run begins: what was left out of the learning rate is filled in.
+
+        Args:
+            num_steps: the steps that the run is planned for, if that is known.
+        """
+        optimizer = self.optimizer
+        if num_steps is not None and optimizer.schedule == "auto" and not optimizer.total_samples:
+            optimizer = dataclasses.replace(optimizer, total_samples=num_steps * self.rounds.round_samples)
+        filled = dataclasses.replace(self, optimizer=optimizer).gradient_step
+        return dataclasses.replace(self, optimizer=dataclasses.replace(filled, name=optimizer.name))
+
+    @functools.cached_property
     def gradient_step(self) -> OptimizerConfig:
-        """The configuration of the optimizer that steps along gradients, with `auto` replaced by the name it stands
-        for.
+        """The configuration of the optimizer that steps along gradients, with all that was left out filled in.
 
         Muon learns more from each sample. But its step takes some 30 d operations for each element of a d x d matrix,
         while training takes 6 for each token (docs/operations.md). In the synchronous setting it takes more, because
         its products are exact. Models that are imported were usually trained with AdamW, and adapters are usually
         trained with it too.
         """
-        if self.optimizer.name != "auto":
-            return self.optimizer
+        given, name = self.optimizer, self.optimizer.name
         from_drawn_weights = not self.model.weights and not self.lora.is_on
-        tokens_per_step = self.rounds.inner_batch_samples * self.data.sequence_length
-        pays = not self.rounds.synchronous and tokens_per_step >= MUON_TOKENS_PER_COLUMN * self.model.d_model
-        return dataclasses.replace(self.optimizer, name="muon" if from_drawn_weights and pays else "adamw")
+        if name == "auto":
+            tokens_per_step = self.rounds.inner_batch_samples * self.data.sequence_length
+            pays = not self.rounds.synchronous and tokens_per_step >= MUON_TOKENS_PER_COLUMN * self.model.d_model
+            name = "muon" if from_drawn_weights and pays else "adamw"
+        usual = LORA_RATE if self.lora.is_on else FINE_TUNING_RATE if self.model.weights else RATE
+        warmup_samples = given.warmup_samples
+        if warmup_samples < 0:
+            tuned = given.total_samples // 20 if given.total_samples else self.rounds.round_samples
+            warmup_samples = 0 if from_drawn_weights else tuned
+        schedule = given.schedule
+        if schedule == "auto":
+            schedule = "cosine" if given.total_samples else "constant"
+        return dataclasses.replace(
+            given,
+            name=name,
+            learning_rate=given.learning_rate or usual,
+            warmup_samples=warmup_samples,
+            schedule=schedule,
+        )
 
     @property
     def outer_step(self) -> OuterConfig:

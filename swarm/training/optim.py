@@ -33,6 +33,8 @@ def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
         return config.learning_rate * (run_samples + 1) / (config.warmup_samples + 1)
     since_warmup = run_samples - config.warmup_samples
     match config.schedule:
+        case "auto":
+            raise AssertionError("gradient_step has one of the other schedules")
         case "constant":
             return config.learning_rate
         case "linear":

@@ -42,7 +42,7 @@ def test_settings_are_written_as_in_toml_and_a_word_needs_no_quotes() -> None:
         ("optimizer.lr=1", "--set: unknown key 'optimizer.lr'"),
         ("optimiser.learning_rate=1", "--set: unknown key 'optimiser'"),
         ("a.b.c=1", "--set: unknown key 'a.b'"),
-        ("optimizer.learning_rate=-1", "--set: optimizer.learning_rate must be positive, not -1.0"),
+        ("optimizer.learning_rate=-1", "--set: optimizer.learning_rate must not be negative, not -1.0"),
         ("optimizer.learning_rate=fast", "--set: optimizer.learning_rate: Input should be a valid number"),
         ("model.num_layers=4.5", "--set: model.num_layers: Input should be a valid integer"),
         ("stages.layers_per_stage=[1", "--set stages.layers_per_stage: [1 is not valid TOML"),

@@ -58,7 +58,7 @@ def test_muon_is_the_default_where_it_pays() -> None:
     """This is DiLoCo with inner steps of at least 8 tokens for each column, and a model whose weights are drawn."""
     model, data = ModelConfig(d_model=64), DataConfig(sequence_length=32, microbatch_size=8)
     enough = RunConfig(model=model, data=data, rounds=RoundsConfig(inner_batch_samples=16))
-    assert enough.gradient_step == dataclasses.replace(enough.optimizer, name="muon")
+    assert enough.gradient_step.name == "muon"
     others = (
         dataclasses.replace(enough, rounds=RoundsConfig(inner_batch_samples=8)),
         dataclasses.replace(enough, rounds=RoundsConfig(setting="synchronous", inner_batch_samples=16)),
@@ -70,7 +70,41 @@ def test_muon_is_the_default_where_it_pays() -> None:
     named = dataclasses.replace(
         enough, rounds=RoundsConfig(setting="synchronous"), optimizer=OptimizerConfig(name="muon")
     )
-    assert named.gradient_step == named.optimizer
+    assert named.gradient_step.name == "muon"
+
+
+_IMPORTED = dataclasses.replace(RunConfig(), model=ModelConfig(weights="0" * 64))
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "expected"),
+    [
+        (RunConfig(), None, (1e-3, "constant", 0, 0)),
+        (RunConfig(), 10, (1e-3, "cosine", 0, 2560)),
+        (_IMPORTED, None, (2e-5, "constant", 256, 0)),
+        (_IMPORTED, 100, (2e-5, "cosine", 1280, 25_600)),
+        (dataclasses.replace(_IMPORTED, lora=LoraConfig(rank=4)), None, (2e-4, "constant", 256, 0)),
+        (
+            dataclasses.replace(
+                _IMPORTED, optimizer=OptimizerConfig(learning_rate=5e-6, schedule="constant", warmup_samples=0)
+            ),
+            100,
+            (5e-6, "constant", 0, 0),
+        ),
+        (
+            dataclasses.replace(_IMPORTED, optimizer=OptimizerConfig(schedule="linear", total_samples=512)),
+            100,
+            (2e-5, "linear", 25, 512),
+        ),
+    ],
+)
+def test_what_is_left_out_of_the_learning_rate_suits_what_is_trained(
+    config: RunConfig, steps: int | None, expected: tuple[float, str, int, int]
+) -> None:
+    found = config.begun(steps).optimizer
+    assert (found.learning_rate, found.schedule, found.warmup_samples, found.total_samples) == expected
+    assert found.name == config.optimizer.name
+    assert config.begun(steps).begun(7).optimizer == found
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def _import(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> RunC
         lora=LoraConfig(rank=4, alpha=6.0, targets=CASES[name]),
         data=DataConfig(sequence_length=POSITIONS - 4, microbatch_size=2),
         rounds=RoundsConfig(setting="synchronous", round_samples=2),
-        optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, weight_decay=DECAY, clip_norm=CLIP, epsilon=EPSILON),
+        optimizer=OptimizerConfig(
+            learning_rate=LEARNING_RATE, warmup_samples=0, weight_decay=DECAY, clip_norm=CLIP, epsilon=EPSILON
+        ),
     )
 
 

@@ -73,7 +73,7 @@ SYNCHRONOUS = RunConfig(
     stages=StagesConfig(num_stages=3),
     data=DataConfig(sequence_length=16, microbatch_size=2),
     rounds=RoundsConfig(setting="synchronous", round_samples=16),
-    optimizer=OptimizerConfig(learning_rate=0.01, weight_decay=0.1, clip_norm=1.0),
+    optimizer=OptimizerConfig(learning_rate=0.01, warmup_samples=0, weight_decay=0.1, clip_norm=1.0),
 )
 DILOCO = dataclasses.replace(
     SYNCHRONOUS,

@@ -32,7 +32,7 @@ def _gradients(step: int) -> dict[str, torch.Tensor]:
 
 
 def test_warmup_rises_linearly_and_is_never_zero() -> None:
-    config = OptimizerConfig(learning_rate=0.1, warmup_samples=9)
+    config = OptimizerConfig(learning_rate=0.1, warmup_samples=9, schedule="constant")
     rates = [optim.learning_rate(config, samples) for samples in range(12)]
     assert rates[:10] == pytest.approx([0.01 * (samples + 1) for samples in range(10)])
     assert rates[10:] == [0.1, 0.1]
@@ -50,7 +50,9 @@ SHAPES: dict[str, Callable[[float], float]] = {
 """Each schedule's share of the peak, by the samples since the warm-up."""
 
 
-@pytest.mark.parametrize("schedule", typing.get_args(typing.get_type_hints(OptimizerConfig)["schedule"]))
+@pytest.mark.parametrize(
+    "schedule", sorted({*typing.get_args(typing.get_type_hints(OptimizerConfig)["schedule"])} - {"auto"})
+)
 def test_a_schedule_has_the_values_of_its_formula(schedule: Any) -> None:
     config = dataclasses.replace(SCHEDULED, schedule=schedule)
     for samples in range(100):

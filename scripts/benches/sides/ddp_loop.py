@@ -29,7 +29,7 @@ def main(path: Path, num_steps: int, metrics: Path) -> None:
     rank, num_workers = dist.get_rank(), dist.get_world_size()
     config, data = with_corpus(configs.load(path))
     model = DistributedDataParallel(build_stage(config, 0, device="cpu"), gradient_as_bucket_view=True)
-    optimizer = torch_adamw(model.module, config.optimizer)
+    optimizer = torch_adamw(model.module, config.gradient_step)
     own = range(rank, config.microbatches_per_round, num_workers)
     ended_at = time.perf_counter()
     for step in range(num_steps):

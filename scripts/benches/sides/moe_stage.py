@@ -69,7 +69,7 @@ def build_backend(config: RunConfig, stage: int) -> RoundBackend:
         expert_name(stage),
         LastStage(module) if is_last else module,
         round_samples=config.rounds.round_samples,
-        optimizer=torch_adamw(module, config.optimizer),
+        optimizer=torch_adamw(module, config.gradient_step),
         args_schema=(hidden, tokens) if is_last else (tokens,),
         outputs_schema=BatchTensorDescriptor(1) if is_last else hidden,
         max_batch_size=4 * config.data.microbatch_size,

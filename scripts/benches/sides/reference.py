@@ -120,7 +120,7 @@ class Reference:
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
         torch._foreach_mul_(list(gradients.values()), factor)
-        rate = optim.learning_rate(self._config.optimizer, run_samples)
+        rate = optim.learning_rate(self._config.gradient_step, run_samples)
         optim.step(optimizer, self._parameters, gradients, rate)
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -30,7 +30,7 @@ class StaticStage:
     def __init__(self, config: RunConfig, data: Microbatches, rank: int) -> None:
         self._config, self._data = config, data
         self._module = BareStage(config, rank)
-        self._adamw = torch_adamw(self._module, config.optimizer)
+        self._adamw = torch_adamw(self._module, config.gradient_step)
         self._is_first, self._is_last = rank == 0, rank == config.stages.num_stages - 1
         stage = PipelineStage(self._module, rank, config.stages.num_stages, torch.device("cpu"))
         self._schedule = Schedule1F1B(stage, config.microbatches_per_round, loss_fn=_mean_loss)

@@ -128,7 +128,7 @@ class DilocoWeights(StageWeights):
     @property
     def learning_rate(self) -> float:
         elsewhere = self.round_samples * self.round.num_members
-        return optim.learning_rate(self._config.optimizer, self.round.run_samples + elsewhere)
+        return optim.learning_rate(self._config.gradient_step, self.round.run_samples + elsewhere)
 
     @property
     def round_samples(self) -> int:

@@ -64,7 +64,7 @@ class SynchronousWeights(StageWeights):
 
     @property
     def learning_rate(self) -> float:
-        return optim.learning_rate(self._config.optimizer, self.round.run_samples)
+        return optim.learning_rate(self._config.gradient_step, self.round.run_samples)
 
     @property
     def round_samples(self) -> int:

@@ -165,3 +165,14 @@ def test_a_validation_loss_of_an_earlier_step_is_told_with_that_step(
     report.evaluated(found)
     report.goodbye(interrupted=interrupted)
     assert capsys.readouterr().out.startswith(f"{told}, loss 1.000, validation loss 2.500; ")
+
+
+def test_the_validation_loss_at_the_end_is_told_beside_that_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = _report(tmp_path)
+    report.begin(1)
+    report.evaluated_before(HeldOutLoss(mean=2.75, by_source={"books": 2.75}))
+    report.step(_step(2, 2), HeldOutLoss(mean=2.5, by_source={"books": 2.5}))
+    report.goodbye(interrupted=False)
+    assert "validation loss 2.500 (2.750 before the first step); " in capsys.readouterr().out

@@ -122,6 +122,32 @@ async def test_of_peers_that_are_there_and_fail_it_is_not_said_that_there_are_no
     assert "start one" not in line
 
 
+@pytest.mark.parametrize(("evaluate_every", "expects_loss"), [(10, True), (0, False)])
+async def test_the_held_out_loss_before_the_first_step_is_told_and_written_down(
+    evaluate_every: int, expects_loss: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    evaluated = list[float]()
+
+    async def no_step(*_: object) -> None:
+        """Training begins when the loss is known."""
+        assert ("validation" in caplog.text) == expects_loss
+        evaluated.append(session.report.figures.validation_loss or 0.0)
+
+    caplog.set_level(logging.INFO)
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path)
+            session.options = dataclasses.replace(session.options, evaluate_every=evaluate_every, sample_tokens=0)
+            monkeypatch.setattr(session.loop, "run", no_step)
+            await session.train()
+    found = session.report.figures.first_validation_loss
+    assert evaluated == [found or 0.0]
+    assert (found is not None) == expects_loss
+    rows = [row["val/loss"] for row in read(tmp_path / "metrics.jsonl") if "val/loss" in row]
+    assert rows == pytest.approx([session.report.figures.validation_loss] * (2 if expects_loss else 1))
+
+
 async def test_who_only_evaluates_writes_down_the_present_round_s_loss_and_feeds_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
