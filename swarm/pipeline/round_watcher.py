@@ -79,8 +79,7 @@ class RoundWatcher:
         self._present: dict[int, int] = {}
         """The present round of each stage. It may be lower than in `_rounds`: a lost stage may have come back at an
         earlier round."""
-        self._latest = 0
-        self._num_polls = 0
+        self._latest = self._num_polls = 0
         self._silent = set[str]()
         """The peers that did not answer when they were last asked."""
         self._obstacles: dict[int, Obstacle] = {}
