@@ -102,6 +102,8 @@ def planned(options: DoctorOptions) -> RunConfig:
             config = run_folder.load_config(folder)
         else:
             _, model = read_config(folder / "config.json")
+            # The run begins with the model's weights, which decides the optimizer. They are not read for that.
+            model = dataclasses.replace(model, weights="0" * 64)
             length = min(model.max_positions or run_folder.LONGEST_SEQUENCE, run_folder.LONGEST_SEQUENCE)
             stages = StagesConfig(num_stages=min(2, model.num_layers))
             config = RunConfig(model=model, stages=stages, data=DataConfig(sequence_length=length))
