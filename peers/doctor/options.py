@@ -63,7 +63,7 @@ class DoctorOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        sources = [self.invite, self.model, self.preset, self.config]
+        sources = [self.invite, self.preset or self.model, self.config]
         if sum(source is not None for source in sources) + self.lan > 1:
             raise ValueError("INVITE, --lan, --model, --preset and --config exclude each other")
         if not self.plans and (self.set or self.stages is not None or self.lora_rank is not None or self.peers != 1):

@@ -16,7 +16,7 @@ class LocalOptions:
     """Launch a swarm on this machine and train."""
 
     preset: str | None = None
-    """Configuration that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m, sparseloco or targon; tiny if
+    """Configuration that comes with swarm: tiny, small, shakespeare, gpt2-124m and others (docs/models.md); tiny if
     there is no --config and no --model either."""
     config: Path | None = None
     """TOML file, instead of a preset."""
@@ -80,7 +80,7 @@ class LocalOptions:
             "sample_tokens": 0, "checkpoint_every": 1,
         }  # fmt: skip
         cli.require_at_least(self, least)
-        if sum(source is not None for source in (self.config, self.preset, self.model)) > 1:
+        if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
         cli.require_kinds(self, files=["config"], folders=["output", "tensorboard", "checkpoint", "resume"])
         cli.require_reporters(self)

@@ -81,7 +81,33 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
         if "" in (value if isinstance(value, tuple) else (value,)):
             _complain(prog, f"--{name} takes a path or a name, not ''")
             raise SystemExit(EXIT_USAGE)
-    return read
+    try:
+        return _with_preset(read)
+    except ValueError as error:
+        _complain(prog, str(error))
+        raise SystemExit(EXIT_USAGE) from None
+
+
+def _with_preset(options: Options) -> Options:
+    """The options with the model and the settings of a preset that begins with a model. Raises ValueError for a preset
+    that is not known, and for what it needs besides."""
+    if getattr(options, "preset", None) is None:
+        return options
+    # This import takes a while, and most programs have no presets.
+    from swarm import config as configs
+
+    given: Any = options
+    preset = configs.read_preset(given.preset)
+    named = getattr(given, "dataset", True) or any(setting.startswith("data.dataset=") for setting in given.set)
+    if preset.needs_text and not named:
+        raise ValueError(f"--preset {preset.name} needs {preset.needs_text}")
+    if not preset.begins_with:
+        if given.model is not None:
+            raise ValueError(f"--preset {preset.name} and --model exclude each other")
+        return options
+    model = given.model or preset.begins_with
+    begun: Options = dataclasses.replace(given, preset=None, model=model, set=(*preset.settings, *given.set))
+    return begun
 
 
 def _complain(prog: str, line: str) -> None:

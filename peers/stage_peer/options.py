@@ -47,8 +47,8 @@ class PeerOptions:
     """A new run begins with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its
     name on the hub. With an INVITE, a stage that no peer holds yet gets its weights from it."""
     preset: str | None = None
-    """Configuration of a new run that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m,
-    sparseloco or targon."""
+    """Configuration of a new run that comes with swarm: tiny, small, shakespeare, gpt2-124m, smollm2, llama-1b-lora and
+    others (docs/models.md). For one that begins with a model, --model may name your own copy."""
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. Given
     several times, each dataset has a held-out loss of its own."""
@@ -159,7 +159,7 @@ class PeerOptions:
             "graph_memory_mib": 0,
         }
         cli.require_at_least(self, {**least, "max_sessions": 0, "session_memory_mib": 0, "relay_mbit": 0})
-        if sum(source is not None for source in (self.config, self.preset, self.model)) > 1:
+        if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
         if not self.names_a_run and not self.joins and not self.lan:
             raise ValueError(

@@ -25,8 +25,7 @@ class StaticOptions:
     config: Path | None = None
     """TOML file of the run."""
     preset: str | None = None
-    """Configuration that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m, sparseloco or
-    targon."""
+    """Configuration that comes with swarm: tiny, small, shakespeare, gpt2-124m and others (docs/models.md)."""
     model: str | None = None
     """Begin with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its name on the
     hub. The run's configuration is then the folder's, or that of --config, where model.weights is its digest."""
@@ -86,7 +85,8 @@ class StaticOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if sum(source is not None for source in (self.config or self.model, self.preset)) != 1:
+        sources = self.config, self.preset, self.model
+        if sources == (None, None, None) or (self.config is not None and self.preset is not None):
             raise ValueError("which run? give one of --config FILE, --preset NAME and --model DIR")
         least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
         cli.require_at_least(self, {**least, "evaluate_every": 0, "evaluation_samples": 1})

@@ -10,6 +10,7 @@ MEASURING = {
     "parity": "a swarm follows the trajectory of one process",
     "exactly-once": "every microbatch counts once, whatever fails (slow)",
     "families": "models of Hugging Face, against transformers, and there and back",
+    "finetune": "a good model trained further by a swarm with defaults, against transformers and peft",
     "generate": "tokens/s of text from three stages, against transformers, and training meanwhile",
     "pipeline": "tokens/s of two stages, against what the cores can do",
     "peers": "tokens/s of two stages, against hivemind.moe and a static pipeline",

@@ -6,7 +6,17 @@ from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
 from swarm.config.optimizer import OptimizerConfig
 from swarm.config.outer import OuterConfig
-from swarm.config.reading import from_dict, from_json, from_toml, load, load_preset, preset_names, with_settings
+from swarm.config.reading import (
+    Preset,
+    from_dict,
+    from_json,
+    from_toml,
+    load,
+    load_preset,
+    preset_names,
+    read_preset,
+    with_settings,
+)
 from swarm.config.rounds import RoundsConfig, Setting
 from swarm.config.run import RunConfig, check_same, differences, to_json
 from swarm.config.stages import StagesConfig
@@ -19,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "OuterConfig",
+    "Preset",
     "Quorum",
     "RoundsConfig",
     "RunConfig",
@@ -33,6 +44,7 @@ __all__ = [
     "load",
     "load_preset",
     "preset_names",
+    "read_preset",
     "to_json",
     "with_settings",
 ]

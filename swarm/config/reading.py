@@ -6,6 +6,7 @@ Called by the programs, and when the configuration is fetched from another peer.
 import json
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,44 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in files if entry.name.endswith(".toml"))
 
 
-def load_preset(name: str) -> RunConfig:
-    """Read a preset. Raises ValueError naming the known ones."""
+@dataclass(frozen=True)
+class Preset:
+    """A preset's file.
+
+    Attributes:
+        values: its settings, by section and key.
+        begins_with: the model of the hub with which its runs begin; empty if their weights are drawn.
+        needs_text: which text the user has to name; empty if the settings name one.
+    """
+
+    name: str
+    values: dict[str, Any]
+    begins_with: str
+    needs_text: str
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Its settings as `with_settings` takes them, for a run that begins with another configuration."""
+        sections = [("", {"run": self.values["run"]}), *((f"{k}.", v) for k, v in self.values.items() if k != "run")]
+        # JSON's scalars and arrays are TOML's as well.
+        return tuple(f"{at}{key}={json.dumps(value)}" for at, section in sections for key, value in section.items())
+
+
+def read_preset(name: str) -> Preset:
+    """Read a preset's file. Raises ValueError naming the known ones."""
     if name not in preset_names():
         raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(preset_names())}")
-    text = resources.files("swarm.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
-    return from_toml(text, source=f"preset {name}")
+    values = tomllib.loads(resources.files("swarm.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    begins_with, needs_text = values.pop("begins_with", ""), values.pop("needs_text", "")
+    return Preset(name, values, begins_with, needs_text)
+
+
+def load_preset(name: str) -> RunConfig:
+    """The configuration of a preset whose weights are drawn. Raises ValueError naming the known ones."""
+    preset = read_preset(name)
+    if preset.begins_with:
+        raise ValueError(f"preset {name} begins with a model, {preset.begins_with}")
+    return from_dict(preset.values, source=f"preset {name}")
 
 
 def from_json(text: str, *, source: str) -> RunConfig:

@@ -79,13 +79,23 @@ def test_too_deep_a_file_is_one_line() -> None:
         config.from_toml("a = " + "[" * 100_000, source="x.toml")
 
 
-@pytest.mark.parametrize("name", ["tiny", "small", "llama-124m", "gpt2-124m", "gpt2-355m"])
+@pytest.mark.parametrize("name", config.preset_names())
 def test_presets_load(name: str) -> None:
-    assert config.load_preset(name).run == name
+    preset = config.read_preset(name)
+    found = config.with_settings(config.RunConfig(), preset.settings)
+    assert found.run == name
+    if preset.begins_with:
+        assert preset.needs_text
+        with pytest.raises(ValueError, match=f"preset {name} begins with a model, {preset.begins_with}"):
+            config.load_preset(name)
+    else:
+        assert config.load_preset(name) == found
+    # What is too small for a tokenizer is for bytes.
+    assert found.data.tokenizer != "bytes" or found.model.vocab_size == 256
 
 
 def test_an_unknown_preset_names_the_known_ones() -> None:
-    known = "gpt2-124m, gpt2-355m, llama-124m, small, sparseloco, targon, tiny"
+    known = ", ".join(config.preset_names())
     with pytest.raises(ValueError, match=f"unknown preset 'huge'; the presets are {known}"):
         config.load_preset("huge")
 

@@ -420,7 +420,11 @@ def test_a_folder_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path) -> Non
         model.main(["import", str(tmp_path / "missing"), "--output", str(tmp_path / "run")])
 
 
-@pytest.mark.parametrize(("preset", "millions"), [("gpt2-124m", 124.4), ("gpt2-355m", 354.8), ("llama-124m", 123.5)])
+SIZES = {"gpt2-124m": 124.4, "gpt2-355m": 354.8, "llama-124m": 123.5}
+SIZES |= {"shakespeare": 10.8, "shakespeare-cpu": 0.8, "tinystories": 15.2}
+
+
+@pytest.mark.parametrize(("preset", "millions"), SIZES.items())
 def test_presets_have_as_many_parameters_as_they_are_called(preset: str, millions: float) -> None:
     shapes = parameter_shapes(configs.load_preset(preset).model)
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e6 == pytest.approx(millions, abs=0.1)

@@ -25,6 +25,7 @@ from peers.shared.cli import (
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from peers.trainer.options import TrainerOptions
+from swarm.config import ModelConfig, RunConfig, with_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,3 +263,36 @@ def test_a_file_and_a_folder_do_not_take_each_others_place(tmp_path: Path) -> No
         require_kinds(given, folders=["some_folder"])
     both = ["left_out", "to_come"]
     require_kinds(given, files=[*both, "some_folder"], folders=[*both, "some_file"])
+
+
+@pytest.mark.parametrize("preset", ["gpt2-124m", "gpt2-355m", "llama-124m", "shakespeare", "smollm2", "llama-7b-lora"])
+def test_a_preset_that_needs_a_text_says_which_before_anything_begins(
+    preset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(PeerOptions, prog="swarm-peer", argv=["--preset", preset])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--preset {preset} needs " in said
+    assert "--dataset" in said or "hf:" in said
+    assert parse(PeerOptions, prog="swarm-peer", argv=["--preset", preset, "--dataset", "text.txt"]).names_a_run
+
+
+@pytest.mark.parametrize("options", [PeerOptions, LocalOptions, StaticOptions])
+def test_a_preset_that_begins_with_a_model_is_that_model_with_its_settings(
+    options: type[PeerOptions | LocalOptions | StaticOptions],
+) -> None:
+    argv = ["--preset", "llama-1b-lora", "--dataset", "text.txt", "--set", "lora.rank=4"]
+    read = parse(options, prog="swarm-x", argv=argv)
+    assert (read.preset, read.model) == (None, "meta-llama/Llama-3.2-1B")
+    config = with_settings(RunConfig(model=ModelConfig(num_layers=16, d_model=64)), read.set)
+    assert config.run == "llama-1b-lora"
+    assert config.lora.rank == 4, "what the user sets comes last"
+    assert (config.model.num_layers, config.model.autocast) == (16, "bf16"), "the sizes are the model's"
+    assert parse(options, prog="swarm-x", argv=[*argv, "--model", "copy"]).model == "copy"
+
+
+def test_a_preset_that_draws_its_weights_begins_with_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(PeerOptions, prog="swarm-peer", argv=["--preset", "tiny", "--model", "copy"])
+    assert "--preset tiny and --model exclude each other" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""Does a swarm make a good model better at a new text, with nothing but defaults, as transformers and peft do?
+
+transformers trains a small Llama of bytes on English, the help topics of Python, until it is good. Then a swarm of two
+stages trains it further on Python's sources: all weights, and adapters (LoRA). The programs are started as a user
+starts them, and get no option for the learning rate, the rounds or the batches. Beside each swarm a plain loop of
+transformers, and with adapters of peft, trains on as many tokens of the same text, as such loops usually do: AdamW,
+batches of 16 samples, a rate of 2e-5, or 2e-4 for adapters, that falls linearly to zero.
+
+Every loss is computed by transformers, for what swarm-model exports too. It is nats a byte on text that no side has
+seen: `new` is text of the kind that was trained on, and `old` is English. `over_plain` is the swarm's loss on `new`
+over the plain loop's. The bench passes if that is at most 1.01, and if the loss on `new` is lower than before.
+"""
+
+import inspect
+import pydoc_data.topics
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from peers.commands import command_line
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
+from scripts.benches.shared.common import OutputOptions, SwarmProcesses, say
+from scripts.benches.shared.judged import LESS
+from swarm.config import RunConfig
+from swarm.errors import PeerUnavailable
+
+Kind = Literal["whole", "lora"]
+KINDS: tuple[Kind, ...] = ("whole", "lora")
+RATES: Mapping[Kind, float] = {"whole": 2e-5, "lora": 2e-4}
+"""The usual rates of fine-tuning, of the plain loops."""
+BASE_RATE = 2e-3
+LORA_RANK, LORA_ALPHA = 8, 16
+"""The rank that is asked for, and the default of the other one."""
+SEQUENCE, BATCH = 128, 16
+"""Bytes of a sample, and samples of a plain loop's batch. The model takes no longer samples, and so neither does the
+run that is begun with it."""
+MODULES = ("argparse", "ast", "datetime", "decimal", "inspect", "ipaddress", "pathlib", "pickle", "tarfile", "typing")
+HELD_OUT_BYTES = 48 << 10
+MOST_OVER_PLAIN = 1.01
+JUDGED = {"*.over_plain": LESS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OutputOptions):
+    """Fine-tune a small model by a swarm, and by a plain loop."""
+
+    kinds: tuple[Kind, ...] = KINDS
+    """What to train: all weights (whole), or adapters (lora)."""
+    base_steps: int = 800
+    """Steps of 16 samples that make the model good before."""
+    steps: int = 10
+    """Steps of the swarm, of 256 samples each."""
+
+    def __post_init__(self) -> None:
+        cli.require_distinct(self, ("kinds",))
+        cli.require_at_least(self, {"base_steps": 1, "steps": 1})
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Train the model, fine-tune it in all ways, and return the figures."""
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    old, old_held_out = _split("\n".join(pydoc_data.topics.topics.values()).encode())
+    new, new_held_out = _split("".join(inspect.getsource(import_module(name)) for name in MODULES).encode())
+    held_out = {"new": new_held_out, "old": old_held_out}
+    with tempfile.TemporaryDirectory(prefix="bench-finetune-") as name:
+        folder = Path(name)
+        (folder / "new.txt").write_bytes(new)
+        model = _new_model()
+        _train(model, old, options.base_steps * BATCH, BASE_RATE)
+        model.save_pretrained(folder / "base")
+        before = _losses(model, held_out)
+        say(f"the model is good: {_in_words(before)}")
+        figures: dict[str, Any] = {"held_out_before": before}
+        for kind in options.kinds:
+            figures[kind] = _compare(kind, options.steps, new, held_out, folder)
+            figures[kind]["passed"] = (
+                figures[kind]["over_plain"] <= MOST_OVER_PLAIN
+                and figures[kind]["held_out_after"]["new"] < before["new"]
+            )
+    return figures | {"passed": all(figures[kind]["passed"] for kind in options.kinds)}
+
+
+def _compare(kind: Kind, steps: int, text: bytes, held_out: Mapping[str, bytes], folder: Path) -> dict[str, Any]:
+    """Fine-tune by a swarm, and by a plain loop on as many tokens."""
+    (own := folder / kind).mkdir()
+    tokens, rate = _swarm(kind, steps, folder / "new.txt", folder / "base", own)
+    after = _losses(_loaded(own / "out"), held_out)
+    say(f"{kind}, swarm: {_in_words(after)}")
+    model = _loaded(folder / "base")
+    if kind == "lora":
+        # Importing it takes seconds.
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapters)
+    _train(model, text, tokens // SEQUENCE, RATES[kind])
+    plain = _losses(model, held_out)
+    say(f"{kind}, plain: {_in_words(plain)}")
+    return {
+        "held_out_after": after,
+        "plain_after": plain,
+        "over_plain": after["new"] / plain["new"],
+        "tokens": tokens,
+        "last_learning_rate": rate,
+    }
+
+
+def _swarm(kind: Kind, steps: int, text: Path, model: Path, folder: Path) -> tuple[int, float]:
+    """Fine-tune by a swarm, and export the model to `out`. Return the number of tokens, and the last learning rate."""
+
+    def command(program: str, arguments: Sequence[str]) -> list[str]:
+        begins = program == "peer" and "--initial-peers" not in arguments
+        own = ["--dataset", str(text), "--stages", "2", *(["--lora-rank", str(LORA_RANK)] if kind == "lora" else [])]
+        return command_line(program, [*arguments, *(own if begins else [])])
+
+    with Supervisor(folder / "logs") as children:
+        swarm = SwarmProcesses(RunConfig(), children, folder / "swarm", program=command, model=model)
+        swarm.start_peers([0, 1])
+        rows = swarm.train("trainer", steps)
+        addresses = [peer.dht_address for peer in swarm.peers]
+        arguments = ["export", "--initial-peers", *addresses, "--output", str(folder / "out")]
+        exported = subprocess.run(command_line("model", arguments), check=False, capture_output=True, text=True)
+        if exported.returncode:
+            raise PeerUnavailable(f"the export failed: {exported.stderr.strip()}")
+        swarm.stop()
+    return rows[-1]["train/total_tokens"], rows[-1]["train/learning_rate"]
+
+
+def _split(text: bytes) -> tuple[bytes, bytes]:
+    """What is trained on, and what is held out."""
+    return text[:-HELD_OUT_BYTES], text[-HELD_OUT_BYTES:]
+
+
+def _new_model() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=SEQUENCE, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _loaded(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def _samples(text: bytes) -> Tensor:
+    """A text as samples, one after the other, each with its last target."""
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tokens.unfold(0, SEQUENCE + 1, SEQUENCE)
+
+
+def _train(model: Any, text: bytes, num_samples: int, rate: float) -> None:
+    """Train a model on samples of a text, in an order by chance, again and again."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    num_steps = num_samples // BATCH
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, num_steps // 20, num_steps)
+    model.train()
+    for _, batch_BT1 in zip(range(num_steps), _batches(_samples(text)), strict=False):
+        torch.autograd.backward(_loss(model, batch_BT1))
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def _batches(samples_NT1: Tensor) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        order = torch.randperm(len(samples_NT1), generator=generator)
+        for places in order[: len(order) // BATCH * BATCH].chunk(len(order) // BATCH):
+            yield samples_NT1[places].long()
+
+
+def _loss(model: Any, batch_BT1: Tensor) -> Tensor:
+    logits_BTV = model(input_ids=batch_BT1[:, :-1]).logits
+    return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), batch_BT1[:, 1:].flatten())
+
+
+@torch.no_grad()
+def _losses(model: Any, held_out: Mapping[str, bytes]) -> dict[str, float]:
+    model.eval()
+    return {name: float(_loss(model, _samples(text).long())) for name, text in held_out.items()}
+
+
+def _in_words(losses: Mapping[str, float]) -> str:
+    return ", ".join(f"{loss:.4f} on the {name} text" for name, loss in losses.items())
