@@ -29,11 +29,11 @@ def own_config(
         config = model.config(cache, num_stages=options.stages or 0)
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
-    config = configs.with_settings(config, options.set)
+    # --set data.format=chat is checked against the dataset, so that comes first.
+    config = configs.with_settings(with_named_text(config, options.dataset, options.tokenizer), options.set)
     if options.stages is not None:
         stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
         config = dataclasses.replace(config, stages=stages)
-    config = with_named_text(config, options.dataset, options.tokenizer)
     if options.lora_options:
         config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, **options.lora_options))
         if not config.lora.is_on and options.lora_options.keys() != {"rank"}:

@@ -131,10 +131,9 @@ def test_adapters_on_chat_tokens_that_were_never_trained_are_warned_of(
 
     def begin(rank: int) -> str:
         caplog.clear()
-        settings = {"dataset": json.dumps([str(tmp_path / "talks.jsonl")]), "format": "chat", "sequence_length": 16}
-        options = PeerOptions(
-            model=str(path.parent), lora_rank=rank, set=tuple(f"data.{key}={value}" for key, value in settings.items())
-        )
+        settings = ("data.format=chat", "data.sequence_length=16")
+        talks = str(tmp_path / "talks.jsonl")
+        options = PeerOptions(model=str(path.parent), lora_rank=rank, dataset=(talks,), set=settings)
         assert own_config(options, None, tmp_path / "cache", model=open_model(str(path.parent))) is not None
         return " ".join(message for message in caplog.messages if "trained" in message)
 
