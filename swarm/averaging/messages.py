@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.averaging.exchanging.reduction import MemberFailed
-from swarm.averaging.exchanging.shares import Share, Shares
 from swarm.averaging.leading.group import Ballot
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -137,20 +136,3 @@ def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
 def unpack_indices_of(round_indices: range, gaps: Iterable[int]) -> frozenset[int]:
     """Like `unpack_indices`, but leaves out indices that do not belong to the round."""
     return frozenset(index for index in itertools.accumulate(gaps, initial=-1) if index in round_indices)
-
-
-def unpack_shares(shares: Iterable[pb.Share]) -> Shares:
-    """Shares, read from their wire form. Raises MalformedMessage for members named twice and weights that make no
-    sense."""
-    return Shares(
-        tuple(
-            Share(
-                peer_id=share.contact.peer_id,
-                num_samples=share.num_samples,
-                round_samples=share.round_samples,
-                weight=share.weight,
-                num_elements=share.num_elements,
-            )
-            for share in shares
-        )
-    )

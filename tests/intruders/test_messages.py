@@ -59,7 +59,7 @@ def attacks(address: Address, own_id: str) -> list[Attack]:
     ballot, standing = pb.Ballot(attempt=1, leader_id=own_id), pb.Standing(round=0)
     contact = pb.Contact(peer_id=own_id, endpoints="127.0.0.1:1")
     common: dict[str, Any] = {"address": address, "peer_id": own_id}
-    share = pb.Share(contact=contact, num_samples=2, weight=1.0, num_elements=10, round_samples=2)
+    share = pb.Share(contact=contact, num_samples=2, num_targets=2, norm=1.0, num_elements=10, round_samples=2)
     prepared = pb.Prepared(ballot=ballot, digest="d", squared_norm=1.0, member_ids=[own_id], num_samples=2)
     partner = pb.Partner(stage=1, digest="d", contact=contact)
     evaluation = stage_pb2.EvaluateOpen(address=address, num_samples=2, sequence_length=16)

@@ -174,6 +174,7 @@ class Advance:
             # contribution's shapes.
             contribution = await self.member.close(self.place.standing.round, drop=())
             try:
+                results.require_counts(committed.result, self.context.config)
                 await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)
             except IntegrityError as wrong:
                 self.place.group.step_back()

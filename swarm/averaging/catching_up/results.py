@@ -14,7 +14,9 @@ import torch
 from swarm.averaging import messages
 from swarm.averaging.catching_up.tensor_bytes import TensorBytes, allocate, describe
 from swarm.averaging.exchanging.reduction import LARGEST_CONTRIBUTION
+from swarm.averaging.exchanging.shares import most_samples
 from swarm.averaging.messages import Standing
+from swarm.config import RunConfig
 from swarm.errors import IntegrityError, MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundResult, Tensors, known
@@ -65,7 +67,8 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
     outcome, prepared = header.outcome, header.outcome.prepared
     after, members = messages.unpack_standing(header.standing), tuple(prepared.member_ids)
     lineage = messages.lineage_after(before.lineage, outcome)
-    if outcome.round != before.round or (after.round, after.lineage) != (before.round + 1, lineage):
+    expected = Standing(round=before.round + 1, run_samples=before.run_samples + prepared.num_samples, lineage=lineage)
+    if outcome.round != before.round or after != expected:
         raise MalformedMessage(f"a result of round {outcome.round} does not follow from round {before.round} here")
     require_norms(outcome, prepared.squared_norm)
     result = RoundResult(
@@ -92,6 +95,16 @@ def require_norms(outcome: pb.Outcome, squared_norm: float) -> None:
         raise MalformedMessage(
             f"the model's squared norm is said to be {outcome.total_squared_norm:g} in round {outcome.round}, where "
             f"this stage's is {squared_norm:g}"
+        )
+
+
+def require_counts(result: RoundResult, config: RunConfig) -> None:
+    """Raise IntegrityError for a round of more samples than its members can have given, or of others than it has."""
+    most = most_samples(config) * (1 if config.rounds.synchronous else len(result.members))
+    least = most if config.rounds.synchronous else 0
+    if not least <= result.num_samples <= most:
+        raise IntegrityError(
+            f"the result of round {result.round} counts {result.num_samples} samples, not up to {most}"
         )
 
 

@@ -148,6 +148,6 @@ def digest_of(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool)
 def compression_ratio(shares: Shares, own: Share, bytes_sent: int) -> float:
     """The figure of that name in `Average`. In a butterfly a member sends its contribution to the other owners, and its
     sum to all others."""
-    contributed = shares.num_elements - own.num_elements if own.num_samples else 0
+    contributed = shares.num_elements - own.num_elements if own.contributes else 0
     handed_back = own.num_elements * (len(shares.members) - 1)
     return torch.float32.itemsize * (contributed + handed_back) / bytes_sent if bytes_sent else 1.0

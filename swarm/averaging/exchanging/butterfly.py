@@ -58,7 +58,7 @@ class _Butterfly:
 
     async def run(self) -> Average:
         terms = self._terms
-        if terms.codec.needs_feedback and terms.own.num_samples > 0:
+        if terms.codec.needs_feedback and terms.own.contributes:
             self._residual_D = await asyncio.to_thread(torch.zeros_like, self._vector_D)
         fetches = {owner: partial(self._fetch, owner, part) for owner, part in self._owners.items()}
         await with_all(fetches, terms.own_id, self._reduction)
@@ -76,7 +76,7 @@ class _Butterfly:
             else:
                 await asyncio.to_thread(self._result_D[part].copy_, self._reduction.sum_P)
         else:
-            encoded: Buffer = await asyncio.to_thread(self._encode, part) if terms.own.num_samples else b""
+            encoded: Buffer = await asyncio.to_thread(self._encode, part) if terms.own.contributes else b""
             reply_bytes = terms.result_codec.num_bytes(part.stop - part.start)
             payload = await terms.transport.exchange(owner_id, encoded, reply_bytes)
             if not (math.isfinite(payload.squared_norm) and payload.squared_norm >= 0):
@@ -102,7 +102,7 @@ class _Butterfly:
         lengths = {owner: part.stop - part.start for owner, part in self._owners.items()}
         elsewhere = [length for owner, length in lengths.items() if owner != own.peer_id]
         num_senders = sum(share.peer_id != own.peer_id for share in shares.senders)
-        sent = sum(map(codec.num_bytes, elsewhere)) if own.num_samples else 0
+        sent = sum(map(codec.num_bytes, elsewhere)) if own.contributes else 0
         sent += result_codec.num_bytes(own.num_elements) * (len(shares.members) - 1)
         received = sum(map(result_codec.num_bytes, elsewhere)) + codec.num_bytes(own.num_elements) * num_senders
         own_part = self._owners.get(own.peer_id, slice(0, 0))

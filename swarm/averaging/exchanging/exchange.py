@@ -147,7 +147,7 @@ class Exchanges:
 
     def _carries(self, shares: Shares) -> bool:
         own = shares.of(self._own_id)
-        return own.num_samples > 0 and own.weight * len(shares.senders) >= LEAST_WEIGHT
+        return own.contributes and own.weight * len(shares.senders) >= LEAST_WEIGHT
 
     def committed(self, fragment: int, residual: Residual) -> None:
         """Keep the residual that a committed exchange left."""

@@ -62,7 +62,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
             # Multiplied and added in two operations, because a fused one gives other bits on some processors.
             sum_D += decoded[share.peer_id] * share.weight
         residual_D = None
-        if codec.needs_feedback and own.num_samples:
+        if codec.needs_feedback and own.contributes:
             residual_D = torch.sub(vector_D, decoded[own_id])
         residual = Residual(contribution_D=residual_D, part=slice(0, 0), sum_P=None)
         return sum_D, residual, squared_norm(sum_D)
@@ -73,7 +73,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
         # The other contributions are bounded, so the cause can only be this member's own.
         raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
     size = codec.num_bytes(num_elements)
-    sent = size * (len(shares.members) - 1) if own.num_samples else 0
+    sent = size * (len(shares.members) - 1) if own.contributes else 0
     return Average(
         vector_D=sum_D,
         digest=await asyncio.to_thread(digest_of, shares, payloads, with_norms=False),

@@ -14,11 +14,12 @@ from swarm.averaging.catching_up.advance import Advance
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.allreduce import Average
 from swarm.averaging.exchanging.attempt import Attempt
+from swarm.averaging.exchanging.exchange import Closed
 from swarm.averaging.exchanging.other_members import OtherMembers
 from swarm.averaging.exchanging.own_round import OwnRound, Result
 from swarm.averaging.exchanging.reduction import MemberFailed, Payload
 from swarm.averaging.exchanging.shared import SharedBlocks
-from swarm.averaging.exchanging.shares import Shares
+from swarm.averaging.exchanging.shares import Counts, Shares, shares_of
 from swarm.averaging.leading.group import Ballot, Refused
 from swarm.averaging.place import Place
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, record_of
@@ -83,18 +84,19 @@ class Participant:
         async with self.place.lock:
             if not self.own_round.begin(ballot, closing):
                 return pb.BeginReply(refusal=self._refusal(Refused(f"attempt {ballot.attempt} was given up")))
-            standing, contribution, result = self.place.standing, closed.contribution, self.own_round.result
+            standing, result = self.place.standing, self.own_round.result
+            counts = self._counts(closed)
             self.context.events.write(
                 Begin(round=standing.round, lineage=standing.lineage, attempt=ballot.attempt, leader=ballot.leader_id)
             )
             return pb.BeginReply(
-                num_samples=contribution.num_samples,
-                num_targets=contribution.num_targets,
-                round_samples=contribution.round_samples,
-                committed_gaps=messages.pack_indices(contribution.committed),
+                num_samples=counts.num_samples,
+                num_targets=counts.num_targets,
+                round_samples=counts.round_samples,
+                committed_gaps=messages.pack_indices(closed.contribution.committed),
                 prepared=result.prepared if result and self.place.group.prepared else None,
                 since=messages.pack_ballot(self.place.group.since),
-                norm=closed.norm,
+                norm=counts.norm,
                 num_elements=closed.vector_D.numel(),
                 bytes_per_second=self.own_round.exchanges.bytes_per_second,
             )
@@ -106,7 +108,7 @@ class Participant:
         Raises MalformedMessage for another leader's attempt, or for shares that make no sense.
         """
         ballot = messages.own_ballot(request)
-        shares = messages.unpack_shares(request.shares)
+        shares = shares_of(request.shares, self.context.config)
         try:
             async with self.place.lock:
                 attempt = self._join(request, ballot, shares)
@@ -142,12 +144,19 @@ class Participant:
         attempt = self.own_round.attempt
         if attempt is None or attempt.ballot != ballot:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
-        own, contribution = shares.of(self.context.own_id), attempt.closed.contribution
-        if (own.num_samples, shares.num_elements) != (contribution.num_samples, attempt.closed.vector_D.numel()):
+        own = shares.of(self.context.own_id).counts
+        if (own, shares.num_elements) != (self._counts(attempt.closed), attempt.closed.vector_D.numel()):
             raise Refused("the shares do not name this member's contribution")
+        rounds = self.context.config.rounds
+        if rounds.synchronous and shares.round_samples != rounds.round_samples:
+            raise Refused(f"the members have {shares.round_samples} samples, and a round has {rounds.round_samples}")
         self.place.group.join(request.round, ballot, shares.digest)
         attempt.open(shares)
         return attempt
+
+    def _counts(self, closed: Closed) -> Counts:
+        """What this member says of its contribution."""
+        return Counts.of(closed.contribution, closed.norm).bounded(self.context.config)
 
     def _others(self, request: pb.AverageRequest, attempt: Attempt) -> OtherMembers:
         opening = pb.ExchangeOpen(

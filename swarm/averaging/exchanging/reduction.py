@@ -145,7 +145,7 @@ class Reduction(_Answer):
 
     def num_bytes_from(self, peer_id: str) -> int:
         """Bytes that a member has to send. Raises MalformedMessage for a peer that is no member."""
-        return self._codec.num_bytes(self.num_elements) if self._shares.of(peer_id).num_samples else 0
+        return self._codec.num_bytes(self.num_elements) if self._shares.of(peer_id).contributes else 0
 
     async def add(self, peer_id: str, encoded: Buffer) -> None:
         """Take a member's part; the last one starts the sum.

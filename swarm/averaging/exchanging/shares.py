@@ -1,7 +1,8 @@
 """The members of an exchange: the weight with which each takes part, and the part of the vector that it owns. Pure.
 
-The leader computes the shares with `divide`. Every member, including the leader, gets them with the Average call and
-checks them.
+The leader computes the shares with `divide`. Every member, including the leader, gets them with the Average call,
+checks their counts, and computes the weights for itself (`shares_of`). So no member counts for more than a round can
+hold, and no leader can give a member another weight than all members' counts do.
 """
 
 import hashlib
@@ -12,8 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Contribution
 
 BANDWIDTH_NOISE = 1.5
 """Bandwidths that differ by less than this factor count as equal, because on a fast network such differences are
@@ -26,6 +29,78 @@ BANDWIDTH_RANGE = 8.0
 members may lie."""
 ROUNDING = 1e-6
 """By how much the sum of all weights may be off."""
+MOST_ROUNDS = 2
+"""With DiLoCo, the samples of one member count towards a round at most as this many rounds. A peer goes on while a
+round ends, so it may have somewhat more than one."""
+LATE_ROUNDS = 5
+"""With DiLoCo, the rounds whose samples a contribution may hold, each up to MOST_ROUNDS: those that a peer missed and
+this one; or with fragments, those since the fragment was averaged last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What a member says of its contribution.
+
+    Attributes:
+        num_samples: the samples in the contribution. A member without samples sends nothing, but gets the result.
+        num_targets: the targets in these samples; its weight.
+        round_samples: the samples among these that count towards the round.
+        norm: the contribution's norm.
+    """
+
+    num_samples: int
+    num_targets: int
+    round_samples: int
+    norm: float
+
+    @classmethod
+    def of(cls, message: pb.BeginReply | pb.Share | Contribution, norm: float) -> "Counts":
+        """The counts that a message, or a contribution, has in fields of the same names."""
+        return cls(
+            num_samples=message.num_samples,
+            num_targets=message.num_targets,
+            round_samples=message.round_samples,
+            norm=norm,
+        )
+
+    def bounded(self, config: RunConfig) -> "Counts":
+        """The counts with which a member takes part that has computed more than can count."""
+        most = most_samples(config)
+        num_samples = min(self.num_samples, most_rounds(config) * most)
+        return Counts(
+            num_samples=num_samples,
+            num_targets=self.num_targets * num_samples // max(1, self.num_samples),
+            round_samples=min(self.round_samples, num_samples, most),
+            norm=self.norm,
+        )
+
+    def fault(self, config: RunConfig) -> str:
+        """What is impossible about the counts, in words that follow "its contribution is"; empty if nothing is."""
+        faults = (
+            ("not finite", not math.isfinite(self.norm)),
+            ("of a norm below zero", self.norm < 0.0),
+            ("of no samples, although some count towards the round", self.num_samples == 0 < self.round_samples),
+            (
+                "of more targets than its samples can have",
+                self.num_targets > self.num_samples * config.data.sequence_length,
+            ),
+            ("of more samples than a round can hold", not self._is_bounded(config)),
+        )
+        return next((fault for fault, is_so in faults if is_so), "")
+
+    def _is_bounded(self, config: RunConfig) -> bool:
+        bounded = self.bounded(config)
+        return (self.num_samples, self.round_samples) == (bounded.num_samples, bounded.round_samples)
+
+
+def most_samples(config: RunConfig) -> int:
+    """The most samples of one member that count towards a round."""
+    return config.rounds.round_samples * (1 if config.rounds.synchronous else MOST_ROUNDS)
+
+
+def most_rounds(config: RunConfig) -> int:
+    """The most rounds whose samples a contribution may hold."""
+    return 1 if config.rounds.synchronous else max(LATE_ROUNDS, config.averaging.num_fragments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +108,19 @@ class Share:
     """One member.
 
     Attributes:
-        num_samples: the samples in the member's contribution. A member without samples sends nothing, but gets the
-            result.
-        round_samples: the samples among these that count towards the round.
         weight: the factor of its contribution in the sum.
         num_elements: the length of the part that the member owns.
     """
 
     peer_id: str
-    num_samples: int
-    round_samples: int
+    counts: Counts
     weight: float
     num_elements: int
+
+    @property
+    def contributes(self) -> bool:
+        """Whether the member has samples."""
+        return self.counts.num_samples > 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +146,7 @@ class Shares:
     @property
     def round_samples(self) -> int:
         """Samples of the round."""
-        return sum(share.round_samples for share in self.members)
+        return sum(share.counts.round_samples for share in self.members)
 
     @cached_property
     def parts(self) -> list[slice]:
@@ -86,7 +162,7 @@ class Shares:
     @property
     def senders(self) -> list[Share]:
         """The members that contribute."""
-        return [share for share in self.members if share.num_samples]
+        return [share for share in self.members if share.contributes]
 
     def of(self, peer_id: str) -> Share:
         """A member's share. Raises MalformedMessage for a peer that is no member."""
@@ -98,9 +174,7 @@ class Shares:
     @cached_property
     def digest(self) -> str:
         """SHA-256 digest of all shares, in hexadecimal."""
-        lines = (
-            f"{s.peer_id} {s.num_samples} {s.round_samples} {s.weight.hex()} {s.num_elements}" for s in self.members
-        )
+        lines = (f"{s.peer_id} {s.counts} {s.weight.hex()} {s.num_elements}" for s in self.members)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -122,25 +196,46 @@ def divide(
             off.
         only_owner: if given, this member owns the whole vector, so that no two other members need a connection.
     """
-    weights = _weights(begun.values(), clip_to_median)
     if only_owner is None:
         sizes = part_sizes(num_elements, [reply.bytes_per_second for reply in begun.values()], tile=tile)
     else:
         sizes = [num_elements * (peer_id == only_owner) for peer_id in begun]
-    members = (
-        Share(
-            peer_id=peer_id,
-            num_samples=reply.num_samples,
-            round_samples=reply.round_samples,
-            weight=weight,
-            num_elements=size,
+    counts = [Counts.of(reply, reply.norm) for reply in begun.values()]
+    return _weighed(list(begun), counts, sizes, clip_to_median)
+
+
+def shares_of(shares: Sequence[pb.Share], config: RunConfig) -> Shares:
+    """The shares that a leader names.
+
+    Raises:
+        MalformedMessage: a member is named twice, or its counts are impossible.
+    """
+    counts = [Counts.of(share, share.norm) for share in shares]
+    for share, each in zip(shares, counts, strict=True):
+        if fault := each.fault(config):
+            raise MalformedMessage(f"the contribution of {share.contact.peer_id} is {fault}")
+    if not any(each.num_samples for each in counts):
+        raise MalformedMessage("no member has samples")
+    names, sizes = [share.contact.peer_id for share in shares], [share.num_elements for share in shares]
+    return _weighed(names, counts, sizes, clip_of(config))
+
+
+def clip_of(config: RunConfig) -> float:
+    """See `divide`. Synchronous contributions are not clipped: their sum must be the gradient that one process has."""
+    return 0.0 if config.rounds.synchronous else config.averaging.clip_to_median
+
+
+def _weighed(names: Sequence[str], counts: Sequence[Counts], sizes: Sequence[int], clip_to_median: float) -> Shares:
+    weights = _weights(counts, clip_to_median)
+    return Shares(
+        tuple(
+            Share(peer_id=name, counts=each, weight=weight, num_elements=size)
+            for name, each, weight, size in zip(names, counts, weights, sizes, strict=True)
         )
-        for (peer_id, reply), weight, size in zip(begun.items(), weights, sizes, strict=True)
     )
-    return Shares(tuple(members))
 
 
-def _weights(begun: Collection[pb.BeginReply], clip_to_median: float) -> list[float]:
+def _weights(begun: Collection[Counts], clip_to_median: float) -> list[float]:
     """The weight of each member: its share of all targets. So the weighted sum of the members' means is the mean over
     all targets."""
     assert any(reply.num_samples for reply in begun), "a round without samples is never averaged"

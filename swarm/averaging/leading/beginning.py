@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from swarm.averaging import messages
 from swarm.averaging.context import Context
-from swarm.averaging.leading.blame import SLOW, Blame
+from swarm.averaging.leading.blame import SLOW, Blame, without_the_useless
 from swarm.averaging.leading.broadcast import Broadcast, Members
 from swarm.averaging.leading.duplicates import duplicates
 from swarm.averaging.leading.group import Ballot
@@ -73,6 +73,9 @@ class Beginning:
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                     raise self.blame.failure("a member could not drop a duplicate", {peer: reply})
                 begun[peer] = reply
+        failed = without_the_useless(begun, self.context.config, standing.round, self.context.own_id)
+        if failed is not None:
+            raise failed
         self._require_whole_round(standing.round, begun, unreached)
         return begun
 

@@ -4,13 +4,14 @@ Used by leading/leader and leading/beginning. Pure.
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from swarm.averaging import messages
+from swarm.averaging.exchanging.shares import Counts
 from swarm.averaging.leading.group import Ballot
+from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
@@ -152,27 +153,32 @@ def _refusing(replies: Mapping[PeerId, Any], ballot: Ballot) -> set[PeerId]:
 
 
 def without_the_useless(
-    begun: Mapping[PeerId, pb.BeginReply], num_elements: int, sequence_length: int
+    begun: Mapping[PeerId, pb.BeginReply], config: RunConfig, round_number: int, own_id: PeerId
 ) -> AttemptFailed | None:
     """Make the error of an attempt in which some contributions are useless. It leaves their members out. None if all
     are useful.
 
+    In the synchronous setting a contribution holds exactly the microbatches of the round that its member names.
+
     Args:
-        num_elements: how many elements a contribution has.
-        sequence_length: the most targets that a sample can have.
+        own_id: the leader, whose contribution has the right size.
     """
-    useless = {
-        peer: fault
-        for peer, reply in begun.items()
-        for fault, is_so in (
-            ("not finite", not math.isfinite(reply.norm)),
-            ("of a norm below zero", reply.norm < 0.0),
-            ("of another size", reply.num_elements != num_elements),
-            ("of no samples, although some count towards the round", reply.num_samples == 0 < reply.round_samples),
-            ("of more targets than its samples can have", reply.num_targets > reply.num_samples * sequence_length),
-        )
-        if is_so
-    }
+    sizes = Counter(reply.num_elements for reply in begun.values())
+    size = begun[own_id].num_elements if own_id in begun else sizes.most_common(1)[0][0]
+    useless = dict[PeerId, str]()
+    for peer, reply in begun.items():
+        fault = Counts.of(reply, reply.norm).fault(config)
+        if not fault and reply.num_elements != size:
+            fault = "of another size"
+        if not fault and config.rounds.synchronous:
+            count = config.microbatches_per_round
+            named = messages.unpack_indices_of(
+                range(round_number * count, (round_number + 1) * count), reply.committed_gaps
+            )
+            if {reply.num_samples, reply.round_samples} != {len(named) * config.data.microbatch_size}:
+                fault = "of other samples than the microbatches that it names"
+        if fault:
+            useless[peer] = fault
     if not useless:
         return None
     for peer, fault in sorted(useless.items()):

@@ -11,7 +11,6 @@ has prepared it; from then on no leader ever aborts it. Never touches tensors.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,10 +20,10 @@ from swarm.averaging import messages
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.allreduce import OWNER_PATIENCE
 from swarm.averaging.exchanging.shared import SharedBlocks
-from swarm.averaging.exchanging.shares import Shares, divide
+from swarm.averaging.exchanging.shares import Shares, clip_of, divide
 from swarm.averaging.leading.barrier import Barrier
 from swarm.averaging.leading.beginning import Beginning
-from swarm.averaging.leading.blame import SLOW, AttemptFailed, Blame, without_the_useless
+from swarm.averaging.leading.blame import SLOW, AttemptFailed, Blame
 from swarm.averaging.leading.broadcast import Broadcast, Members
 from swarm.averaging.leading.group import Ballot
 from swarm.averaging.leading.rules import Begun, unfinished
@@ -106,9 +105,10 @@ class Leader:
             shares=[
                 pb.Share(
                     contact=contact_of(members[PeerId(share.peer_id)]),
-                    num_samples=share.num_samples,
-                    round_samples=share.round_samples,
-                    weight=share.weight,
+                    num_samples=share.counts.num_samples,
+                    num_targets=share.counts.num_targets,
+                    round_samples=share.counts.round_samples,
+                    norm=share.counts.norm,
                     num_elements=share.num_elements,
                 )
                 for share in shares.members
@@ -134,19 +134,12 @@ class Leader:
         return results[0]
 
     def _shares(self, begun: Begun, only_owner: str | None) -> Shares:
-        """Each member's weight and part in the exchange; raises AttemptFailed if a contribution is of no use."""
-        config, sizes = self.context.config, Counter(reply.num_elements for reply in begun.values())
-        own = begun.get(self.context.own_id)
-        size = own.num_elements if own is not None else sizes.most_common(1)[0][0]
-        if (failed := without_the_useless(begun, size, config.data.sequence_length)) is not None:
-            raise failed
-        # Synchronous contributions are not clipped: their sum must be the gradient that a single process would have.
-        clip_to_median = 0.0 if config.rounds.synchronous else config.averaging.clip_to_median
+        """Each member's weight and part in the exchange."""
         return divide(
             {peer: begun[peer] for peer in sorted(begun)},
-            num_elements=size,
+            num_elements=next(iter(begun.values())).num_elements,
             tile=self._codec.tile,
-            clip_to_median=clip_to_median,
+            clip_to_median=clip_of(self.context.config),
             only_owner=only_owner,
         )
 

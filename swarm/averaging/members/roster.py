@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Set
 
 from swarm.averaging import messages
 from swarm.averaging.context import Context
+from swarm.averaging.exchanging.shares import most_samples
 from swarm.averaging.leading.rules import leader_of
 from swarm.averaging.members.contacts import Contacts
 from swarm.averaging.members.round_reports import Report, RoundReports
@@ -42,6 +43,7 @@ class Roster:
         config = context.config
         self.contacts = Contacts(context)
         self.reports = RoundReports(config.round_microbatches)
+        self._round_samples, self._most_samples = config.rounds.round_samples, most_samples(config)
         self.suspicions = Suspicions(context.clock, context.timing)
         self._own_id = context.own_id
         self._stage = context.own.stage
@@ -98,7 +100,7 @@ class Roster:
             round=standing.round,
             lineage=standing.lineage,
             run_samples=standing.run_samples,
-            num_samples=told.num_samples,
+            num_samples=min(told.num_samples, self._most_samples),
             committed=self.reports.named(standing.round, told.committed_gaps),
             highest_microbatch=highest_microbatch,
         )
@@ -214,10 +216,11 @@ class Roster:
         """The samples of this round at living peers that are not `present`, and so would be left out.
 
         Peers that made too many attempts fail are not counted. All peers that have not reported yet count as one sample
-        together, because they may have some.
+        together, because they may have some. No peer counts for more than a round, so that none can hold up a round
+        that others have whole.
         """
         told = sum(
-            last.progress.num_samples
+            min(last.progress.num_samples, self._round_samples)
             for peer, last in self.reports.last.items()
             if peer not in present
             and last.standing == own == self._standings.get(peer, own)

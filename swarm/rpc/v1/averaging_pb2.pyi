@@ -497,22 +497,25 @@ Global___Closing: _TypeAlias = Closing  # noqa: Y015
 
 @_typing.final
 class Share(_message.Message):
-    """A member of the exchange, its weight, and the part that it owns."""
+    """A member of the exchange, what it said of its contribution, and the part that it owns. Each member computes all
+    weights from this.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTACT_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
-    WEIGHT_FIELD_NUMBER: _builtins.int
     NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
     ROUND_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_TARGETS_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
-    weight: _builtins.float
-    """The factor of its contribution in the sum: its share of the targets, or less if it is clipped."""
     num_elements: _builtins.int
     """The length of its part. Parts follow each other in the order of the shares."""
     round_samples: _builtins.int
     """The number of its samples that count towards the round."""
+    num_targets: _builtins.int
+    norm: _builtins.float
     @_builtins.property
     def contact(self) -> Global___Contact: ...
     def __init__(
@@ -520,13 +523,14 @@ class Share(_message.Message):
         *,
         contact: Global___Contact | None = ...,
         num_samples: _builtins.int = ...,
-        weight: _builtins.float = ...,
         num_elements: _builtins.int = ...,
         round_samples: _builtins.int = ...,
+        num_targets: _builtins.int = ...,
+        norm: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact", "num_elements", b"num_elements", "num_samples", b"num_samples", "round_samples", b"round_samples", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "num_targets", b"num_targets", "round_samples", b"round_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

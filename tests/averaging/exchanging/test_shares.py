@@ -1,12 +1,23 @@
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.averaging.exchanging.shares import Share, Shares, divide, part_sizes
+from swarm.averaging.exchanging.shares import (
+    Counts,
+    Share,
+    Shares,
+    divide,
+    most_rounds,
+    most_samples,
+    part_sizes,
+    shares_of,
+)
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
+from tests.averaging.doubles import make_config
 
 
 def offer(name: str, samples: int, norm: float = 1.0, targets: int | None = None) -> tuple[str, pb.BeginReply]:
@@ -77,7 +88,8 @@ def test_a_boast_is_not_believed_beyond_measure() -> None:
 
 
 def share(name: str = "a", weight: float = 1.0) -> Share:
-    return Share(peer_id=name, num_samples=1, round_samples=1, weight=weight, num_elements=2)
+    counts = Counts(num_samples=1, num_targets=1, round_samples=1, norm=1.0)
+    return Share(peer_id=name, counts=counts, weight=weight, num_elements=2)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +113,48 @@ def test_weights_that_were_rounded_are_accepted(samples: list[int]) -> None:
 def test_a_stranger_has_no_share() -> None:
     with pytest.raises(MalformedMessage, match="no member"):
         Shares((share(),)).of("b")
+
+
+def _named(name: str = "a", **counts: float) -> pb.Share:
+    told: dict[str, Any] = {"num_samples": 2, "num_targets": 2, "round_samples": 2, "norm": 1.0} | counts
+    return pb.Share(contact=pb.Contact(peer_id=name), num_elements=8, **told)
+
+
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+def test_members_compute_the_weights_from_all_members_counts(setting: str) -> None:
+    config = make_config(setting)
+    shares = shares_of([_named("a"), _named("b", num_targets=6)], config)
+    assert [share.weight for share in shares.members] == [0.25, 0.75]
+    clipped = shares_of([_named("a"), _named("b"), _named("c", norm=1e9)], config)
+    assert (clipped.of("c").weight < 1e-6) == (setting == "diloco")
+
+
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"num_samples": 1 << 40},
+        {"num_samples": 1 << 40, "num_targets": 1 << 40, "round_samples": (1 << 48) - 1000},
+        {"num_targets": 1 << 20},
+        {"norm": math.inf},
+        {"norm": -1.0},
+        {"num_samples": 0, "num_targets": 0},
+    ],
+)
+def test_a_leader_that_names_impossible_counts_is_refused(setting: str, lie: dict[str, float]) -> None:
+    with pytest.raises(MalformedMessage, match="the contribution of liar is"):
+        shares_of([_named("honest"), _named("liar", **lie)], make_config(setting))
+
+
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+def test_a_member_with_more_than_can_count_takes_part_with_what_can(setting: str) -> None:
+    config = make_config(setting)
+    much = Counts(num_samples=1 << 30, num_targets=3 << 29, round_samples=1 << 20, norm=1.0)
+    bounded = much.bounded(config)
+    assert (bounded.round_samples, bounded.num_samples) == (
+        most_samples(config), most_rounds(config) * most_samples(config)
+    )  # fmt: skip
+    assert bounded.num_targets == 3 * bounded.num_samples // 2
+    assert bounded.bounded(config) == bounded
+    assert not bounded.fault(config)
+    assert much.fault(config)

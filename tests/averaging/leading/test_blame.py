@@ -74,7 +74,11 @@ def _without_promise(reply: pb.BeginReply) -> None:
     reply.prepared.CopyFrom(pb.Prepared(digest="d", member_ids=[peer_id(3)], ballot=pb.Ballot(attempt=1)))
 
 
-@pytest.mark.parametrize("lie", [_negative, _without_samples, _longer, _beyond, _without_promise])
+def _more_than_a_round(reply: pb.BeginReply) -> None:
+    reply.num_samples = reply.num_targets = reply.round_samples = 1 << 40
+
+
+@pytest.mark.parametrize("lie", [_negative, _without_samples, _longer, _beyond, _without_promise, _more_than_a_round])
 @in_virtual_time
 async def test_who_closes_with_what_makes_no_sense_is_left_out(lie: Callable[[pb.BeginReply], None]) -> None:
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
@@ -96,6 +100,33 @@ async def test_who_closes_with_what_makes_no_sense_is_left_out(lie: Callable[[pb
         await until(lambda: all(stage.round == 1 for stage in members[:2]))
         assert_equal_and_once(members[:2])
         assert members[0].results[0].members == (peer_id(1), peer_id(2))
+
+
+@pytest.mark.parametrize(("factor", "what"), [(2, "num_samples"), (2, "round_samples"), (0, "round_samples")])
+@in_virtual_time
+async def test_who_counts_other_samples_than_its_microbatches_is_named_and_left_out(
+    factor: int, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The microbatches that it names are had from others."""
+    async with network_of(make_config("synchronous", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        liar = network.peers[peer_id(3)]
+
+        async def begin(request: Any) -> Any:
+            reply = await liar.averager.handlers.handle(BEGIN, request)
+            setattr(reply, what, factor * getattr(reply, what))
+            return reply
+
+        liar.instead["Begin"] = begin
+        for index in range(4):
+            members[index % 3].learn(index)
+        leader = network.peers[peer_id(1)].averager
+        await until(lambda: leader.counters().attempts > 0)
+        members[0].learn(2)
+        await until(lambda: all(stage.round == 1 for stage in members[:2]))
+        assert members[0].results[0].members == (peer_id(1), peer_id(2))
+        assert members[0].run_samples == network.config.rounds.round_samples
+    assert f"{peer_id(3)} is left out: its contribution is of " in caplog.text
 
 
 @pytest.mark.parametrize("codec", ["fp32", "dct-topk"])

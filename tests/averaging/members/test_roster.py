@@ -141,28 +141,28 @@ def test_a_member_that_fell_silent_is_missed_for_a_while() -> None:
 def test_what_a_living_member_holds_that_is_left_out_is_known() -> None:
     group = Group("diloco")
     roster = group.roster
-    group.report(num_samples=500)
-    assert (roster.absent_samples(HERE, {OTHER}), roster.absent_samples(HERE, ())) == (0, 500)
+    group.report(num_samples=150)
+    assert (roster.absent_samples(HERE, {OTHER}), roster.absent_samples(HERE, ())) == (0, 150)
     roster.suspicions.exclude(OTHER)
-    assert roster.absent_samples(HERE, ()) == 500, "it lives, and goes on reporting"
+    assert roster.absent_samples(HERE, ()) == 150, "it lives, and goes on reporting"
     roster.suspect(OTHER, is_gone=False)
     group.clock.advance(TIMING.missed_seconds - 1.0)
-    assert roster.absent_samples(HERE, ()) == 500, "its line may be busy"
+    assert roster.absent_samples(HERE, ()) == 150, "its line may be busy"
     group.clock.advance(1.0)
     assert roster.absent_samples(HERE, ()) == 0, "it will not be back soon"
-    group.report(num_samples=500)
+    group.report(num_samples=150)
     roster.answered(OTHER, Standing(run_samples=0, round=1, lineage="01"))
     assert roster.absent_samples(HERE, ()) == 0, "it is elsewhere"
-    group.report(num_samples=500)
+    group.report(num_samples=150)
     roster.suspect(OTHER, is_gone=True)
     assert roster.absent_samples(HERE, ()) == 0, "it is gone, and what it held with it"
 
 
 def test_a_member_with_which_no_attempt_succeeds_is_not_waited_for_until_it_has_taken_part() -> None:
     group = Group("diloco")
-    group.report(num_samples=500)
+    group.report(num_samples=150)
     for _ in range(MOST_FAILURES):
-        assert group.roster.absent_samples(HERE, ()) == 500
+        assert group.roster.absent_samples(HERE, ()) == 150
         group.roster.suspicions.exclude(OTHER)
     assert group.roster.absent_samples(HERE, ()) == 0
     group.roster.moved(Standing(run_samples=512, round=1, lineage="01"), members=["another"])
@@ -174,9 +174,9 @@ def test_a_member_with_which_no_attempt_succeeds_is_not_waited_for_until_it_has_
 def test_what_a_leader_holds_is_known_by_its_answers() -> None:
     """A leader reports to no peer."""
     group = Group("diloco")
-    group.roster.heard_of_round(OTHER, HERE, pb.ReportReply(num_samples=500))
+    group.roster.heard_of_round(OTHER, HERE, pb.ReportReply(num_samples=150))
     group.roster.suspect(OTHER, is_gone=False)
-    assert group.roster.absent_samples(HERE, ()) == 500
+    assert group.roster.absent_samples(HERE, ()) == 150
 
 
 def test_a_peer_that_has_not_told_what_it_has_may_have_some() -> None:
