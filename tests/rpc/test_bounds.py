@@ -23,7 +23,7 @@ from swarm.types import LARGEST_COUNT
         pb.AverageRequest(shares=[pb.Share(), pb.Share(num_samples=LARGEST_COUNT + 1)]),
         pb.AverageRequest(shares=[pb.Share()] * (LONGEST_MESSAGE_LIST + 1)),
         stage_pb2.TrainRequest(chunks=[TensorChunk()] * (LONGEST_MESSAGE_LIST + 1)),
-        pb.AverageRequest(shares=[pb.Share(weight=float("nan"))]),
+        pb.AverageRequest(shares=[pb.Share(norm=float("nan"))]),
         pb.CommitRequest(total_squared_norm=float("inf")),
         pb.BarrierReply(ready=True, leader=pb.Contact(), squared_norm=float("-inf")),
         pb.Prepared(member_ids=[""] * (LONGEST_LIST + 1)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from swarm.averaging import messages
 from swarm.averaging.context import Context
-from swarm.averaging.leading.blame import SLOW, Blame, without_the_useless
+from swarm.averaging.leading.blame import SLOW, AttemptFailed, Blame, without_the_useless
 from swarm.averaging.leading.broadcast import Broadcast, Members
 from swarm.averaging.leading.duplicates import duplicates
 from swarm.averaging.leading.group import Ballot
@@ -63,6 +63,7 @@ class Beginning:
         begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
         unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         self._require_obedience(begun, unreached)
+        self._require_true_results(begun, ballot)
         if unfinished(begun) is not None:
             return begun
         if self.context.config.rounds.synchronous:
@@ -91,6 +92,18 @@ class Beginning:
             raise self.blame.failure("a member is slow", unreached)
         if not self.watch.has_quorum(begun.keys()):
             raise self.blame.failure("too few members for a quorum", unreached)
+
+    def _require_true_results(self, begun: Begun, ballot: Ballot) -> None:
+        """Raise AttemptFailed if a member holds a result of an attempt that nobody has led, or that others hold."""
+        failed = AttemptFailed("a member holds a result that cannot be")
+        for peer, reply in begun.items():
+            if not reply.HasField("prepared"):
+                continue
+            if messages.require_ballot(reply.prepared.ballot) >= ballot or peer not in reply.prepared.member_ids:
+                logger.warning("%s is left out: it holds a result that cannot be", peer)
+                failed.excluded.add(peer)
+        if failed.excluded:
+            raise failed
 
     def _require_whole_round(self, round_number: int, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
         committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))

@@ -134,6 +134,27 @@ class Blame:
         failed.excluded = set(accusers) if is_cut_off else {blamed}
         return failed
 
+    def different_results(self, digests: Mapping[PeerId, str]) -> AttemptFailed:
+        """Make the error of an exchange whose members came to different results. It leaves out those that differ from
+        most of the others."""
+        failed = AttemptFailed("members came to different results")
+        result, count = Counter(digests.values()).most_common(1)[0]
+        if 2 * count > len(digests):
+            failed.excluded = {peer for peer, digest in digests.items() if digest != result}
+            logger.warning("left out, because their result is not that of most: %s", ", ".join(sorted(failed.excluded)))
+        else:
+            members = ", ".join(sorted(digests))
+            logger.warning("%s came to different results, and nobody can say which of them is wrong", members)
+        return failed
+
+    def uncommitted(self, holders: Collection[PeerId]) -> AttemptFailed:
+        """Make the error of an attempt that would commit a result which its holders never commit. It leaves them
+        out."""
+        failed = AttemptFailed("a result is not committed by its holders")
+        failed.excluded = set(holders)
+        logger.warning("left out, because they do not commit what they hold: %s", ", ".join(sorted(holders)))
+        return failed
+
     def goes_through_one(self, round_number: int, members: Collection[PeerId]) -> bool:
         """Whether the leader sums everything, because two members of this round cannot reach each other."""
         return round_number == self._round_through_one and self._can_sum_all(members)

@@ -11,6 +11,7 @@ has prepared it; from then on no leader ever aborts it. Never touches tensors.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,7 @@ from swarm.averaging.leading.beginning import Beginning
 from swarm.averaging.leading.blame import SLOW, AttemptFailed, Blame
 from swarm.averaging.leading.broadcast import Broadcast, Members
 from swarm.averaging.leading.group import Ballot
-from swarm.averaging.leading.rules import Begun, unfinished
+from swarm.averaging.leading.rules import Begun, agreed, unfinished
 from swarm.averaging.messages import Standing
 from swarm.averaging.place import Decision, Place
 from swarm.averaging.transport import ABORT, AVERAGE, COMMIT, contact_of
@@ -36,6 +37,9 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
+
+MOST_COMMITS = 4
+"""A result that was to be committed so often is none: its holders would have committed it, and moved on."""
 
 
 @dataclass(eq=False)
@@ -49,6 +53,8 @@ class Leader:
     barrier: Barrier
     shared: SharedBlocks
     blame: Blame
+    _num_commits: Counter[tuple[int, str]] = field(default_factory=Counter, init=False)
+    """How often the commit of a round's result was sent, by round and digest."""
     _vector_bytes: int = field(default=0, init=False)
     """The size of a contribution in float32, once one was exchanged."""
     _average_seconds: float = field(default=0.0, init=False)
@@ -80,6 +86,8 @@ class Leader:
                 else:
                     logger.info("finishing attempt %d of %s", prepared.ballot.attempt, prepared.ballot.leader_id)
                     holders = [peer for peer, reply in begun.items() if reply.prepared.digest == prepared.digest]
+                    if self._num_commits[standing.round, prepared.digest] >= MOST_COMMITS:
+                        raise self.blame.uncommitted(holders)
                 await self._finish(standing.round, prepared, {peer: members[peer] for peer in holders})
             except AttemptFailed as failed:
                 reachable = {peer: record for peer, record in members.items() if peer not in failed.unreachable}
@@ -122,16 +130,16 @@ class Leader:
             request.timeout_seconds + self.context.timing.grace_seconds,
             until=_is_prepared,
         )
-        results = [reply.prepared for reply in replies.values() if isinstance(reply, pb.AverageReply)]
-        digests = {prepared.digest for prepared in results}
-        if len(results) < len(begun) or "" in digests:
+        results = {peer: reply.prepared for peer, reply in replies.items() if isinstance(reply, pb.AverageReply)}
+        digests = {peer: prepared.digest for peer, prepared in results.items()}
+        if len(results) < len(begun) or "" in digests.values():
             took_long = self.context.clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
             raise self.blame.failed_exchange(replies, begun.keys(), standing.round, ballot, took_long=took_long)
-        if len(digests) > 1:
-            raise AttemptFailed("members came to different results")
+        if len(set(digests.values())) > 1:
+            raise self.blame.different_results(digests)
         self._average_seconds = self.context.clock.monotonic() - started_at
         self.blame.exchanged()
-        return results[0]
+        return agreed(results, self.context.own_id)
 
     def _shares(self, begun: Begun, only_owner: str | None) -> Shares:
         """Each member's weight and part in the exchange."""
@@ -199,7 +207,8 @@ class Leader:
         await self._commit(holders, request)
 
     async def _commit(self, holders: Members, request: pb.CommitRequest) -> None:
-        started_at = self.context.clock.monotonic()
+        started_at, key = self.context.clock.monotonic(), (request.round, request.digest)
+        self._num_commits = Counter({key: self._num_commits[key] + 1})
         floor = self.context.timing.commit_seconds + self._vector_bytes / self.context.timing.work_bytes_per_second
         timeout_seconds = self.blame.deadline(floor, self._commit_seconds)
         replies = await self.broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)

@@ -85,6 +85,15 @@ def has_quorum(
             assert_never(other)
 
 
+def agreed(results: Mapping[PeerId, pb.Prepared], own_id: PeerId) -> pb.Prepared:
+    """The result that members of an exchange hold, who all name the same digest. That does not cover the norm: it is
+    this peer's own, or if it took no part, the median of theirs."""
+    if own_id in results:
+        return results[own_id]
+    by_norm = sorted(results.values(), key=lambda prepared: prepared.squared_norm)
+    return by_norm[(len(by_norm) - 1) // 2]
+
+
 def unfinished(begun: Begun) -> pb.Prepared | None:
     """The newest result of an earlier attempt, if it may have been decided; else None. It cannot have been decided if a
     member of its exchange did not prepare it."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swarm.averaging.exchanging.allreduce import OWNER_PATIENCE
-from swarm.averaging.transport import BEGIN
+from swarm.averaging.transport import AVERAGE, BEGIN
 from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import QUICK, broken, make_config, network_of, peer_id, stages, until
@@ -127,6 +127,83 @@ async def test_who_counts_other_samples_than_its_microbatches_is_named_and_left_
         assert members[0].results[0].members == (peer_id(1), peer_id(2))
         assert members[0].run_samples == network.config.rounds.round_samples
     assert f"{peer_id(3)} is left out: its contribution is of " in caplog.text
+
+
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+@in_virtual_time
+async def test_who_comes_to_another_result_than_the_others_is_named_and_left_out(
+    setting: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with network_of(make_config(setting, microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        liar = network.peers[peer_id(3)]
+
+        async def average(request: Any) -> Any:
+            reply = await liar.averager.handlers.handle(AVERAGE, request)
+            reply.prepared.digest = "made up"
+            return reply
+
+        liar.instead["Average"] = average
+        members[2].learn(3)
+        for index in range(3):
+            members[index % 2].learn(index)
+        await until(lambda: f"not that of most: {peer_id(3)}" in caplog.text)
+        members[0].learn(3)
+        await until(lambda: all(stage.round == 1 for stage in members[:2]))
+        assert members[0].results[0].members == (peer_id(1), peer_id(2))
+
+
+@in_virtual_time
+async def test_of_two_members_with_different_results_nobody_can_say_which_is_wrong(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with network_of(make_config("diloco", microbatches=2), 1, 2) as network:
+        members, liar = stages(network, 1, 2), network.peers[peer_id(2)]
+
+        async def average(request: Any) -> Any:
+            reply = await liar.averager.handlers.handle(AVERAGE, request)
+            reply.prepared.digest = "made up"
+            return reply
+
+        liar.instead["Average"] = average
+        members[0].learn(0)
+        members[1].learn(1)
+        told = f"{peer_id(1)}, {peer_id(2)} came to different results, and nobody can say which of them is wrong"
+        await until(lambda: told in caplog.text)
+        liar.instead.clear()
+        await until(lambda: all(stage.round == 1 for stage in members))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "holders", "told"),
+    [
+        (1 << 40, [1, 2, 3], "it holds a result that cannot be"),
+        (1, [1, 2], "it holds a result that cannot be"),
+        (1, [3], "they do not commit what they hold"),
+    ],
+    ids=["of a later attempt", "of others", "of itself alone"],
+)
+@in_virtual_time
+async def test_who_holds_a_made_up_result_is_named_and_left_out(
+    attempt: int, holders: list[int], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        liar = network.peers[peer_id(3)]
+        ballot = pb.Ballot(attempt=attempt, leader_id="0")
+        prepared = pb.Prepared(digest="d", member_ids=[peer_id(number) for number in holders], ballot=ballot)
+
+        async def begin(request: Any) -> Any:
+            reply = await liar.averager.handlers.handle(BEGIN, request)
+            reply.prepared.CopyFrom(prepared)
+            return reply
+
+        liar.instead["Begin"] = begin
+        members[0].learn(0, 1)
+        members[1].learn(2, 3)
+        await until(lambda: all(stage.round == 1 for stage in members[:2]), seconds=60.0)
+        assert members[0].results[0].members == (peer_id(1), peer_id(2))
+    assert any(told in line and peer_id(3) in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "dct-topk"])

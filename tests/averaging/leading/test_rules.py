@@ -2,8 +2,10 @@
 
 from functools import partial
 
+import pytest
+
 from swarm.averaging.leading.group import Ballot
-from swarm.averaging.leading.rules import has_quorum, is_complete, leader_of, unfinished
+from swarm.averaging.leading.rules import agreed, has_quorum, is_complete, leader_of, unfinished
 from swarm.averaging.messages import pack_ballot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
@@ -104,3 +106,10 @@ def test_who_was_restarted_since_has_no_say() -> None:
 def test_the_newest_counts() -> None:
     assert unfinished({A: reply(prepared(3, "new")), B: reply(prepared(2))}) is None
     assert unfinished({A: reply(prepared(3, "new")), B: reply(prepared(3, "new"))}) == prepared(3, "new")
+
+
+@pytest.mark.parametrize(("own", "expected"), [("b", 2.0), ("x", 2.0)])
+def test_no_single_member_s_word_decides_the_norm(own: str, expected: float) -> None:
+    norms = {"a": 1e290, "b": 2.0, "c": 1.9}
+    results = {PeerId(peer): pb.Prepared(digest="d", squared_norm=norm) for peer, norm in norms.items()}
+    assert agreed(results, PeerId(own)).squared_norm == expected
