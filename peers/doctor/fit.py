@@ -178,26 +178,26 @@ def measured_step(config: RunConfig, stages: Sequence[StageFit], num_peers: int,
     alone = dataclasses.replace(config, model=model, stages=StagesConfig(num_stages=3))
     if 4 * sum(needs.state_bytes(alone, 1).values()) > 3 * device.free_bytes:
         return None
-    begun, tokens, length = time.monotonic(), _FIRST_TOKENS, config.data.sequence_length
+    data, begun, a_token = config.data, time.monotonic(), math.inf
+    # Small microbatches first, up to a whole one: on a slow device a large layer has time for no more.
+    sizes = [_FIRST_TOKENS << n for n in range(max(1, (data.tokens_per_microbatch // _FIRST_TOKENS).bit_length()))]
     try:
         module = build_stage(alone, 1, device=device.name)
-        while True:
-            hidden_BTR = torch.randn(1, min(tokens, length), model.hidden_width, device=device.name, requires_grad=True)
-            seconds = math.inf
-            for _ in range(3):
-                started = time.monotonic()
-                module(hidden_BTR, dropout_key=None).sum().backward()
-                assert hidden_BTR.grad is not None
-                hidden_BTR.grad.sum().item()  # waits for the device
-                seconds = min(seconds, time.monotonic() - started)
-            if tokens >= length or time.monotonic() - begun > _MEASURING_SECONDS:
+        for tokens in chain.from_iterable((size,) * 3 for size in sizes):
+            shape = (max(1, tokens // data.sequence_length), min(tokens, data.sequence_length), model.hidden_width)
+            hidden_BTR = torch.randn(shape, device=device.name, requires_grad=True)
+            started = time.monotonic()
+            module(hidden_BTR, dropout_key=None).sum().backward()
+            assert hidden_BTR.grad is not None
+            hidden_BTR.grad.sum().item()  # waits for the device
+            a_token = min(a_token, (time.monotonic() - started) / (shape[0] * shape[1]))
+            if time.monotonic() - begun > _MEASURING_SECONDS:
                 break
-            tokens *= 2
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return None
-    layer = seconds / hidden_BTR.shape[1] * config.data.tokens_per_microbatch
+    layer = a_token * data.tokens_per_microbatch
     head = layer * model.vocab_size * model.d_model / (needs.num_own_parameters(alone, 1) or 1)
     again = 4 / 3 if config.model.gradient_checkpointing else 1.0
     slowest = max(again * layer * stage.layers + head * (stage is stages[-1]) for stage in stages)
