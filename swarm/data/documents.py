@@ -112,8 +112,9 @@ class Documents:
         prompt, completion = row.text("prompt"), row.text("completion")
         text = prompt + completion
         tokens, targets = self.tokenizer.encode_parts(text, [(len(prompt), len(text))])
-        end = self.tokenizer.separator
-        return Document(np.concatenate([tokens, end]), np.concatenate([targets, np.ones(len(end), dtype=bool)]))
+        begin, end = self.tokenizer.prefix, self.tokenizer.separator
+        parts = np.zeros(len(begin), dtype=bool), targets, np.ones(len(end), dtype=bool)
+        return Document(np.concatenate([begin, tokens, end]), np.concatenate(parts))
 
 
 def _messages(row: Row) -> list[Mapping[str, Any]]:

@@ -6,16 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import ModelConfig
+from swarm.config.data import Format
 from swarm.data.tokenizers import Tokenizer
 from swarm.machine import json_file
 
 
-def end_tokens(model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer) -> frozenset[int]:
-    """The end tokens that files and configuration name, by number or as the tokenizer's `eos_token`; may be empty.
+def end_tokens(
+    model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer, *, format: Format = "text"
+) -> frozenset[int]:
+    """The end tokens that files and configuration name, by number or as the tokenizer's `eos_token`, and the one that
+    ends what the run learns; may be empty.
 
     Args:
         model: the model's configuration. Its eos_token_ids count only if no generation_config.json names any.
         folders: of the tokenizer and the model, as transformers writes them.
+        format: of the run's text. A completion ends in a newline, where the tokenizer has no end token.
 
     Raises:
         ValueError: one line, if a file is no JSON, or names something that is no token.
@@ -29,6 +34,10 @@ def end_tokens(model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and len(ids := tokenizer.encode(token)) == 1:
             named.update(ids.tolist())
+    if tokenizer.end is not None:
+        named.add(tokenizer.end)
+    elif format == "completion" and len(tokenizer.separator) == 1:
+        named.update(tokenizer.separator.tolist())
     return frozenset((numbers or set(model.eos_token_ids)) | named)
 
 

@@ -38,7 +38,7 @@ from swarm.training.samples import TARGETS
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 _PREPARING, _LOCK = ".preparing-", "lock"
 _LOCKED_SECONDS = 60.0
 """A process locks its new folder within this time, so an older one without a lock was left by a dead process."""
@@ -259,6 +259,7 @@ def _num_tokens(piece: npt.NDArray[Any]) -> int:
 
 def _encode(texts: Iterator[Text], tokenizer: Tokenizer) -> Iterator[TokenIds]:
     for text in texts:
+        yield tokenizer.prefix
         yield from map(tokenizer.encode, text)
         yield tokenizer.separator
 

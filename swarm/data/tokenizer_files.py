@@ -33,6 +33,8 @@ FILES = (
     "generation_config.json",
 )
 """The files of a tokenizer: they say how text becomes tokens, how a conversation becomes text, and how a text ends."""
+OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""The files of a tokenizer in older forms."""
 MOST_BYTES = 32 << 20
 """The largest size of a tokenizer's files, all together."""
 MOST_LIST_BYTES = 4096
@@ -91,6 +93,18 @@ def located(spec: str) -> Path:
     if not path.exists() and hub.is_name(spec) and spec != SERVED:
         return hub.download(spec, FILES) / TOKENIZER
     return path
+
+
+def require_json(path: Path) -> None:
+    """Raise ValueError if a tokenizer.json is missing where a tokenizer lies in other files, which are not read."""
+    others = [name for name in OTHER_FORMS if (path.parent / name).is_file()]
+    if path.name == TOKENIZER and others and not path.is_file():
+        folder = path.parent
+        raise ValueError(
+            f"{folder} has its tokenizer in {' and '.join(others)}, and no {TOKENIZER}: have transformers make one, "
+            f'python -c "from transformers import AutoTokenizer as A; '
+            f"A.from_pretrained('{folder}').save_pretrained('{folder}')\""
+        )
 
 
 def read(path: Path) -> TokenizerFiles:

@@ -1,12 +1,13 @@
 """Tokenizers: text to token ids and back.
 
 data/prepared tokenizes datasets with them, and the programs decode what a model generates. A tokenizer is either the
-bytes of UTF-8 or any tokenizer.json. No tokenizer adds tokens of its own to a text (no BOS, no padding).
+bytes of UTF-8, or any tokenizer.json with what the tokenizer_config.json beside it adds, as transformers reads both.
 """
 
 import hashlib
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import tokenizers
 from swarm.config import DataConfig
 from swarm.data import tokenizer_files
 from swarm.errors import CorpusMismatch, in_one_line
+from swarm.machine import json_file
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,10 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 class ByteTokenizer:
     """Each byte of the UTF-8 text is a token. Documents end in a newline."""
 
+    end: int | None = None
+    """The special token that ends a text; None if there is none."""
+    prefix: TokenIds = np.zeros(0, dtype=np.uint8)
+    """The tokens with which a text begins, such as BOS. A conversation has them where its template writes them."""
     identity = "bytes"
     """Tokenizers with equal identities encode alike."""
     vocab_size = 256
@@ -46,7 +52,7 @@ class ByteTokenizer:
         return self.encode("\n")
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids [num_tokens] of `text`."""
+        """Token ids [num_tokens] of `text`, without the prefix."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_parts(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
@@ -71,35 +77,85 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer.json, in the format of the `tokenizers` library. It has all that ByteTokenizer has.
 
-    Its identity is the SHA-256 of the tokenizer.json. `encode` and `encode_parts` raise ValueError for a text that it
-    cannot encode.
+    Its identity is the SHA-256 of the tokenizer.json, and of what tokenizer_config.json adds. `encode` and
+    `encode_parts` raise ValueError for a text that it cannot encode.
 
-    Documents end in the end-of-text token if the vocabulary has one by a usual name, else in an encoded newline.
+    Documents end in the `eos_token` of tokenizer_config.json, or in the end-of-text token if the vocabulary has one by
+    a usual name, else in an encoded newline. They begin with what the tokenizer's post-processor puts before a text.
     """
 
-    def __init__(self, definition: str) -> None:
+    def __init__(self, definition: str, about: Mapping[str, Any] | None = None) -> None:
         """Build from the text of a tokenizer.json.
 
+        Args:
+            about: the tokenizer_config.json beside it.
+
         Raises:
-            ValueError: the vocabulary is empty.
+            ValueError: the vocabulary is empty, or tokenizer_config.json does not fit it.
             Exception: what the library raises for an invalid tokenizer.json.
         """
         self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.identity = hashlib.sha256(definition.encode()).hexdigest()
+        added = self._add_special_tokens(about or {})
+        extra = json.dumps(added) if added else ""
+        self.identity = hashlib.sha256((definition + extra).encode()).hexdigest()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ValueError("its vocabulary is empty")
         # This may be more than the number of entries, because a vocabulary may leave ids out.
         self.vocab_size = 1 + max(vocabulary.values())
         self._dtype = token_dtype(self.vocab_size)
+        names = (_content((about or {}).get("eos_token")), *_END_OF_TEXT)
+        ids = (self._tokenizer.token_to_id(name) for name in names)
+        self.end = next((token for token in ids if token is not None), None)
+        self.prefix = self._find_prefix()
+
+    def _add_special_tokens(self, about: Mapping[str, Any]) -> list[str]:
+        """Add the tokens that tokenizer_config.json names and the tokenizer lacks, as transformers does, and return
+        them. The padding token is left out, because no text has it, and many models have no row for it."""
+        numbered = about.get("added_tokens_decoder") or {}
+        others = about.get("additional_special_tokens") or []
+        if not isinstance(numbered, dict) or not isinstance(others, list):
+            raise ValueError("tokenizer_config.json names added tokens in no form that is known")
+        entries: list[tuple[int | None, Any]] = []
+        for number, entry in sorted(numbered.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1):
+            entries.append((int(number) if number.isdecimal() else None, entry))
+        entries += [(None, entry) for entry in (about.get("bos_token"), about.get("eos_token"), *others)]
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        added = list[str]()
+        for wanted, entry in entries:
+            content = _content(entry)
+            if not content or content in known or content == _content(about.get("pad_token")):
+                continue
+            options = entry if isinstance(entry, dict) else {}
+            flags = {name: bool(options.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+            token = tokenizers.AddedToken(content, special=bool(options.get("special", True)), **flags)
+            add = self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens
+            add([token])
+            known.add(content)
+            added.append(content)
+            if wanted is not None and self._tokenizer.token_to_id(content) != wanted:
+                raise ValueError(
+                    f"tokenizer_config.json gives {content!r} the number {wanted}, and in tokenizer.json it would be "
+                    f"{self._tokenizer.token_to_id(content)}: save the tokenizer anew with transformers"
+                )
+        return added
+
+    def _find_prefix(self) -> TokenIds:
+        try:
+            bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+            whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        except Exception:  # noqa: BLE001 - the library raises nothing narrower for a text that has no tokens
+            bare = whole = []
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return np.array(whole[:start], dtype=self._dtype)
+        return np.zeros(0, dtype=self._dtype)
 
     @property
     def separator(self) -> TokenIds:
-        ids = (self._tokenizer.token_to_id(name) for name in _END_OF_TEXT)
-        known = [token for token in ids if token is not None]
-        return np.array(known[:1], dtype=self._dtype) if known else self.encode("\n")
+        return self.encode("\n") if self.end is None else np.array([self.end], dtype=self._dtype)
 
     def encode(self, text: str) -> TokenIds:
         return np.array(self._encoding(text).ids, dtype=self._dtype)
@@ -126,6 +182,12 @@ class JsonTokenizer:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
 
 
+def _content(token: Any) -> str:
+    """The text of a token, which tokenizer_config.json gives alone or with options; empty if it names none."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
+
+
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
@@ -142,15 +204,18 @@ def load(spec: str) -> Tokenizer:
     if spec == tokenizer_files.SERVED:
         raise ValueError("the run's tokenizer is not on this machine: name a copy with --tokenizer")
     try:
-        definition = tokenizer_files.located(spec).read_text(encoding="utf-8")
+        path = tokenizer_files.located(spec)
+        tokenizer_files.require_json(path)
+        definition = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(
             f"cannot read data.tokenizer {spec!r}: {reason}; give --tokenizer 'bytes', a folder with a tokenizer.json, "
             "the path of one, or the name of a model on the hub"
         ) from None
+    about = json_file.read_object(path.parent / "tokenizer_config.json", is_optional=True)
     try:
-        return JsonTokenizer(definition)
+        return JsonTokenizer(definition, about)
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
         reason = in_one_line(error)
         raise ValueError(f"data.tokenizer {spec!r} is not a valid tokenizer.json: {reason}") from None

@@ -79,11 +79,16 @@ class TextModel:
             raise
         finally:
             self._turn.release()
-        return await asyncio.to_thread(self.encode, text)
+        # The template has written what the tokenizer would put before a text.
+        tokens: list[int] = (await asyncio.to_thread(self.tokenizer.encode, text)).tolist()
+        return tokens
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text. Blocks. Raises ValueError for a text that the tokenizer cannot encode."""
-        tokens: list[int] = self.tokenizer.encode(text).tolist()
+        """The tokens of a text, with those that the tokenizer puts before it. Blocks.
+
+        Raises ValueError for a text that the tokenizer cannot encode.
+        """
+        tokens: list[int] = [*self.tokenizer.prefix.tolist(), *self.tokenizer.encode(text).tolist()]
         return tokens
 
 
@@ -105,6 +110,6 @@ def read_text_model(
         run=config.run_id,
         engine=engine,
         tokenizer=tokenizer,
-        end_tokens=end_tokens(config.model, folders, tokenizer),
+        end_tokens=end_tokens(config.model, folders, tokenizer, format=config.data.format),
         template=next((template for template in templates if template is not None), None),
     )

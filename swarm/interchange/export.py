@@ -97,7 +97,7 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
     with whole_folder(output) as folder:
         family = family_of(origin.config.model)
         tokenizer = _write_tokenizer(origin.config, target.tokenizer or origin.tokenizer, folder)
-        tokens = special_tokens.write(_with_ends(origin.config.model, folder, tokenizer))
+        tokens = special_tokens.write(_with_ends(origin.config, folder, tokenizer))
         dtype = _write_weights(origin, family, folder, target)
         json_file.write_object(folder / "config.json", _config(origin.config, family, dtype) | tokens)
         if not (folder / special_tokens.GENERATION).exists():
@@ -158,13 +158,13 @@ def _config(config: RunConfig, family: Family, dtype: torch.dtype) -> dict[str, 
     return {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": name, **values}
 
 
-def _with_ends(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -> ModelConfig:
-    """The model with end tokens, because transformers needs their numbers. If the model names none, they come from its
-    tokenizer's files."""
-    if model.eos_token_ids:
-        return model
-    ends = sorted(token for token in end_tokens(model, [folder], tokenizer) if token < model.vocab_size)
-    return dataclasses.replace(model, eos_token_ids=tuple(ends))
+def _with_ends(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> ModelConfig:
+    """The model with all its end tokens, because transformers needs their numbers: those that it names, and the one
+    with which the run has texts end."""
+    model = config.model
+    found = end_tokens(model, [folder], tokenizer, format=config.data.format)
+    missing = sorted(token for token in found - {*model.eos_token_ids} if token < model.vocab_size)
+    return dataclasses.replace(model, eos_token_ids=(*model.eos_token_ids, *missing))
 
 
 def _write_tokenizer(config: RunConfig, spec: str, folder: Path) -> Tokenizer:

@@ -107,6 +107,7 @@ def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> Run
     longest = min(model.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
     data = DataConfig(sequence_length=longest)
     data = dataclasses.replace(data, dataset=options.dataset or data.dataset, format=options.format)
+    tokenizer_files.require_json(source.folder / TOKENIZER)
     if (source.folder / TOKENIZER).is_file():
         tokenizers.load_for_run(dataclasses.replace(data, tokenizer=str(source.folder)), vocab_size=model.vocab_size)
         data = dataclasses.replace(data, tokenizer=str(tokenizer.resolve()))

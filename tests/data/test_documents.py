@@ -57,22 +57,22 @@ def test_without_marks_the_end_of_the_turn_is_learnt_too(tmp_path: Path) -> None
     assert _learnt(documents, document) == "na\u00efve<|im_end|>\nNo \U0001f41d<|im_end|>\n"
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "chat"])
-def test_of_a_completion_the_rest_is_learnt_with_its_end(tokenizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokenizer", "end"), [("bytes", "\n"), ("chat", "<|im_end|>")])
+def test_of_a_completion_the_rest_is_learnt_with_its_end(tokenizer: str, end: str, tmp_path: Path) -> None:
     documents = _documents(tmp_path, format="completion")
     if tokenizer == "bytes":
         documents.tokenizer = tokenizers.load("bytes")
     (document,) = _of(documents, {"prompt": "2 + \u00fc =", "completion": " 4\u00fc"})
     text = documents.tokenizer.decode(document.tokens)
-    assert text == "2 + \u00fc = 4\u00fc\n"
-    assert _learnt(documents, document) == " 4\u00fc\n"
+    assert text == f"2 + \u00fc = 4\u00fc{end}"
+    assert _learnt(documents, document) == f" 4\u00fc{end}"
 
 
 def test_the_first_token_is_never_a_target(tmp_path: Path) -> None:
     """Nothing comes before it that would predict it."""
     documents = _documents(tmp_path, format="completion")
     (document,) = _of(documents, {"prompt": "", "completion": "ab"})
-    assert _learnt(documents, document) == "b\n"
+    assert _learnt(documents, document) == "b<|im_end|>"
 
 
 def test_what_is_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:

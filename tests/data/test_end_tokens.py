@@ -60,3 +60,16 @@ def test_what_makes_no_sense_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json: (it is not|it holds no|eos_token_id is .* a token's number)"):
         end_tokens(ModelConfig(), [tmp_path], tokenizers.load("bytes"))
+
+
+def test_a_text_ends_in_what_the_run_learns(tmp_path: Path) -> None:
+    """Otherwise a model that learnt where its completions end would go on for ever."""
+    write_tokenizer(tmp_path / "tokenizer.json", ["one", "</s>"])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    tokenizer = tokenizers.load(str(tmp_path))
+    assert tokenizer.end is not None
+    assert tokenizer.end in end_tokens(ModelConfig(), [tmp_path], tokenizer)
+    newline = ord("\n")
+    plain = tokenizers.load("bytes")
+    assert end_tokens(ModelConfig(), [], plain, format="completion") == {newline}
+    assert end_tokens(ModelConfig(), [], plain, format="text") == set()

@@ -1,10 +1,15 @@
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers as library
 from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.pre_tokenizers import ByteLevel, Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from swarm.config import DataConfig
 from swarm.data import tokenizers
@@ -135,3 +140,73 @@ def test_the_model_has_all_tokens(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.messages
     tokenizers.load_for_run(data, vocab_size=32_000)
     assert caplog.messages[0].startswith("model.vocab_size is 32000, and the tokenizer has 256 tokens")
+
+
+# -- what lies beside tokenizer.json -----------------------------------------------------------------------------------
+
+
+def _save(folder: Path, about: dict[str, Any], *, single: str = "$A") -> str:
+    """A tokenizer of bytes with <s>, </s> and <|plain|>, which tokenizer.json has as no special token."""
+    names = [*sorted(ByteLevel.alphabet()), "<s>", "</s>", "<|plain|>"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    tokenizer = library.Tokenizer(BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    specials = [("<s>", vocabulary["<s>"]), ("</s>", vocabulary["</s>"])]
+    tokenizer.post_processor = TemplateProcessing(single=single, pair=None, special_tokens=specials)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **about}))
+    return str(folder)
+
+
+_IM_END = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"eos_token": "<|im_end|>"},
+        {"eos_token": {"__type": "AddedToken", **_IM_END}, "pad_token": "[PAD]"},
+        {"added_tokens_decoder": {"259": _IM_END}},
+        {"additional_special_tokens": ["<|im_end|>", "<|im_start|>"]},
+        {"eos_token": "<|plain|>"},
+    ],
+)
+@pytest.mark.parametrize("single", ["$A", "<s> $A", "<s> $A </s>"])
+def test_a_text_has_the_tokens_that_transformers_gives_it(about: dict[str, Any], single: str, tmp_path: Path) -> None:
+    tokenizer = tokenizers.load(_save(tmp_path, about, single=single))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = "a<|im_end|>b<|plain|> c</s><|im_start|>"
+    expected = theirs.encode(text, add_special_tokens=True)
+    ids = [*tokenizer.prefix.tolist(), *tokenizer.encode(text).tolist()]
+    # What would end the text is left out: a prompt goes on.
+    assert ids == (expected[:-1] if single.endswith("</s>") else expected)
+    assert tokenizer.encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
+
+
+def test_a_text_ends_in_the_token_that_its_tokenizer_names(tmp_path: Path) -> None:
+    """Usual names count where none is named."""
+    named = tokenizers.load(_save(tmp_path / "named", {"eos_token": "<|im_end|>"}))
+    usual = tokenizers.load(_save(tmp_path / "usual", {}))
+    assert (named.decode(named.separator), usual.decode(usual.separator)) == ("<|im_end|>", "</s>")
+    assert (named.end, usual.end) == (named.separator[0], usual.separator[0])
+    assert named.identity != usual.identity, "they encode a text in different ways"
+
+
+def test_a_number_that_cannot_be_kept_is_one_line(tmp_path: Path) -> None:
+    told = "gives '<|im_end|>' the number 300, and in tokenizer.json it would be 259"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        tokenizers.load(_save(tmp_path, {"added_tokens_decoder": {"300": _IM_END}}))
+
+
+@pytest.mark.parametrize("names", [["vocab.json", "merges.txt"], ["tokenizer.model"]])
+def test_a_tokenizer_in_older_files_is_not_read_as_bytes(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        ValueError, match=f"has its tokenizer in {' and '.join(names)}, and no tokenizer.json"
+    ) as raised:
+        tokenizers.load(str(tmp_path))
+    assert "\n" not in str(raised.value)
