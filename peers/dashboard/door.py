@@ -35,10 +35,10 @@ class Door:
     def __init__(self, app: ASGIApp, *, names: Collection[str]) -> None:
         """
         Args:
-            names: names of this host, besides its IP addresses, in lower case.
+            names: names of this host, or of a proxy before it, besides its IP addresses and localhost.
         """
         self._app = app
-        self._names = frozenset(names)
+        self._names = frozenset(name.lower() for name in names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -47,7 +47,7 @@ class Door:
         host = headers.get("host", "")
         # Programs other than browsers send no Origin.
         origin = headers.get("origin") if scope["type"] == "websocket" else None
-        if not self._is_own(host) or (origin is not None and urlsplit(origin).netloc.lower() != host.lower()):
+        if not self._is_own(host) or (origin is not None and not self._is_own_page(origin, host)):
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
@@ -66,4 +66,11 @@ class Door:
         if match is None:
             return False
         name = (match["name"] or match["ipv6"]).lower().rstrip(".")
-        return name in self._names or ip_of(name) is not None
+        return name == "localhost" or name in self._names or ip_of(name) is not None
+
+    def _is_own_page(self, origin: str, host: str) -> bool:
+        """Whether this page, or the same page behind a proxy, opens the WebSocket. A proxy may put its own address in
+        the place of the Host, as nginx does by default, and leaves the Origin."""
+        place = urlsplit(origin).netloc.lower()
+        match = _HOST.fullmatch(place)
+        return place == host.lower() or (match is not None and match["name"] in self._names)

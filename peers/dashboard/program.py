@@ -90,7 +90,7 @@ async def run(options: DashboardOptions, ways: Sequence[Way], listener: "Listene
         with ExitStack() as stack:
             runs = [stack.enter_context(watched(options, lookout)) for lookout in lookouts]
             hub = Hub(lambda: {one.run_id: one.watcher.series for one in runs})
-            page = page_of(hub, token=view_token, names=["localhost", *map(str.lower, options.known_as)])
+            page = page_of(hub, token=view_token, names=options.known_as)
             stop = stopping.stop_event()
             say(f"shows {', '.join(one.run_id for one in runs)} at {listener.url}")
 

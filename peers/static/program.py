@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -150,13 +151,18 @@ def work(
     )
 
 
+TERM_SECONDS = 20.0
+"""torchrun kills workers 30 s after its SIGTERM."""
+
+
 @contextlib.contextmanager
 def stopping(environment: Mapping[str, str]) -> Iterator[Stop]:
     """Yields an event that Ctrl-C and SIGTERM set inside the block. Training then ends after its present step.
 
     Without torchrun a second Ctrl-C ends the process at once.
 
-    Under torchrun, SIGTERM ends a worker at once: torchrun sends it to workers that wait for a worker that has died.
+    Under torchrun, SIGTERM may also come because another worker has died. Then no step is finished any more, so a
+    worker that does not end by itself within TERM_SECONDS is ended.
     """
     is_alone = "WORLD_SIZE" not in environment
     stop = Stop()
@@ -166,11 +172,16 @@ def stopping(environment: Mapping[str, str]) -> Iterator[Stop]:
         # torchrun.
         if stop.is_set() and is_alone and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGTERM and not is_alone and not ending.is_alive():
+            ending.start()
         stop.by(number)
 
-    before = {number: signal.signal(number, note) for number in [signal.SIGINT, *([signal.SIGTERM] * is_alone)]}
+    ending = threading.Timer(TERM_SECONDS, os._exit, [128 + signal.SIGTERM])
+    ending.daemon = True
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
+        ending.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)

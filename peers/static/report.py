@@ -59,6 +59,8 @@ class Report:
             logger.info("trains from step %d to %d, a step on every %s: %s", step, last_step, samples, workers)
         else:
             logger.info("is at step %d, and was to train to %d: that counts from the run's beginning", step, last_step)
+        # A killed run may have gone farther than its last checkpoint.
+        self._metrics.go_back(step)
         self._metrics.event(step, BEGINS)
         self._stepped_at = time.monotonic()
 

@@ -5,13 +5,17 @@ Used by program.py, which joins them, and by all parts that add numbers up over 
 
 import contextlib
 import gc
+import ipaddress
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -22,10 +26,13 @@ from peers.shared import faults
 from peers.static.options import StaticOptions, is_first_here
 from swarm.errors import PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.machine.own_host import own_host
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+ANYWHERE = "192.0.2.1"
+"""An address that is nobody's (RFC 5737): the way to it is that to any other machine. Nothing is sent there."""
 PATIENCE = timedelta(minutes=10)
 """How long a worker waits for others, which may be preparing text or writing a checkpoint."""
 
@@ -132,6 +139,8 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
     """Be connected to the other workers inside the block. Raises PeerUnavailable if one of them is gone."""
     # Small numbers are summed on the CPU (gloo), so that reading them does not wait for a GPU.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if interface := interface_to_others(environment, psutil.net_if_addrs()):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -158,6 +167,26 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
         # process groups would hang.
         gc.collect()
         dist.destroy_process_group()
+
+
+def interface_to_others(environment: Mapping[str, str], interfaces: Mapping[str, Sequence[Any]]) -> str | None:
+    """The network interface by which this machine reaches the others, for gloo; None where it need not be told.
+
+    gloo itself takes the address of the machine's name, which is 127.0.1.1 on many Linux systems.
+    """
+    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE") or "GLOO_SOCKET_IFNAME" in environment:
+        return None
+    by_address = {each.address: name for name, addresses in interfaces.items() for each in addresses}
+    # The machine of the first worker may know itself by a loopback address: there the way to any other machine counts.
+    for host in (environment.get("MASTER_ADDR", ""), ANYWHERE):
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+            own = own_host(family, (str(address[0]), 1))
+        except OSError:
+            continue
+        if not ipaddress.ip_address(own).is_loopback:
+            return by_address.get(own)
+    return None
 
 
 def _store(environment: Mapping[str, str]) -> Store:

@@ -6,6 +6,7 @@ nothing that it wrote. If the disk is full, lines are lost, but the process goes
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,18 @@ class LineFile:
         if self._is_losing and not was_losing:
             logger.error("%s are not written to %s: %s", self._what, self._path, reason)
         return not self._is_losing
+
+    def keep(self, wanted: Callable[[str], bool]) -> None:
+        """Leave out all lines that are not wanted. No other process may write meanwhile. Raises OSError."""
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if wanted(line)]
+        if len(kept) == len(lines):
+            return
+        temporary = self._path.with_name(f"{self._path.name}.new")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        temporary.replace(self._path)
+        os.close(self._file)
+        self._file, self._is_torn = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), False
 
     def close(self) -> None:
         """Close the file."""

@@ -128,6 +128,17 @@ class MetricsLog:
         for reporter in self._reporters:
             reporter.log(values, step=metrics.step)
 
+    def go_back(self, step: int) -> None:
+        """Forget the figures of later steps, because training goes on from this one and takes them again."""
+
+        def is_earlier(line: str) -> bool:
+            try:
+                return int(json.loads(line)["step"]) <= step
+            except (ValueError, TypeError, KeyError):
+                return True
+
+        self._file.keep(is_earlier)
+
     def evaluation(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
         """Append the losses on held-out text at a step, as a line of their own.
 

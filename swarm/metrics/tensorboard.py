@@ -29,11 +29,17 @@ class TensorBoard(Reporter):
         # It is imported here, because that takes seconds.
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(self._folder) as writer:
+        writer: SummaryWriter | None = None
+        try:
             for step, values in steps:
+                # Where training goes on from an earlier step, this hides what was written of later ones.
+                writer = writer or SummaryWriter(self._folder, purge_step=step)
                 for name, value in values.items():
                     if isinstance(value, int | float):
                         writer.add_scalar(name, value, step)
+        finally:
+            if writer is not None:
+                writer.close()
 
 
 def require_installed() -> None:

@@ -6,11 +6,14 @@ Used by MetricsLog. reporter.py says what happens on an error or with a slow ser
 import importlib
 import shlex
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from swarm.metrics.reporter import Figures, Reporter
 
+ID_FILE = "wandb-run"
+"""The file, in the folder for wandb's files, with the run's id."""
 _INIT_SECONDS = 15.0
 _NOT_IN_NAMES = "/\\#?%:"
 _LONGEST_NAME = 128
@@ -41,14 +44,20 @@ class WandbRun(Reporter):
     def _send(self, steps: Iterator[Figures]) -> None:
         wandb = importlib.import_module("wandb")
         self._folder.mkdir(parents=True, exist_ok=True)
+        first = next(steps, None)
+        # A training that goes on after its beginning, in the same folder, goes on in the same run.
+        id_file, goes_on = self._folder / ID_FILE, first is not None and first[0] > 1
         run = wandb.init(
+            id=id_file.read_text(encoding="utf-8").strip() if goes_on and id_file.exists() else None,
+            resume="allow",
             project=self._project,
             dir=str(self._folder),
             config=self._config,
             mode="online" if self._online else "offline",
             settings=wandb.Settings(init_timeout=_INIT_SECONDS, silent=True, console="off"),
         )
-        for step, values in steps:
+        id_file.write_text(f"{run.id}\n", encoding="utf-8")
+        for step, values in chain([] if first is None else [first], steps):
             run.log(values, step=step)
         run_folder = Path(run.dir).parent
         run.finish()

@@ -121,3 +121,18 @@ def test_inner_steps_have_names_by_stage(tmp_path: Path) -> None:
         "inner/stage_1/staleness": 0.5,
         "inner/stage_1/largest_staleness": 1,
     }
+
+
+def test_a_training_that_goes_on_from_an_earlier_step_has_each_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as metrics:
+        for step in range(6):
+            metrics.event(step, "before")
+    path.write_text(path.read_text() + '{"step": 7, "torn')
+    with MetricsLog(path) as metrics:
+        metrics.go_back(3)
+        metrics.event(4, "after")
+    assert [(row["step"], row["event"]) for row in read(path)] == [
+        *((step, "before") for step in range(4)),
+        (4, "after"),
+    ]

@@ -24,6 +24,18 @@ def test_figures_are_read_back(tmp_path: Path) -> None:
     assert events.Scalars("averaging/bytes")[0].value == 1 << 40
 
 
+def test_a_training_that_goes_on_from_an_earlier_step_has_each_step_once(tmp_path: Path) -> None:
+    for first, last in ((1, 5), (3, 6)):
+        board = TensorBoard(tmp_path)
+        for step in range(first, last + 1):
+            board.log({"train/loss": float(10 * first + step)}, step=step)
+        assert board.close(timeout_seconds=60)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert found == [(1, 11.0), (2, 12.0), (3, 33.0), (4, 34.0), (5, 35.0), (6, 36.0)]
+
+
 def test_a_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def find_spec(name: str, *arguments: Any) -> None:
         return None

@@ -14,6 +14,7 @@ from swarm.metrics.wandb_run import WandbRun, require_project
 
 class _FakeRun:
     def __init__(self, folder: Path) -> None:
+        self.id = "abc123"
         self.dir = str(folder / "wandb" / "offline-run-1" / "files")
         self.logged: list[tuple[int, dict[str, Any]]] = []
         self.finished = False
@@ -59,6 +60,20 @@ def test_offline_run_is_fed_and_names_the_command(tmp_path: Path, monkeypatch: p
     assert fake.run.finished
     assert fake.arguments["mode"] == "offline"
     assert fake.arguments["settings"]["init_timeout"] <= 30
+
+
+@pytest.mark.parametrize(("step", "goes_on"), [(11, True), (1, False)])
+def test_a_training_that_goes_on_in_its_folder_goes_on_in_its_run(
+    step: int, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = _FakeWandb(_FakeRun(tmp_path))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for first in (1, step):
+        run = _start(tmp_path)
+        run.log({"train/loss": 2.0}, step=first)
+        run.finish(timeout_seconds=10)
+    assert fake.arguments["resume"] == "allow"
+    assert fake.arguments["id"] == ("abc123" if goes_on else None)
 
 
 @pytest.mark.parametrize(

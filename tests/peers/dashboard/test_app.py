@@ -26,7 +26,7 @@ async def _page(token: str | None = None) -> AsyncIterator[tuple[str, Hub]]:
     hub = Hub(dict)
     hub.publish({"runs": {}})
     listener, stop = Listener("127.0.0.1", 0, option="--port"), asyncio.Event()
-    page = page_of(hub, token=token, names=["localhost", "swarm.example"])
+    page = page_of(hub, token=token, names=["Swarm.Example"])
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(listener.serve(page, stop, with_websockets=True))
@@ -112,6 +112,16 @@ async def test_another_site_s_page_opens_no_websocket() -> None:
                 await _said(url, origin=origin)
         with pytest.raises(InvalidStatus):
             await _said(url, additional_headers={"Host": "evil.example"}, origin="http://evil.example")
+
+
+@pytest.mark.parametrize("origin", ["https://swarm.example", "https://swarm.example:8443", "http://SWARM.example"])
+async def test_the_page_behind_a_proxy_opens_its_websocket(origin: str) -> None:
+    """As by nginx's default, the Host is the proxy's target, and the Origin what the browser shows."""
+    async with _page() as (url, _):
+        assert (await _said(url, origin=origin))["number"] == 1
+        for other in ("https://evil.example", "https://swarm.example.evil.example", "http://localhost:1"):
+            with pytest.raises(InvalidStatus):
+                await _said(url, origin=other)
 
 
 async def test_a_locked_page_tells_nothing_without_its_token() -> None:

@@ -1,11 +1,15 @@
 """Meeting other workers, and losing one."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from peers.shared.devices import num_cores
-from peers.static.workers import Shape, joined, num_threads
+from peers.static import workers
+from peers.static.workers import Shape, interface_to_others, joined, num_threads
 from swarm.errors import PeerUnavailable
 
 
@@ -55,3 +59,32 @@ def _raise_among(num_workers: int, error: Exception, monkeypatch: pytest.MonkeyP
         assert workers.total(1.0, 2.0) == [1.0, 2.0]
         monkeypatch.setattr(dist, "get_world_size", lambda: num_workers)
         raise error
+
+
+def _interfaces(**addresses: str) -> Any:
+    return {name: [SimpleNamespace(address=address)] for name, address in addresses.items()}
+
+
+@pytest.mark.parametrize(
+    ("environment", "ways", "expected"),
+    [
+        ({}, {"": "192.0.2.7", "192.0.2.1": "192.0.2.7"}, None),
+        ({"MASTER_ADDR": "10.0.0.1"}, {"10.0.0.1": "10.0.0.2"}, "eth1"),
+        # The first worker's machine knows itself as 127.0.1.1.
+        ({"MASTER_ADDR": "127.0.1.1"}, {"127.0.1.1": "127.0.0.1", "192.0.2.1": "192.168.1.5"}, "eth0"),
+        ({"MASTER_ADDR": "127.0.1.1"}, {"127.0.1.1": "127.0.0.1"}, None),
+        ({"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "mine"}, {"10.0.0.1": "10.0.0.2"}, None),
+    ],
+)
+def test_gloo_is_told_by_which_interface_the_other_machines_are_reached(
+    environment: dict[str, str], ways: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own_host(family: int, towards: tuple[str, int]) -> str:
+        if towards[0] not in ways:
+            raise OSError("no way")
+        return ways[towards[0]]
+
+    monkeypatch.setattr(workers, "own_host", own_host)
+    sizes = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"} if environment else {}
+    found = interface_to_others(environment | sizes, _interfaces(lo="127.0.0.1", eth0="192.168.1.5", eth1="10.0.0.2"))
+    assert found == expected
