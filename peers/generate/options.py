@@ -1,5 +1,6 @@
 """The options of swarm-generate."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from swarm.generation.sampling import Sampling
 
 PROG = "swarm-generate"
 DEFAULT_ADDRESS = "127.0.0.1"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 MOST_CACHE_GIB = 1 << 20
 """The largest value of --cache-gib: more than any machine has memory."""
 
@@ -32,6 +34,9 @@ class GenerateOptions(RunOptions):
     serve_token: str | None = None
     """What requests must bring as a bearer token; @FILE reads it from a file. Also as SWARM_SERVE_TOKEN in the
     environment."""
+    serve_origin: tuple[str, ...] = ()
+    """Web pages that may ask --serve from a browser, as SCHEME://HOST or SCHEME://HOST:PORT; * allows all, and needs a
+    token. Left out, none may."""
     checkpoint: Path | None = None
     """Folder with checkpoints of all stages."""
     round: int | None = None
@@ -88,6 +93,11 @@ class GenerateOptions(RunOptions):
             raise ValueError("--system needs --chat")
         if self.serve_token is not None and self.serve is None:
             raise ValueError("--serve-token needs --serve HOST:PORT")
+        if self.serve_origin and self.serve is None:
+            raise ValueError("--serve-origin needs --serve HOST:PORT")
+        for origin in self.serve_origin:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"--serve-origin takes SCHEME://HOST, with :PORT if it has one, or *, not {origin!r}")
         cli.require_at_least(self, {"max_tokens": 1, "round": 0, "max_sequences": 1})
         cli.require_threads(self.threads)
         cli.require_positive(self, ["cache_gib"])

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
@@ -33,6 +34,9 @@ class Server:
         self._most_tokens = options.most_tokens
         self._most_requests = options.max_sequences + MOST_WAITING
         self._token = find_secret(options.serve_token, environment, option="--serve-token", variable=TOKEN_VARIABLE)
+        self._origins = options.serve_origin
+        if "*" in self._origins and self._token is None:
+            raise ValueError("--serve-origin * lets every web page use the model: it needs --serve-token @FILE")
         self._listener = Listener(*options.address, option="--serve")
         self._url = f"{self._listener.url}/v1"
 
@@ -47,16 +51,21 @@ class Server:
             except ValueError as error:
                 tell(f"warning: conversations will be refused: {error}")
         tell(f"serves {model.name} at {self._url}")
-        await self._listener.serve(self._app(model), stop)
+        await self._listener.serve(self.app(model), stop)
 
     def close(self) -> None:
         """Give the address back."""
         self._listener.close()
 
-    def _app(self, model: TextModel) -> ASGIApp:
+    def app(self, model: TextModel) -> ASGIApp:
+        """What answers requests."""
         numbers = random.SystemRandom()
         api = Api(model, default_tokens=self._most_tokens, clock=SystemClock(), numbers=numbers)
-        gate = Gate(api.app(), token=self._token, most_requests=self._most_requests)
+        gate: ASGIApp = Gate(api.app(), token=self._token, most_requests=self._most_requests)
+        if self._origins:
+            # It stands before the gate: a browser asks first without a token whether the page may send its request.
+            allowed = ["Authorization", "Content-Type"]
+            gate = CORSMiddleware(gate, self._origins, allow_methods=["GET", "POST"], allow_headers=allowed)
         if self._token is None and self._listener.is_local:
             # A web page could have its own name resolve to this machine (DNS rebinding), and so reach the model.
             return TrustedHostMiddleware(gate, allowed_hosts=LOCAL_NAMES)

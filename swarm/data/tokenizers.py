@@ -68,8 +68,12 @@ class ByteTokenizer:
             is_in_part[start : start + len(text[first:last].encode())] = True
         return ids, is_in_part
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
-        """The text of `ids`; ids that the tokenizer doesn't know are left out."""
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, with_special: bool = True) -> str:
+        """The text of `ids`; ids that the tokenizer doesn't know are left out.
+
+        Args:
+            with_special: whether special tokens, such as the end of a turn, are part of the text.
+        """
         known = np.asarray(ids, dtype=np.int64)
         return known[known < self.vocab_size].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -178,8 +182,8 @@ class JsonTokenizer:
             reason = in_one_line(error)
             raise ValueError(f"the tokenizer {self.identity[:12]} cannot encode the text: {reason}") from None
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
-        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, with_special: bool = True) -> str:
+        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=not with_special))
 
 
 def _content(token: Any) -> str:

@@ -13,7 +13,7 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
-        top_p: choose only among the likeliest tokens that together have this probability; 1 takes all.
+        top_p: choose only among the likeliest tokens that together have this probability; 0 takes the likeliest, 1 all.
         top_k: choose only among this many of the likeliest tokens; 0 takes all.
         seed: seed of the random numbers.
     """
@@ -26,7 +26,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 or positive, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p must be from 0 to 1, not {self.top_p}")
         if not 0 <= self.top_k < MOST_TOP_K:
             raise ValueError(f"top_k must be at least 0 and below {MOST_TOP_K}, not {self.top_k}")

@@ -10,17 +10,21 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 
 _CONTEXT_TOKENS = 8
 """How many tokens at a prompt's end may affect the text of the first token after it."""
+_MOST_HALF_TOKENS = 3
+"""The most tokens with which a character may have begun without being whole: it has at most four bytes."""
 
 
 class TextStream:
     """Turns tokens into text one by one. A character that consists of several tokens comes with the last of them."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, with_special: bool = False) -> None:
         """
         Args:
             prompt: the tokens before the first that is pushed. Their text is not returned.
+            with_special: whether special tokens, such as the end of a turn, are part of the text.
         """
         self._tokenizer = tokenizer
+        self._with_special = with_special
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._context, self._said = 0, len(self._tokens)
         """The text of all tokens before `_said` was returned. The tokens from `_context` to `_said` are decoded again
@@ -29,20 +33,23 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that one more token adds; empty if the token ends within a character."""
         self._tokens.append(token)
-        before, text = self._decoded()
-        if text.endswith(_HALF):
-            return ""
-        self._context, self._said = self._said, len(self._tokens)
-        return text[len(before) :]
+        end = len(self._tokens)
+        if self._decoded(end).endswith(_HALF):
+            # What began earlier is no character any more, and will not become one.
+            end -= _MOST_HALF_TOKENS
+        return self._say(end) if end > self._said else ""
 
     def rest(self) -> str:
-        """The text that is left at the end: most likely part of a character."""
-        before, text = self._decoded()
+        """The text that is left at the end, without the character that is not whole."""
+        return self._say(len(self._tokens)).rstrip(_HALF)
+
+    def _say(self, end: int) -> str:
+        before, text = self._decoded(self._said), self._decoded(end)
+        self._context, self._said = self._said, end
         return text[len(before) :]
 
-    def _decoded(self) -> tuple[str, str]:
-        before = self._tokenizer.decode(self._tokens[self._context : self._said])
-        return before, self._tokenizer.decode(self._tokens[self._context :])
+    def _decoded(self, end: int) -> str:
+        return self._tokenizer.decode(self._tokens[self._context : end], with_special=self._with_special)
 
 
 class Writing:
@@ -62,16 +69,18 @@ class Writing:
         prompt: Sequence[int] = (),
         end_tokens: Collection[int] = (),
         stops: Sequence[str] = (),
+        with_special: bool = False,
     ) -> None:
         """
         Args:
             tokens: the caller closes this iterator.
             prompt: the tokens before these.
+            with_special: see TextStream.
         """
         self.num_tokens = 0
         self.finish_reason: Literal["stop", "length"] = "length"
         self._tokens = tokens
-        self._stream = TextStream(tokenizer, prompt)
+        self._stream = TextStream(tokenizer, prompt, with_special=with_special)
         self._end_tokens = end_tokens
         self._stops = stops
 
@@ -85,15 +94,15 @@ class Writing:
                 self.finish_reason = "stop"
                 break
             held += self._stream.push(token)
-            if found := [held.index(stop) for stop in self._stops if stop in held]:
-                self.finish_reason, held = "stop", held[: min(found)]
+            if any(stop in held for stop in self._stops):
                 break
             keep = _may_begin(held, self._stops)
             if len(held) > keep:
                 yield held[: len(held) - keep]
                 held = held[len(held) - keep :]
-        else:
-            held += self._stream.rest()
+        held += self._stream.rest()
+        if found := [held.index(stop) for stop in self._stops if stop in held]:
+            self.finish_reason, held = "stop", held[: min(found)]
         if held:
             yield held
 

@@ -46,15 +46,31 @@ class TextModel:
 
     @asynccontextmanager
     async def continued(
-        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, stops: Sequence[str] = ()
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        stops: Sequence[str] = (),
+        *,
+        with_special: bool = False,
     ) -> AsyncIterator[Writing]:
         """Continue a prompt inside the block. At the block's end, what the engine keeps for the text is freed.
+
+        Args:
+            with_special: whether special tokens are part of the text.
 
         Raises:
             ValueError, SwarmError: as Engine.generate does; they come with the first piece.
         """
         async with aclosing(self.engine.generate(prompt, sampling, max_tokens)) as tokens:
-            yield Writing(tokens, self.tokenizer, prompt=prompt, end_tokens=self.end_tokens, stops=stops)
+            yield Writing(
+                tokens,
+                self.tokenizer,
+                prompt=prompt,
+                end_tokens=self.end_tokens,
+                stops=stops,
+                with_special=with_special,
+            )
 
     async def conversation(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of the prompt for the assistant's next answer. Cancellation ends the template's process.

@@ -47,6 +47,7 @@ def test_top_k_leaves_the_rest_out() -> None:
 
 
 def test_top_p_takes_as_many_as_reach_it() -> None:
+    assert _drawn(LOGITS, top_p=0.0).keys() == {1}
     first, second, third = LOGITS.softmax(-1).sort(descending=True).values[:3].tolist()
     assert _drawn(LOGITS, top_p=first - 0.01).keys() == {1}
     assert _drawn(LOGITS, top_p=first + 0.01).keys() == {1, 3}
@@ -71,7 +72,7 @@ def test_the_last_token_can_be_drawn_and_no_other_one_after_it() -> None:
     [
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
     ],

@@ -4,11 +4,15 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from swarm.data import tokenizers
-from swarm.data.tokenizers import ByteTokenizer
+from swarm.data.tokenizers import ByteTokenizer, JsonTokenizer
 from swarm.generation.text import TextStream, Writing
-from tests.support.tokenizers import write_tokenizer
+from tests.support.tokenizers import write_chat_tokenizer, write_tokenizer
 
 
 async def _stream(tokens: Iterable[int]) -> AsyncIterator[int]:
@@ -23,10 +27,35 @@ def test_characters_of_several_bytes_come_whole() -> None:
     assert stream.rest() == ""
 
 
-def test_half_a_character_at_the_end_is_said_as_such() -> None:
+def test_half_a_character_at_the_end_is_left_out() -> None:
     stream = TextStream(ByteTokenizer())
     assert [stream.push(byte) for byte in "a→".encode()[:-1]] == ["a", "", ""]
-    assert stream.rest() == "\N{REPLACEMENT CHARACTER}"
+    assert stream.rest() == ""
+
+
+def test_bytes_that_are_no_characters_hold_up_no_text() -> None:
+    stream = TextStream(ByteTokenizer())
+    pieces = [stream.push(byte) for byte in b"\xff" * 20 + "→".encode()]
+    assert all(pieces[3:20])
+    assert "".join(pieces) == "\N{REPLACEMENT CHARACTER}" * 20 + "→"
+
+
+@pytest.mark.parametrize("end", [[0], []])
+async def test_what_stands_before_half_a_character_is_said_at_the_end(end: list[int]) -> None:
+    """Some tokens have whole characters and part of another."""
+    vocabulary = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))} | {"aÃ": 256}
+    tokenizer = Tokenizer(BPE(vocabulary, [("a", "Ã")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    writing = Writing(_stream([256, *end]), JsonTokenizer(tokenizer.to_str()), end_tokens={0})
+    assert "".join([piece async for piece in writing.pieces()]) == "a"
+
+
+async def test_special_tokens_are_left_out_unless_they_are_wanted(tmp_path: Path) -> None:
+    tokenizer = tokenizers.load(write_chat_tokenizer(tmp_path))
+    tokens = tokenizer.encode("<|im_start|>a<|im_end|>b").tolist()
+    for with_special, expected in ((False, "ab"), (True, "<|im_start|>a<|im_end|>b")):
+        writing = Writing(_stream(tokens), tokenizer, with_special=with_special)
+        assert "".join([piece async for piece in writing.pieces()]) == expected
 
 
 def test_spaces_between_words_are_kept(tmp_path: Path) -> None:

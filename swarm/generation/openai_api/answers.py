@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 END_OF_STREAM = b"data: [DONE]\n\n"
+STILL_HERE = b": the text goes on\n\n"
+"""A comment in a stream, which clients skip: it shows that the connection lives."""
 
 
 def event(body: Mapping[str, Any]) -> bytes:
@@ -29,7 +31,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One answer, in the form of a conversation's message or of a completion.
+    """One answer with its texts, in the form of a conversation's messages or of completions.
 
     Attributes:
         is_chat: whether it is a conversation's message.
@@ -45,38 +47,44 @@ class Answer:
     model: str
     includes_usage: bool = False
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         """The body of the whole answer."""
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._body(kind, [_choice(said, finish_reason)]) | {"usage": usage.body}
+        return self._body(kind, choices) | {"usage": usage.body}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def choice(self, index: int, text: str, finish_reason: str) -> dict[str, Any]:
+        """One text of the whole answer."""
+        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
+        return _choice(index, said, finish_reason)
+
+    def opening(self, num_texts: int) -> list[dict[str, Any]]:
         """The events with which a stream begins."""
-        return [self._chunk({"delta": {"role": "assistant", "content": ""}}, None)] if self.is_chat else []
+        said = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(index, said, None) for index in range(num_texts)] if self.is_chat else []
 
-    def piece(self, text: str) -> dict[str, Any]:
-        """The event with a piece of text in a stream."""
-        return self._chunk({"delta": {"content": text}} if self.is_chat else {"text": text}, None)
+    def piece(self, index: int, text: str) -> dict[str, Any]:
+        """The event with a piece of a text in a stream."""
+        return self._chunk(index, {"delta": {"content": text}} if self.is_chat else {"text": text}, None)
 
-    def closing(self, finish_reason: str, usage: Usage) -> list[dict[str, Any]]:
+    def ending(self, index: int, finish_reason: str) -> dict[str, Any]:
+        """The event that ends a text in a stream."""
+        return self._chunk(index, {"delta": {}} if self.is_chat else {"text": ""}, finish_reason)
+
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
         """The events with which a stream ends."""
-        chunks = [self._chunk({"delta": {}} if self.is_chat else {"text": ""}, finish_reason)]
-        if self.includes_usage:
-            chunks.append(self._body(self._chunk_kind, []) | {"usage": usage.body})
-        return chunks
+        return [self._body(self._chunk_kind, []) | {"usage": usage.body}] if self.includes_usage else []
 
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    def _chunk(self, said: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        body = self._body(self._chunk_kind, [_choice(said, finish_reason)])
+    def _chunk(self, index: int, said: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        body = self._body(self._chunk_kind, [_choice(index, said, finish_reason)])
         return body | {"usage": None} if self.includes_usage else body
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def _choice(said: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
+def _choice(index: int, said: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, **said, "logprobs": None, "finish_reason": finish_reason}

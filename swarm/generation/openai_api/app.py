@@ -1,6 +1,6 @@
-"""The routes: /v1/models, /v1/completions and /v1/chat/completions, of one model.
+"""The routes: /health, /v1/models, /v1/completions and /v1/chat/completions, of one model.
 
-    request -> Gate -> Api: the prompt's tokens -> a Writing -> one answer, or a stream of events
+    request -> Gate -> Api: the prompts' tokens -> texts -> one answer, or a stream of events
 
 The model's name is RUN or RUN@ROUND. Training goes on while the server runs. So a request may name any round since the
 server began, but the present round answers it, and the answer names that round. Texts and names that users send are
@@ -10,7 +10,7 @@ neither logged nor kept.
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,13 +20,18 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from swarm.generation.openai_api import requests
-from swarm.generation.openai_api.answers import END_OF_STREAM, Answer, Usage, event
-from swarm.generation.openai_api.gate import refusal_of
+from swarm.generation.openai_api.answers import END_OF_STREAM, STILL_HERE, Answer, Usage, event
+from swarm.generation.openai_api.gate import HEALTH, refusal_of
 from swarm.generation.openai_api.refusals import Refusal
 from swarm.generation.openai_api.requests import ChatRequest, CompletionRequest
-from swarm.generation.text import Writing
+from swarm.generation.openai_api.texts import Piece, Pieces, Text, written
 from swarm.generation.text_model import TextModel
 from swarm.machine.clock import Clock
+
+STATUS_SECONDS = 1.0
+"""How long a stream waits for its first piece, so that an error before it can be sent as an HTTP status."""
+STILL_HERE_SECONDS = 5.0
+"""Time between two signs of life in a stream to which nothing else is sent."""
 
 
 class Api:
@@ -48,6 +53,7 @@ class Api:
     def app(self) -> Starlette:
         """The routes as an application."""
         routes = [
+            Route(HEALTH, _answering(self._health)),
             Route("/v1/models", _answering(self._models)),
             Route("/v1/models/{name:path}", _answering(self._one_model)),
             Route("/v1/completions", _answering(self._complete), methods=["POST"]),
@@ -55,8 +61,12 @@ class Api:
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
 
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        names = dict.fromkeys((self._model.name, self._model.run))
+        return JSONResponse({"object": "list", "data": [self._described() | {"id": name} for name in names]})
 
     async def _one_model(self, request: Request) -> Response:
         self._require_model(request.path_params["name"])
@@ -65,7 +75,7 @@ class Api:
     async def _complete(self, request: Request) -> Response:
         wanted = requests.parse(CompletionRequest, await request.body())
         self._require_model(wanted.model)
-        return await self._written(wanted, await self._prompt(wanted))
+        return await self._written(wanted, [await self._prompt(prompt) for prompt in wanted.prompts])
 
     async def _chat(self, request: Request) -> Response:
         wanted = requests.parse(ChatRequest, await request.body())
@@ -74,40 +84,54 @@ class Api:
             prompt = await self._model.conversation(wanted.conversation)
         except ValueError as error:
             raise Refusal(400, str(error), param="messages") from None
-        return await self._written(wanted, prompt)
+        return await self._written(wanted, [prompt])
 
-    async def _prompt(self, wanted: CompletionRequest) -> list[int]:
+    async def _prompt(self, prompt: str | list[int]) -> list[int]:
         """The tokens of a prompt. Raises Refusal."""
-        prompt = wanted.prompt
-        if prompt and isinstance(prompt[0], str | list) and not isinstance(prompt, str):
-            if len(prompt) > 1:
-                raise Refusal(400, "one request takes one prompt", param="prompt")
-            prompt = prompt[0]
         if isinstance(prompt, str):
             try:
                 return await asyncio.to_thread(self._model.encode, prompt)
             except ValueError as error:
                 raise Refusal(400, f"the prompt cannot be encoded: {error}", param="prompt") from None
-        tokens = [token for token in prompt if isinstance(token, int)]
-        if not all(0 <= token < self._model.tokenizer.vocab_size for token in tokens):
+        if not all(0 <= token < self._model.tokenizer.vocab_size for token in prompt):
             raise Refusal(400, f"tokens are from 0 to {self._model.tokenizer.vocab_size - 1}", param="prompt")
-        return tokens
+        return prompt
 
-    async def _written(self, wanted: CompletionRequest | ChatRequest, prompt: list[int]) -> Response:
-        """Write a text, and answer once its first piece is there, so that an error before it can be sent as an HTTP
-        status."""
-        sampling = wanted.sampling(seed=self._numbers.getrandbits(63))
-        num_tokens = self._num_tokens(wanted, prompt)
+    async def _written(self, wanted: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> Response:
+        """Write the texts: `n` for each prompt."""
+        texts = self._texts(wanted, prompts)
+        num_prompt_tokens = sum(map(len, prompts))
+        with_special = wanted.skip_special_tokens is False
         async with AsyncExitStack() as stack:
-            writing = await stack.enter_async_context(self._model.continued(prompt, sampling, num_tokens, wanted.stops))
-            pieces = await stack.enter_async_context(aclosing(writing.pieces()))
-            first = await anext(pieces, "")
-            answer = self._answer(wanted)
+            pieces = await stack.enter_async_context(
+                written(self._model, texts, stops=wanted.stops, with_special=with_special)
+            )
             if wanted.stream:
-                return _Stream(_events(answer, len(prompt), writing, first, pieces), stack.pop_all())
-            text = first + "".join([piece async for piece in pieces])
-        usage = Usage(prompt_tokens=len(prompt), completion_tokens=writing.num_tokens)
-        return JSONResponse(answer.whole(text, writing.finish_reason, usage))
+                try:
+                    async with asyncio.timeout(STATUS_SECONDS):
+                        first = [await pieces.next()]
+                except TimeoutError:
+                    first = []
+                return _Stream(_events(self._answer(wanted), num_prompt_tokens, texts, first, pieces), stack.pop_all())
+            while await pieces.next() is not None:
+                pass
+        answer = self._answer(wanted)
+        choices = [answer.choice(text.index, "".join(text.said), text.finish_reason) for text in texts]
+        return JSONResponse(answer.whole(choices, _usage(num_prompt_tokens, texts)))
+
+    def _texts(self, wanted: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> list[Text]:
+        seed = self._numbers.getrandbits(63) if wanted.seed is None else wanted.seed
+        num_each = wanted.n or 1
+        return [
+            Text(
+                index=index,
+                prompt=prompts[index // num_each],
+                # The first text of each prompt is that of a request for one.
+                sampling=wanted.sampling(seed + index % num_each),
+                max_tokens=self._num_tokens(wanted, prompts[index // num_each]),
+            )
+            for index in range(len(prompts) * num_each)
+        ]
 
     def _answer(self, wanted: CompletionRequest | ChatRequest) -> Answer:
         is_chat = isinstance(wanted, ChatRequest)
@@ -167,22 +191,31 @@ class _Stream(StreamingResponse):
 
 
 async def _events(
-    answer: Answer, num_prompt_tokens: int, writing: Writing, first: str, pieces: AsyncIterator[str]
+    answer: Answer, num_prompt_tokens: int, texts: list[Text], first: list[Piece | None], pieces: Pieces
 ) -> AsyncIterator[bytes]:
-    for chunk in answer.opening():
+    for chunk in answer.opening(len(texts)):
         yield event(chunk)
-    try:
-        if first:
-            yield event(answer.piece(first))
-        async for piece in pieces:
-            yield event(answer.piece(piece))
-    except Exception as error:  # noqa: BLE001 - the status was sent already, so an event tells the client
-        yield event(refusal_of(error).body)
-        return
-    usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=writing.num_tokens)
-    for chunk in answer.closing(writing.finish_reason, usage):
+    while True:
+        try:
+            async with asyncio.timeout(STILL_HERE_SECONDS):
+                arrived = first.pop() if first else await pieces.next()
+        except TimeoutError:
+            yield STILL_HERE
+            continue
+        except Exception as error:  # noqa: BLE001 - the status was sent already, so an event tells the client
+            yield event(refusal_of(error).body)
+            return
+        if arrived is None:
+            break
+        text, piece = arrived
+        yield event(answer.ending(text.index, text.finish_reason) if piece is None else answer.piece(text.index, piece))
+    for chunk in answer.closing(_usage(num_prompt_tokens, texts)):
         yield event(chunk)
     yield END_OF_STREAM
+
+
+def _usage(num_prompt_tokens: int, texts: list[Text]) -> Usage:
+    return Usage(prompt_tokens=num_prompt_tokens, completion_tokens=sum(text.num_tokens for text in texts))
 
 
 def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -199,5 +232,5 @@ def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    where = "there is nothing here: the routes are /v1/models, /v1/completions and /v1/chat/completions"
+    where = "there is nothing here: the routes are /health, /v1/models, /v1/completions and /v1/chat/completions"
     return Refusal(error.status_code, where if error.status_code == 404 else error.detail).response()

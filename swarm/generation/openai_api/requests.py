@@ -1,6 +1,7 @@
 """Reads the bodies of requests: their fields and allowed values, and fields that are refused as not supported.
 
-A field that is not named here is ignored, as OpenAI's servers do.
+A field that is not named here might change the answer. So it is refused as well, as by OpenAI's own server, unless it
+is null, false or empty.
 """
 
 import json
@@ -13,6 +14,8 @@ from swarm.generation.openai_api.refusals import Refusal
 from swarm.generation.sampling import MOST_TOP_K, Sampling
 
 MOST_STOPS = 16
+MOST_CHOICES = 128
+"""The most texts of one request."""
 _SEEDS = 2**63
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
@@ -25,6 +28,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
@@ -34,33 +39,55 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "ignore_eos": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
     "logprobs": (False,),
     "min_p": (0,),
     "min_tokens": (0,),
+    "mirostat": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "prediction": (),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repeat_penalty": (1,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "stop_token_ids": ([],),
+    "store": (False, True),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "tfs_z": (1,),
     "top_logprobs": (0,),
+    "typical_p": (1,),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "web_search_options": (),
+    "xtc_probability": (0,),
 }
 """Fields of OpenAI's API, and of similar servers, that are not supported, with the values that change nothing."""
+_INERT = frozenset({
+    "cache_prompt",
+    "cache_salt",
+    "metadata",
+    "parallel_tool_calls",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "repeat_last_n",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "spaces_between_special_tokens",
+    "user",
+})  # fmt: skip
+"""Fields that change no answer here, whatever their values."""
 _EXPECTED = {
-    "prompt": "must be a text, or a list of tokens, or a list with one of either",
-    "stop": f"must be a text, or a list of at most {MOST_STOPS} texts, none of them empty",
+    "prompt": f"must be a text, a list of tokens, or a list of at most {MOST_CHOICES} of either",
+    "stop": f"must be a text, or a list of at most {MOST_STOPS} texts",
 }
 """Error messages for fields that may be of several types."""
-
-_Text = Annotated[str, Field(min_length=1)]
 
 
 class _Strict(BaseModel):
@@ -81,17 +108,20 @@ class _Request(_Strict):
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=MOST_TOP_K)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=MOST_TOP_K)
     seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
-    stop: _Text | Annotated[list[_Text], Field(max_length=MOST_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @property
     def stops(self) -> list[str]:
         """Strings before which the text ends."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
 
     @property
     def includes_usage(self) -> bool:
@@ -102,13 +132,13 @@ class _Request(_Strict):
         """How tokens are chosen.
 
         Args:
-            seed: the seed for a request that has none.
+            seed: the seed of this text.
         """
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
-            seed=seed if self.seed is None else self.seed,
+            top_k=max(self.top_k or 0, 0),
+            seed=seed,
         )
 
     @property
@@ -122,6 +152,17 @@ class CompletionRequest(_Request):
     """A request to continue a text."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as its text or its tokens. Raises Refusal."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [part for part in self.prompt if isinstance(part, int)]
+        several = [part for part in self.prompt if not isinstance(part, int)] or [tokens]
+        if len(several) * (self.n or 1) > MOST_CHOICES:
+            raise Refusal(400, f"one request gets at most {MOST_CHOICES} texts", param="prompt")
+        return several
 
 
 class _Part(_Strict):
@@ -173,8 +214,12 @@ def parse(kind: type[Request], body: bytes) -> Request:
     except ValidationError as error:
         raise _refusal(error) from None
     for name, value in (request.model_extra or {}).items():
-        if name in _NEUTRAL and value is not None and not _is_neutral(name, value):
+        if name in _INERT or value is None:
+            continue
+        if name in _NEUTRAL and not _is_neutral(name, value):
             raise Refusal(400, f"{name} is not supported here, but for {_neutral_values(name)}", param=name)
+        if name not in _NEUTRAL and value is not False and value not in ("", [], {}):
+            raise Refusal(400, f"{name} is not known here, and might change the answer: leave it out", param=name)
     if request.stream_options is not None and not request.stream:
         raise Refusal(400, "stream_options needs stream: true", param="stream_options")
     return request

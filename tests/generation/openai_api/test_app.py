@@ -60,7 +60,8 @@ def _events(response: httpx2.Response) -> list[Any]:
 async def test_the_model_is_listed_with_run_and_round(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
     listed = (await client.get("/models")).json()
     assert listed["object"] == "list"
-    [model] = listed["data"]
+    model, plain = listed["data"]
+    assert plain == model | {"id": RUN}
     assert model == {"id": f"{RUN}@7", "object": "model", "created": 1000, "owned_by": "swarm", "max_model_len": 100}
     engine.round = 9
     assert (await client.get("/models")).json()["data"][0]["id"] == f"{RUN}@9"
@@ -273,6 +274,30 @@ async def test_prompts_may_be_told_in_several_ways(
     assert engine.asked[0][0] == tokens
 
 
+async def test_several_prompts_and_several_texts_of_each(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+    body = {"model": RUN, "prompt": ["one", "two"], "n": 2, "max_tokens": 5, "seed": 3}
+    answer = (await client.post("/completions", json=body)).json()
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(n, "hello") for n in range(4)]
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 20, "total_tokens": 26}
+    asked = [(prompt, sampling.seed) for prompt, sampling, _ in engine.asked]
+    assert asked == [(b"one", 3), (b"one", 4), (b"two", 3), (b"two", 4)]
+    events = _events(await client.post("/completions", json=body | {"stream": True}))
+    for index in range(4):
+        of_it = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in of_it) == "hello"
+        assert of_it[-1]["finish_reason"] == "length"
+    chat = (await client.post("/chat/completions", json=CHAT | {"n": 3})).json()
+    assert [choice["message"]["content"] for choice in chat["choices"]] == ["hello"] * 3
+
+
+async def test_it_tells_that_it_runs(engine: ScriptedEngine) -> None:
+    api = Api(scripted_model(engine), default_tokens=30, clock=ManualClock(1000.0), numbers=random.Random(0))
+    gate = Gate(api.app(), token="secret", most_requests=4)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(gate), base_url="http://server") as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 401
+
+
 async def test_a_conversation_is_rendered_by_the_template(engine: ScriptedEngine) -> None:
     template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{{ add_generation_prompt }}"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -302,13 +327,13 @@ async def test_what_the_template_refuses_and_a_model_without_one(engine: Scripte
 REFUSED: dict[str, list[Any]] = {
     "max_tokens": [0, -1, 1.5, "5", True, []],
     "temperature": [-0.1, 2.1, 1e300, "1", True],
-    "top_p": [0, 1.1, -1, "x", True],
-    "top_k": [-1, 1.5, 2**31, 10**30, True],
+    "top_p": [1.1, -1, "x", True],
+    "top_k": [-2, 1.5, 2**31, 10**30, True],
     "seed": [1.5, 2**63, -(2**63) - 1, "1"],
-    "stop": ["", [""], ["x"] * 17, 5, [5], {}],
+    "stop": [["x"] * 17, 5, [5], {}],
     "stream": [1, "true"],
     "stream_options": [{"include_usage": True}, 5],
-    "n": [0, 2, "1", True, 1.5],
+    "n": [0, 129, "1", True, 1.5],
     "logprobs": [True, 0, 5],
     "top_logprobs": [3],
     "echo": [True],
@@ -323,6 +348,11 @@ REFUSED: dict[str, list[Any]] = {
     "chat_template": ["x"],
     "min_p": [0.1],
     "ignore_eos": [True],
+    "grammar": ["root ::= x"],
+    "n_predict": [5],
+    "repeat_penalty": [1.1],
+    "reasoning_effort": ["low"],
+    "whatever": [[1], 0, "x", True],
     "model": [5, None],
 }
 
@@ -342,7 +372,8 @@ async def test_fields_that_cannot_be_or_are_not_supported(
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [[]], [""], ["a", "b"], [[1], [2]], [256], [-1], [1.5], [True], 5, {}, None]
+    "prompt",
+    ["", [], [[]], [""], ["a", ""], ["a"] * 129, [256], [[1], [256]], [1, "a"], [-1], [1.5], [True], 5, {}, None],
 )
 async def test_prompts_that_cannot_be(client: httpx2.AsyncClient, prompt: Any) -> None:
     response = await client.post("/completions", json=COMPLETION | {"prompt": prompt})
@@ -411,7 +442,14 @@ async def test_fields_that_change_nothing_are_taken(client: httpx2.AsyncClient, 
         "metadata": {"a": "b"},
         "store": True,
         "service_tier": "auto",
-        "whatever": [1],
+        "whatever": [],
+        "grammar": "",
+        "top_p": 0,
+        "top_k": -1,
+        "stop": "",
+        "repeat_penalty": 1.0,
+        "reasoning_effort": "none",
+        "skip_special_tokens": True,
     }
     nulls = dict.fromkeys(["temperature", "top_p", "seed", "stop", "stream", "stream_options", "n", "suffix", "tools"])
     for more in (neutral, nulls):

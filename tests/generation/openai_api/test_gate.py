@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swarm.generation.openai_api.answers import END_OF_STREAM, STILL_HERE
 from swarm.generation.openai_api.app import Api
 from swarm.generation.openai_api.gate import MOST_BODY_BYTES, Gate
 from tests.support.manual_clock import ManualClock
@@ -132,6 +133,20 @@ async def test_so_many_are_served_at_once_and_others_told_to_come_again() -> Non
     await asyncio.gather(*(exchange.task for exchange in exchanges))
     assert [exchange.status for exchange in exchanges[:2]] == [200, 200]
     assert await _status(gate, [BODY]) == 200
+
+
+@in_virtual_time
+async def test_a_stream_that_waits_its_turn_has_headers_and_signs_of_life() -> None:
+    engine = ScriptedEngine()
+    engine.may_go_on.clear()
+    exchange = _Exchange(_gate(engine), [STREAM])
+    await asyncio.sleep(1.5)
+    assert exchange.status == 200
+    await asyncio.sleep(12.0)
+    assert exchange.body == 2 * STILL_HERE
+    engine.may_go_on.set()
+    await exchange.task
+    assert exchange.body.endswith(END_OF_STREAM)
 
 
 @pytest.mark.parametrize("body", [BODY, STREAM])

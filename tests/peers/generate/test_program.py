@@ -167,7 +167,7 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
         (["--model", "m", "--serve", "1", "--cache-gib", "nan"], "--cache-gib must be positive"),
         (["--model", "m", "--serve", "1", "--cache-gib", "1e308"], "--cache-gib must be at most 1048576"),
         (["--prompt", "", "--model", "m"], "--prompt must not be empty"),
-        (["--prompt", "a", "--model", "m", "--top-p", "2"], "top_p must be above 0 and at most 1"),
+        (["--prompt", "a", "--model", "m", "--top-p", "2"], "top_p must be from 0 to 1"),
         (["--prompt", "a", "--model", "m", "--temperature", "-1"], "temperature must be 0 or positive"),
         (["--prompt", "a", "--model", "m", "--max-tokens", "0"], "--max-tokens must be at least 1"),
         (

@@ -1,0 +1,110 @@
+"""The texts of one request, which are written side by side.
+
+Used by app.py, for one text as for many. The pieces of all of them come through one bounded queue, so that a client
+that reads slowly holds up the writing. Leaving the block ends all texts and frees what engines keep for them.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from swarm.generation.sampling import Sampling
+from swarm.generation.text import Writing
+from swarm.generation.text_model import TextModel
+
+_MOST_AT_ONCE = 8
+"""The most texts of one request that are written at once, so that others have their turn."""
+_MOST_PIECES = 4
+"""The most pieces that wait for a client."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Text:
+    """One text: what it continues, how, and how far it is.
+
+    Attributes:
+        index: its number in the request.
+        writing: None until it begins.
+        said: the pieces so far.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    writing: Writing | None = None
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens so far."""
+        return 0 if self.writing is None else self.writing.num_tokens
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended, once it has."""
+        return "length" if self.writing is None else self.writing.finish_reason
+
+
+Piece = tuple[Text, str | None]
+"""A piece of a text; None in its place once the text has ended."""
+
+
+class Pieces:
+    """The pieces of several texts, as they come."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(_MOST_PIECES)
+
+    async def next(self) -> Piece | None:
+        """Wait for the next piece; None once all texts have ended. Raises what a text failed with."""
+        if isinstance(item := await self._queue.get(), Exception):
+            raise item
+        return item
+
+    async def write(self, model: TextModel, texts: Sequence[Text], *, stops: Sequence[str], with_special: bool) -> None:
+        """Write the texts. If one fails, the others end, and `next` raises its error."""
+        room = asyncio.Semaphore(_MOST_AT_ONCE)
+
+        async def write(text: Text) -> None:
+            async with (
+                room,
+                model.continued(
+                    text.prompt, text.sampling, text.max_tokens, stops, with_special=with_special
+                ) as text.writing,
+                aclosing(text.writing.pieces()) as pieces,
+            ):
+                async for piece in pieces:
+                    text.said.append(piece)
+                    await self._queue.put((text, piece))
+            await self._queue.put((text, None))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for text in texts:
+                    tasks.create_task(write(text))
+        except ExceptionGroup as group:
+            await self._queue.put(group.exceptions[0])
+        else:
+            await self._queue.put(None)
+
+
+@asynccontextmanager
+async def written(
+    model: TextModel, texts: Sequence[Text], *, stops: Sequence[str], with_special: bool
+) -> AsyncIterator[Pieces]:
+    """Write texts inside the block.
+
+    Args:
+        stops: strings before which each text ends.
+        with_special: whether special tokens are part of the texts.
+    """
+    pieces = Pieces()
+    # A task group around the block would cancel the block when a text fails. Instead the task is always ended below.
+    writing = asyncio.create_task(pieces.write(model, texts, stops=stops, with_special=with_special))
+    try:
+        yield pieces
+    finally:
+        writing.cancel()
+        await asyncio.wait([writing])
