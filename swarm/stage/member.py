@@ -158,6 +158,7 @@ class StageMember:
                 num_members=len(result.members),
                 lineage=result.lineage,
                 contributed=result.contributed,
+                closing=result.closing,
             )
             self._events.write(
                 Commit(

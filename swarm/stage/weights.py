@@ -175,6 +175,7 @@ class StageWeights(ABC):
         num_members: int,
         lineage: str,
         contributed: bool = True,
+        closing: int | None = None,
     ) -> float:
         """Move the anchor by the averaged contribution, and begin the next round. Returns the learning rate that was
         used.
@@ -183,9 +184,10 @@ class StageWeights(ABC):
 
         Args:
             contributed: whether this peer's contribution is in the average.
+            closing: which one that is; None for the newest.
         """
         rate = self.learning_rate
-        carried, anchor = self._end_round(average, total_squared_norm, rate, contributed=contributed)
+        carried, anchor = self._end_round(average, total_squared_norm, rate, contributed=contributed, closing=closing)
         new_round = Round(
             number=self.round.number + 1,
             run_samples=self.round.run_samples + num_samples,
@@ -198,7 +200,13 @@ class StageWeights(ABC):
 
     @abstractmethod
     def _end_round(
-        self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
+        self,
+        average: Mapping[str, torch.Tensor],
+        total_squared_norm: float,
+        rate: float,
+        *,
+        contributed: bool,
+        closing: int | None,
     ) -> tuple[Amount, Tensors]:
         """Take the step that ends a round. Returns the amount that is carried over, and the new anchor."""
 

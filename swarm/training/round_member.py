@@ -61,6 +61,7 @@ class Contribution:
         round_samples: how many of these samples count towards the round.
         committed: the microbatches in it, without the dropped ones. Empty with DiLoCo.
         fragment: the fragment of the member's parameters that is averaged.
+        closing: which of the round's contributions it is. A round that was reopened may have several.
     """
 
     tensors: Tensors
@@ -69,6 +70,7 @@ class Contribution:
     round_samples: int
     committed: frozenset[int] = frozenset()
     fragment: int = 0
+    closing: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,7 @@ class RoundResult:
         digest: BLAKE3 over the members and the averaged bytes, in hexadecimal.
         cost: what the round cost this member; all zero if it took no part.
         contributed: whether this member is one of `members`.
+        closing: see Contribution; None: the newest one is in the average.
         partners: if stages share a block, digests of the results that the block's average was made of.
     """
 
@@ -125,6 +128,7 @@ class RoundResult:
     digest: str
     cost: RoundCost = RoundCost()
     contributed: bool = True
+    closing: int | None = None
     partners: tuple[str, ...] = ()
 
 

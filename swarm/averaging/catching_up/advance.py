@@ -180,15 +180,17 @@ class Advance:
                 self.place.group.step_back()
                 await self.own_round.reopen("a result came that cannot be this round's")
                 return wrong
-            contributed = self.context.own_id in committed.result.members
+            contributed, closing = self.context.own_id in committed.result.members, None
             kept = self.own_round.result
             if kept is not None and kept.prepared.digest == committed.result.digest:
                 # This member took part in the exchange, but the commit did not reach it.
                 self.own_round.exchanges.committed(kept.fragment, kept.residual)
+                closing = kept.round_result.closing
             elif contributed:
                 # The result contains this member's old residual. The new residual, which that exchange left, is lost.
                 self.own_round.exchanges.forget(contribution.fragment)
-            self._state_digest = await self.member.apply(replace(committed.result, contributed=contributed))
+            result = replace(committed.result, contributed=contributed, closing=closing)
+            self._state_digest = await self.member.apply(result)
             reached = messages.standing_of(self.member.progress())
             ours, theirs = [await asyncio.shield(digest) for digest in (self._state_digest, committed.state_digest)]
             if (ours, reached) != (theirs, committed.after):

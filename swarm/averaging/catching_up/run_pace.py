@@ -4,6 +4,8 @@ Used by catching_up/branches, which believes a single holder only if the run can
 but for the clock.
 """
 
+from collections import deque
+
 from swarm.averaging.messages import Standing
 from swarm.machine.clock import Clock
 
@@ -12,25 +14,24 @@ PACE_FACTOR = 4.0
 round."""
 PACE_ROUNDS = 4
 """The run may be ahead by this many rounds, of the largest size seen, in addition to what the pace allows."""
+REMEMBERED_ROUNDS = 32
+"""The pace is that of the fastest of so many last rounds, so that one burst is not remembered for ever."""
 
 
 class RunPace:
-    """The fastest pace that this peer has seen, and the time since it moved."""
+    """The fastest pace that this peer has seen lately, and the time since it moved."""
 
     def __init__(self, own: Standing, clock: Clock) -> None:
         self._clock = clock
         self._own = own
         self._since = self._now()
-        self._fastest = (0.0, 0.0)
-        """Samples and rounds a second."""
-        self._largest = 0
-        """Samples of a round."""
+        self._rounds = deque[tuple[int, float]](maxlen=REMEMBERED_ROUNDS)
+        """The samples and seconds of each round."""
 
     def committed(self, after: Standing) -> None:
         """Note that this peer committed a round with others."""
         num_samples, seconds = after.run_samples - self._own.run_samples, max(1e-3, self._elapsed())
-        self._fastest = max(self._fastest[0], num_samples / seconds), max(self._fastest[1], 1.0 / seconds)
-        self._largest = max(self._largest, num_samples)
+        self._rounds.append((num_samples, seconds))
         self.moved(after)
 
     def moved(self, own: Standing) -> None:
@@ -39,15 +40,23 @@ class RunPace:
 
     def allows(self, theirs: Standing) -> bool:
         """Whether a peer can have reached `theirs` since this peer last moved; True as long as no pace was measured."""
-        if not self._largest:
+        if not self._is_measured:
             return True
-        num_samples = self._fastest[0] * PACE_FACTOR * self._elapsed() + PACE_ROUNDS * self._largest
+        fastest = max(samples / seconds for samples, seconds in self._rounds)
+        largest = max(samples for samples, _ in self._rounds)
+        num_samples = fastest * PACE_FACTOR * self._elapsed() + PACE_ROUNDS * largest
         return theirs.run_samples - self._own.run_samples <= num_samples and self.allows_round(theirs.round)
 
     def allows_round(self, number: int) -> bool:
         """Whether the run can have reached a round by now; True as long as no pace was measured."""
-        num_rounds = self._fastest[1] * PACE_FACTOR * self._elapsed() + PACE_ROUNDS
-        return not self._largest or number - self._own.round <= num_rounds
+        if not self._is_measured:
+            return True
+        fastest = max(1.0 / seconds for _, seconds in self._rounds)
+        return number - self._own.round <= fastest * PACE_FACTOR * self._elapsed() + PACE_ROUNDS
+
+    @property
+    def _is_measured(self) -> bool:
+        return any(samples for samples, _ in self._rounds)
 
     def _elapsed(self) -> float:
         # Some clocks stand still while a machine sleeps, and others may be set back, but the run goes on.

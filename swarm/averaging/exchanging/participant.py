@@ -210,6 +210,7 @@ class Participant:
             attempts=attempt.ballot.attempt,
             digest=average.digest,
             cost=cost,
+            closing=closed.contribution.closing,
         )
         return Result(
             prepared=prepared,

@@ -28,6 +28,8 @@ from swarm.training.optimizers import gradient_optimizer, round_optimizer
 from swarm.training.round_member import Contribution
 from swarm.training.samples import NOTHING, Amount
 
+KEPT_CLOSINGS = 3
+"""Closings of a round that are known. Each holds the weights from which it was taken."""
 LATE_VERSIONS = 2
 """Versions that are kept in addition to the newest and those that `max_staleness` asks for. They are for microbatches
 that take much longer than others, for example because a later peer has died."""
@@ -64,9 +66,9 @@ class DilocoWeights(StageWeights):
         fused = fuses(next(iter(trained.values())).device) if fused is None else fused
         self._inner = gradient_optimizer(config, same_bits=False, fused=fused)
         self._fragments = Fragments(trained, config.averaging.num_fragments)
-        self._closing: _Closing | None
-        """The newest closing of this round. It is kept even when the round is reopened, because its result may still be
-        decided."""
+        self._closings: dict[int, _Closing]
+        """The newest closings of this round, by number. They are kept even when the round is reopened, because the
+        result of an earlier one may still be decided."""
         self._failure: Exception | None = None
         """The failure of an inner step."""
         super().__init__(
@@ -108,7 +110,8 @@ class DilocoWeights(StageWeights):
 
     def _num_overlapped(self) -> int:
         """Inner steps since the round was closed."""
-        return 0 if self._closing is None else self.inner_steps.count - self._closing.num_steps
+        newest = max(self._closings, default=None)
+        return 0 if newest is None else self.inner_steps.count - self._closings[newest].num_steps
 
     def _inner_step(self, bucket: GradientBucket) -> None:
         # In place, because no gradient is added to this bucket or taken out of it any more.
@@ -143,7 +146,9 @@ class DilocoWeights(StageWeights):
             for name, difference in tensors.items():
                 subtract = partial(torch.sub, anchor[name], out=difference)
                 self._staging.download(self.masters[name].detach(), subtract).wait()
-        self._closing = _Closing(frozenset(tensors), self.version, self.inner_steps.count, self.round.stepped)
+        number = 1 + max(self._closings, default=-1)
+        self._closings[number] = _Closing(frozenset(tensors), self.version, self.inner_steps.count, self.round.stepped)
+        self._closings.pop(number - KEPT_CLOSINGS, None)
         amount = self._fragments.unaveraged[fragment]
         return Contribution(
             tensors=tensors,
@@ -151,18 +156,25 @@ class DilocoWeights(StageWeights):
             num_targets=amount.targets,
             round_samples=self.round.stepped.samples,
             fragment=fragment,
+            closing=number,
         )
 
     def _end_round(
-        self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
+        self,
+        average: Mapping[str, torch.Tensor],
+        total_squared_norm: float,
+        rate: float,
+        *,
+        contributed: bool,
+        closing: int | None,
     ) -> tuple[Amount, Tensors]:
         """Step from the anchor.
 
         What was learnt from samples that are not in the average is carried over: it is added to the new anchor.
         """
         anchor, fragment = self._anchor, self._fragments.turn(self.round.number)
-        carried, carried_amount = self._carried(list(average), fragment, contributed=contributed)
-        self._closing = None  # Frees memory for what follows.
+        carried, carried_amount = self._carried(list(average), fragment, contributed=contributed, closing=closing)
+        self._closings = {}  # Frees memory for what follows.
         if contributed or not carried:
             self._fragments.averaged(fragment, but=carried_amount)
         stepped = self._memory.copies({name: anchor[name] for name in average})
@@ -173,18 +185,20 @@ class DilocoWeights(StageWeights):
         self._versions.publish(None if carried else stepped)
         return carried_amount, {**anchor, **stepped}
 
-    def _carried(self, names: list[str], fragment: int, *, contributed: bool) -> tuple[Tensors, Amount]:
+    def _carried(
+        self, names: list[str], fragment: int, *, contributed: bool, closing: int | None
+    ) -> tuple[Tensors, Amount]:
         """Return the change of the weights that is not in the round's average, and the amount of this round that caused
         it."""
         if not contributed:
             learnt = self._learnt(names, self._fragments.unaveraged[fragment].samples)
             return learnt, self.round.stepped if learnt else NOTHING
         # There is no closing if the result was decided without this peer's knowledge, after a restart of the attempt.
-        closing = self._closing
-        if closing is None or closing.version is self.version or closing.names != set(names):
+        closed = self._closings.get(max(self._closings, default=-1) if closing is None else closing)
+        if closed is None or closed.version is self.version or closed.names != set(names):
             return {}, NOTHING
-        since = {name: (self.masters[name] - closing.version.parameters[name]).detach() for name in names}
-        return since, self.round.stepped - closing.stepped
+        since = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in names}
+        return since, self.round.stepped - closed.stepped
 
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
         """What inner steps have added to parameters since their last average.
@@ -217,7 +231,7 @@ class DilocoWeights(StageWeights):
             self._versions.publish()
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
-        self._closing = None
+        self._closings = {}
         self.inner_steps = InnerSteps(configured_samples=self._config.rounds.inner_batch_samples)
         super()._begin(new_round, anchor)
 

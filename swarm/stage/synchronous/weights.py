@@ -89,7 +89,13 @@ class SynchronousWeights(StageWeights):
         )
 
     def _end_round(
-        self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
+        self,
+        average: Mapping[str, torch.Tensor],
+        total_squared_norm: float,
+        rate: float,
+        *,
+        contributed: bool,
+        closing: int | None,
     ) -> tuple[Amount, Tensors]:
         factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
         gradients = {name: self._staging.upload(value) for name, value in average.items()}

@@ -1,6 +1,6 @@
 """How far the run can have gone on while a peer was away."""
 
-from swarm.averaging.catching_up.run_pace import PACE_FACTOR, PACE_ROUNDS, RunPace
+from swarm.averaging.catching_up.run_pace import PACE_FACTOR, PACE_ROUNDS, REMEMBERED_ROUNDS, RunPace
 from swarm.averaging.messages import Standing
 from tests.support.manual_clock import ManualClock
 
@@ -21,5 +21,19 @@ def test_the_pace_is_that_of_the_fastest_round() -> None:
     assert not pace.allows(at(4 + PACE_ROUNDS))
     clock.advance(10.0)
     most = 3 + PACE_ROUNDS + int(PACE_FACTOR * 10.0)
+    assert pace.allows(at(most))
+    assert not pace.allows(at(most + 1))
+
+
+def test_one_burst_is_not_remembered_for_ever() -> None:
+    clock = ManualClock()
+    pace = RunPace(at(0), clock)
+    clock.advance(0.001)
+    pace.committed(at(1))
+    for number in range(2, REMEMBERED_ROUNDS + 2):
+        clock.advance(10.0)
+        pace.committed(at(number))
+    clock.advance(10.0)
+    most = REMEMBERED_ROUNDS + 1 + PACE_ROUNDS + int(PACE_FACTOR)
     assert pace.allows(at(most))
     assert not pace.allows(at(most + 1))

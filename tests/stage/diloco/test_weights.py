@@ -238,6 +238,28 @@ def test_the_carried_change_is_the_next_contribution() -> None:
     assert_same(later.tensors, {name: -value for name, value in change.items()})
 
 
+@pytest.mark.parametrize("decided", [0, 1])
+def test_the_result_of_an_earlier_closing_may_be_decided(decided: int) -> None:
+    """What was learnt after that closing is carried over, whatever was closed since."""
+    weights = overlapping(1)
+    closings, values = [], []
+    for number in range(2):
+        accumulate(weights, 2 * number)
+        accumulate(weights, 2 * number + 1)
+        closings.append(weights.close())
+        values.append(values_of(weights.masters))
+        weights.reopen()
+    for number in (4, 5):
+        accumulate(weights, number)
+    change = {name: weights.masters[name].detach() - value for name, value in values[decided].items()}
+    weights.commit(
+        closings[decided].tensors, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="",
+        closing=closings[decided].closing,
+    )  # fmt: skip
+    assert weights.round_samples == (8, 4)[decided]
+    assert_same(weights.close().tensors, {name: -value for name, value in change.items()})
+
+
 def test_an_aborted_exchange_keeps_the_steps_taken_meanwhile() -> None:
     weights = overlapping(1)
     anchor = values_of(weights.masters)
