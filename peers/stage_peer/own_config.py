@@ -47,7 +47,8 @@ def own_config(
     if model is not None:
         model.warn_of_untrained(config, cache)
     config, _ = with_text(config, cache)
-    logger.info("%s", _rate_in_words(config))
+    if not options.joins:
+        logger.info("%s", _rate_in_words(config))
     return config
 
 
