@@ -81,23 +81,30 @@ class ChatTemplate:
         text: str = self._ask(messages, is_training=False, opens_turn=add_generation_prompt)
         return text
 
-    def render_training(self, messages: Sequence[Message]) -> Rendered:
+    def render_training(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None,
+        unlearnt: Sequence[int] = (),
+    ) -> Rendered:  # fmt: skip
         """The text of a whole conversation, with the parts that the assistant said.
 
         A template may mark these parts with `{% generation %}`. If it does not, they are found by comparison: each of
         the assistant's messages is what the text gains after the opening of its turn, including the end of the turn.
 
+        Args:
+            tools: what the assistant may call, as JSON schemas.
+            unlearnt: the indices of messages of which nothing is learnt, although the assistant says them.
+
         Raises:
             ValueError: as `render`, and if the assistant's parts cannot be found.
         """
-        text, spans = self._ask(messages, is_training=True)
+        text, spans = self._ask(messages, is_training=True, tools=tools, unlearnt=unlearnt)
         return Rendered(text, [(first, last) for first, last in spans])
 
     def close(self) -> None:
         """End the process. A rendering in another thread fails; the next rendering starts the process again."""
         self._process.close()
 
-    def _ask(self, messages: Sequence[Message], **how: bool) -> Any:
+    def _ask(self, messages: Sequence[Message], **how: Any) -> Any:
         return self._process.ask({"messages": messages, "now": self._now().isoformat(), **how})
 
 

@@ -38,7 +38,7 @@ from swarm.training.samples import TARGETS
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 _PREPARING, _LOCK = ".preparing-", "lock"
 _LOCKED_SECONDS = 60.0
 """A process locks its new folder within this time, so an older one without a lock was left by a dead process."""
@@ -82,9 +82,11 @@ class Recipe:
             return packing.record_dtype(self.config, vocab_size)
         return tokenizers.token_dtype(vocab_size)
 
-    def documents(self) -> Documents | None:
-        """Make the object that turns one dataset's rows into documents, and counts them. None for texts."""
-        return Documents(self.config, self.tokenizer, self.template) if self.config.has_targets else None
+    def documents(self, source: Source) -> Documents | None:
+        """Make the object that turns a dataset's rows into documents, and counts them. None for texts."""
+        if not self.config.has_targets:
+            return None
+        return Documents(self.config, self.tokenizer, self.template, source.faults)
 
     def key(self, source: Source) -> str:
         """The key of the prepared dataset in this machine's cache."""
@@ -123,6 +125,11 @@ def prepare(dataset: str, recipe: Recipe, cache_dir: Path) -> Prepared:
             "XDG_CACHE_HOME can name another place for prepared texts than ~/.cache"
         ) from None
     _say_skipped(dataset, {**source.unreadable, **about["no_text"]}, source.num_files)
+    if about["faults"]["num_rows"]:
+        logger.warning(
+            "%s of %s left out; the first: %s", counted(about["faults"]["num_rows"], "row"), dataset,
+            about["faults"]["first"],
+        )  # fmt: skip
     if recipe.config.has_targets:
         _say_counts(dataset, recipe.config, about["counts"], len(tokens))
     return Prepared(tokens, about["digest"])
@@ -150,7 +157,7 @@ def _say_counts(dataset: str, config: DataConfig, counts: Mapping[str, int], num
 
 
 def _write(path: Path, source: Source, recipe: Recipe) -> None:
-    config, documents = recipe.config, recipe.documents()
+    config, documents = recipe.config, recipe.documents(source)
     layout = recipe.dtype.str if documents is None else str(recipe.dtype.descr)
     digest = hashlib.sha256(f"{recipe.tokenizer.identity}\n{layout}\n".encode())
     remaining = most = config.max_tokens or sys.maxsize
@@ -177,7 +184,8 @@ def _write(path: Path, source: Source, recipe: Recipe) -> None:
             if not file.tell():
                 raise ValueError(_nothing(source, documents))
         counts = {} if documents is None else dataclasses.asdict(documents.counts)
-        about = {"digest": digest.hexdigest(), "no_text": source.no_text, "counts": counts}
+        faults = dataclasses.asdict(source.faults)
+        about = {"digest": digest.hexdigest(), "no_text": source.no_text, "counts": counts, "faults": faults}
         _about_path(written).write_text(json.dumps(about), encoding="utf-8")
         # The file about the tokens is renamed first, so that a process that finds the tokens finds it too.
         _about_path(written).replace(_about_path(path))
@@ -186,6 +194,8 @@ def _write(path: Path, source: Source, recipe: Recipe) -> None:
 
 def _nothing(source: Source, documents: Documents | None) -> str:
     """The message for a dataset that has no text, or no row, to learn from."""
+    if source.faults.num_rows and not source.faults.num_used:
+        return f"data.dataset {source.dataset!r} has no row that can be learnt: {source.faults.first}"
     if documents is None:
         return f"data.dataset {source.dataset!r} holds no text{_first_fault(source)}; give it files of UTF-8 text"
     counts = documents.counts

@@ -1,13 +1,14 @@
 """Rows: records with named fields, from JSONL and Parquet files or a Hugging Face dataset, one after another.
 
-Used by data/sources. Each row knows its file and number, for error messages. Only a few rows are in memory at a time.
+Used by data/sources and data/documents. Each row knows its file and number, for error messages. Only a few rows are in
+memory at a time. One bad row never ends a dataset: `Faults` leaves it out.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from swarm.config import DataConfig
 from swarm.data import hub
@@ -21,6 +22,12 @@ HUGGING_FACE = "hf:"
 LONGEST_ROW_BYTES = 16 << 20
 """The longest line of JSONL that is accepted, because a line has to be in memory."""
 _BATCH_ROWS = 64
+_MOST_FAULTS_AT_FIRST = 100
+"""If so many rows at a dataset's beginning cannot be used, none will be: another dataset or setting is meant."""
+_MOST_REASON = 500
+"""The most characters of what is wrong with a row, because a row may hold anything."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,10 +36,12 @@ class Row:
 
     Attributes:
         place: file and number, counted from 1, for error lines.
+        flaw: why the row could not be read, if it could not.
     """
 
     place: str
     values: Mapping[str, Any]
+    flaw: str = ""
 
     def fault(self, reason: str) -> ValueError:
         """Make an error that says what is wrong with this row, and where it is."""
@@ -46,13 +55,44 @@ class Row:
         return value
 
 
+@dataclass
+class Faults:
+    """Leaves out those rows of one dataset that cannot be used, and counts them.
+
+    Attributes:
+        first: what is wrong with the first of them, and where it is.
+    """
+
+    num_used: int = 0
+    num_rows: int = 0
+    first: str = ""
+
+    def each(self, rows: Iterable[Row], use: Callable[[Row], T]) -> Iterator[T]:
+        """Yield what `use` makes of the rows, without those for which it raises ValueError. Raises ValueError, one line
+        that names the first row, if none of many at the beginning can be used."""
+        for row in rows:
+            try:
+                if row.flaw:
+                    raise row.fault(row.flaw)
+                used = use(row)
+            except ValueError as error:
+                self.num_rows += 1
+                reason = str(error).removeprefix(f"{row.place}: ")[:_MOST_REASON]
+                self.first = self.first or str(row.fault(reason))
+                if self.num_rows == _MOST_FAULTS_AT_FIRST and not self.num_used:
+                    raise ValueError(self.first) from None
+            else:
+                self.num_used += 1
+                yield used
+
+
 def has_rows(path: Path) -> bool:
     """Whether a file has rows, by its name."""
     return path.suffix.lower() in READERS
 
 
 def of_file(path: Path) -> Iterator[Row]:
-    """The rows of a file that has rows. Raises OSError, or ValueError (one line) for a row that cannot be read."""
+    """The rows of a file that has rows. Raises OSError, or ValueError (one line) for a file that cannot be read."""
     return READERS[path.suffix.lower()](path)
 
 
@@ -69,7 +109,7 @@ def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
     try:
         rows = load_dataset(name, configuration or config.hf_config or None, split=config.hf_split, streaming=True)
         for number, values in enumerate(rows, start=1):
-            yield Row(f"data.dataset {dataset!r}, row {number}", values)
+            yield Row(f"data.dataset {dataset!r}, row {number}", _without_nulls(values))
     except Exception as error:  # noqa: BLE001 - the library raises many kinds, and as late as at the last row
         raise ValueError(f"cannot load data.dataset {dataset!r}: {hub.reason(error, f'datasets/{name}')}") from None
 
@@ -79,18 +119,21 @@ def _jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         while line := file.readline(LONGEST_ROW_BYTES + 1):
             number += 1
-            row = Row(f"{path}, row {number}", {})
+            place = f"{path}, row {number}"
             if len(line) > LONGEST_ROW_BYTES:
-                raise row.fault(f"the line is longer than {LONGEST_ROW_BYTES >> 20} MiB")
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(LONGEST_ROW_BYTES)
+                yield Row(place, {}, f"the line is longer than {LONGEST_ROW_BYTES >> 20} MiB")
+                continue
             if not line.strip():
                 continue
             try:
                 values = json_file.parse(line)
             except ValueError as error:
-                raise row.fault(f"the line cannot be read: {error}") from None
-            if not isinstance(values, dict):
-                raise row.fault("the line is no JSON object with fields")
-            yield Row(row.place, values)
+                yield Row(place, {}, f"the line cannot be read: {error}")
+                continue
+            is_object = isinstance(values, dict)
+            yield Row(place, values if is_object else {}, "" if is_object else "the line is no JSON object with fields")
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -105,9 +148,16 @@ def _parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(f"{path}, row {number}", values)
+                    yield Row(f"{path}, row {number}", _without_nulls(values))
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is no Parquet file that can be read: {' '.join(str(error).split())}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without empty fields. A table's records have all fields that any of them has, and most are null."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {".jsonl": _jsonl, ".ndjson": _jsonl, ".parquet": _parquet}

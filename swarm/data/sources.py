@@ -11,7 +11,7 @@ from typing import Any
 from swarm.config import DataConfig
 from swarm.data import rows, text_files
 from swarm.data.dummy import DUMMY
-from swarm.data.rows import HUGGING_FACE, Row
+from swarm.data.rows import HUGGING_FACE, Faults, Row
 
 Text = Iterable[str]
 """The pieces of one text, in order."""
@@ -26,6 +26,7 @@ class Source:
         unreadable: files that were skipped because they cannot be opened: the reason by path.
         no_text: files that were skipped because they turned out to hold no text, or no rows: the reason by path.
         num_files: the number of files, skipped ones included.
+        faults: leaves out rows that cannot be used.
     """
 
     def __init__(self, dataset: str, config: DataConfig) -> None:
@@ -35,6 +36,7 @@ class Source:
         self._files: list[Path] = []
         self.unreadable: dict[str, str] = {}
         self.no_text: dict[str, str] = {}
+        self.faults = Faults()
         self.identity: list[Any] = [config.hf_config, config.hf_split, config.text_field]
         if not self._is_hugging_face and dataset != DUMMY:
             found = text_files.find(dataset)
@@ -51,10 +53,10 @@ class Source:
     def texts(self) -> Iterator[Text]:
         """Yield the texts, file by file, and add skipped files to `no_text`. Raises ValueError, one line."""
         if self._is_hugging_face:
-            yield from self._texts_of(rows.of_hugging_face(self.dataset, self._config))
+            yield from self.faults.each(rows.of_hugging_face(self.dataset, self._config), self._text_of)
         for path in self._files:
             if rows.has_rows(path):
-                yield from self._texts_of(rows.of_file(path))
+                yield from self.faults.each(rows.of_file(path), self._text_of)
             elif reason := text_files.fault(path):
                 self.no_text[_shown(path)] = reason
             else:
@@ -70,15 +72,18 @@ class Source:
             else:
                 self.no_text[_shown(path)] = f"it ends in none of {', '.join(rows.READERS)}"
 
-    def _texts_of(self, found: Iterator[Row]) -> Iterator[Text]:
-        for row in found:
-            text = row.values.get(self._config.text_field)
-            if not isinstance(text, str):
-                raise row.fault(
-                    f"there is no text in {self._config.text_field!r}; set data.text_field to one of: "
-                    f"{', '.join(row.values)}"
-                )
-            yield [text]
+    def _text_of(self, row: Row) -> Text:
+        text = row.values.get(self._config.text_field)
+        if not isinstance(text, str):
+            raise row.fault(
+                f"there is no text in {self._config.text_field!r}; set data.text_field to one of: "
+                f"{', '.join(row.values)}"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise row.fault(f"the text in {self._config.text_field!r} has half a character, a lone surrogate") from None
+        return [text]
 
 
 def require_there(dataset: str) -> None:

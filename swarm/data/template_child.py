@@ -27,6 +27,9 @@ from swarm.data.template_process import EXIT_NO_MEMORY, MOST_CHARACTERS, read, w
 _MOST_REASON = 500
 """The most characters of a fault's reason in the answer, because a template may raise errors with any text."""
 _ASSISTANT = "assistant"
+_MOST_RENDERED = 1 << 30
+"""The most characters that are rendered, again and again, to find what the assistant said. It is no time, so that the
+same conversations are refused on every machine. It suffices for 4,000 messages of a line each."""
 # Marks around the assistant's parts. Unicode reserves these two characters so that no text has them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
@@ -38,16 +41,21 @@ class Fault(Exception):
 class Template:
     """One template, compiled."""
 
-    def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, template: str, special_tokens: Mapping[str, str], *, seconds: float) -> None:
         """
         Args:
             special_tokens: by the names that templates use, such as `bos_token`.
+            seconds: processor time after which the process is ended, if one rendering takes it.
 
         Raises:
             Fault: the template is not valid.
         """
+        self._source = template
         self._special_tokens = special_tokens
+        self._seconds = seconds
         self._now = datetime.min
+        self._tools: Sequence[Any] | None = None
+        self._rendered = 0
         try:
             self._plain = self._environment("", "").from_string(template)
             marking = self._environment(_BEGIN, _END)
@@ -70,23 +78,36 @@ class Template:
 
     def render(self, messages: Sequence[Any], now: datetime, *, opens_turn: bool) -> str:
         """The text of a conversation. Raises Fault if the template refuses the messages."""
-        self._now = now
+        self._now, self._tools, self._rendered = now, None, 0
         return self._run(self._plain, messages, opens_turn=opens_turn)
 
-    def render_training(self, messages: Sequence[Any], now: datetime) -> tuple[str, list[tuple[int, int]]]:
+    def render_training(
+        self, messages: Sequence[Any], now: datetime, *, tools: Sequence[Any] | None, unlearnt: Sequence[int]
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a whole conversation, and the spans of characters [first, last) that the assistant said.
 
         Raises Fault if the template refuses the messages, or the assistant's parts cannot be found.
         """
-        self._now = now
+        self._now, self._tools, self._rendered = now, tools, 0
+        self._require_written("tools", tools)
+        self._require_written("tool_calls", any(message.get("tool_calls") for message in messages))
+        answers = [index for index, message in enumerate(messages) if message.get("role") == _ASSISTANT]
         if self._marks_itself:
-            return _unmarked(self._run(self._marked, messages, opens_turn=False))
+            text, spans = _unmarked(self._run(self._marked, messages, opens_turn=False))
+            if not unlearnt:
+                return text, spans
+            if len(spans) != len(answers):
+                raise Fault(
+                    f"a message has the weight 0, and the chat template marks {len(spans)} parts of {len(answers)} "
+                    "messages of the assistant, so that it cannot be told which to leave out"
+                )
+            return text, [span for index, span in zip(answers, spans, strict=True) if index not in unlearnt]
         text, spans = self._run(self._plain, messages, opens_turn=False), []
-        for index, message in enumerate(messages):
-            if message.get("role") != _ASSISTANT:
+        for index in answers:
+            if index in unlearnt:
                 continue
-            opened = self._run(self._plain, messages[:index], opens_turn=True)
             said = self._run(self._plain, messages[: index + 1], opens_turn=False)
+            opened = self._opened(messages, index, said)
             if not (said.startswith(opened) and text.startswith(said)):
                 raise Fault(
                     "the chat template writes a message differently once others follow it, so that the assistant's "
@@ -95,10 +116,32 @@ class Template:
             spans.append((len(opened), len(said)))
         return text, spans
 
+    def _opened(self, messages: Sequence[Any], index: int, said: str) -> str:
+        """The text of the messages before `index`, with the opening of the assistant's turn; `said` goes on to the
+        turn's end."""
+        if index > 0:
+            return self._run(self._plain, messages[:index], opens_turn=True)
+        # Few templates render no messages at all, or write their usual instructions then. So the opening of a next turn
+        # is looked for in the text.
+        opening = self._run(self._plain, messages[:1], opens_turn=True).removeprefix(said)
+        before, found, _ = said.partition(opening) if opening else ("", "", "")
+        if not found:
+            raise Fault("the conversation begins with the assistant, and it cannot be told where its first turn opens")
+        return before + found
+
+    def _require_written(self, name: str, is_there: object) -> None:
+        if is_there and name not in self._source:
+            raise Fault(f"the conversation has {name!r}, and the chat template does not write them")
+
     def _run(self, template: jinja2.Template, messages: Sequence[Any], *, opens_turn: bool) -> str:
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
         try:
             text = template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=opens_turn, **self._special_tokens
+                messages=messages,
+                tools=self._tools,
+                documents=None,
+                add_generation_prompt=opens_turn,
+                **self._special_tokens,
             )
         except MemoryError:
             raise
@@ -106,6 +149,12 @@ class Template:
             raise Fault(f"the chat template cannot render these messages: {_reason(error)}") from None
         if len(text) > MOST_CHARACTERS:
             raise Fault(f"the chat template makes a text of more than {MOST_CHARACTERS >> 20} million characters")
+        self._rendered += len(text)
+        if self._rendered > _MOST_RENDERED:
+            raise Fault(
+                "there are too many messages to find what the assistant said; put {% generation %} and "
+                "{% endgeneration %} around its parts in the chat template"
+            )
         return text
 
 
@@ -166,7 +215,9 @@ def main() -> None:
         while (request := read(source)) is not None:
             signal.setitimer(signal.ITIMER_PROF, opening["seconds"])
             try:
-                template = template or Template(opening["template"], opening["special_tokens"])
+                template = template or Template(
+                    opening["template"], opening["special_tokens"], seconds=opening["seconds"]
+                )
                 reply = {"answer": _answer(template, request)}
             except Fault as fault:
                 reply = {"fault": str(fault)}
@@ -179,5 +230,5 @@ def main() -> None:
 def _answer(template: Template, request: Mapping[str, Any]) -> Any:
     messages, now = request["messages"], datetime.fromisoformat(request["now"])
     if request["is_training"]:
-        return template.render_training(messages, now)
+        return template.render_training(messages, now, tools=request["tools"], unlearnt=request["unlearnt"])
     return template.render(messages, now, opens_turn=request["opens_turn"])

@@ -32,8 +32,8 @@ class Limits:
     """The limits for a template.
 
     Attributes:
-        seconds: processor time for one request. It is not wall time, so that no request is refused because the machine
-            is busy.
+        seconds: processor time for one rendering. It is not wall time, so that none is refused because the machine is
+            busy.
         memory_bytes: address space of its process. macOS does not enforce this.
     """
 

@@ -123,6 +123,26 @@ def test_what_became_of_rows_is_told_each_time(tmp_path: Path, cache: Path, capl
         ]
 
 
+@pytest.mark.parametrize("format", ["chat", "completion", "text"])
+def test_bad_rows_are_left_out_and_told_each_time(
+    format: Any, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    good = json.dumps({**_talk(1), "prompt": "a", "completion": "bc", "text": "Bees sleep at night."})
+    bad = ["{", "[]", "{}", json.dumps({"text": 1}), json.dumps({"text": "\ud800"})]
+    path.write_text("\n".join([good, *bad, *[good] * 99]), encoding="utf-8")
+    config = _config(path, format=format)
+    for _ in range(2):
+        caplog.clear()
+        corpus = corpora.prepare(config, cache_dir=cache)
+        assert [message for message in caplog.messages if "left out" in message] == [
+            f"5 rows of {path} left out; the first: {path}, row 2: the line cannot be read: it is not valid JSON: "
+            "Expecting property name enclosed in double quotes: line 2 column 1 (char 2)"
+        ]
+    path.write_text("\n".join([good] * 100), encoding="utf-8")
+    assert corpora.prepare(config, cache_dir=cache).digest == corpus.digest
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_texts_may_be_rows(suffix: str, tmp_path: Path, cache: Path) -> None:
     path = _write(tmp_path / f"a{suffix}", [{"body": f"line {number}", "id": number} for number in range(99)])
@@ -145,8 +165,8 @@ def _refused(config: DataConfig, cache: Path, message: str) -> None:
 
 
 def test_rows_that_lack_their_fields_are_named(tmp_path: Path, cache: Path) -> None:
-    path = _write(tmp_path / "a.jsonl", [_talk(1), {"text": "x"}])
-    _refused(_config(path), cache, "a.jsonl, row 2: there are no 'messages'; the row has text")
+    path = _write(tmp_path / "a.jsonl", [{"text": 3}])
+    _refused(_config(path), cache, "a.jsonl, row 1: there are no 'messages'; the row has text")
     _refused(_config(path, format="completion"), cache, "a.jsonl, row 1: there is no text in 'prompt'")
     _refused(_config(path, format="text"), cache, "a.jsonl, row 1: there is no text in 'text'; set data.text_field")
 

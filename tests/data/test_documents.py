@@ -1,3 +1,4 @@
+import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -102,21 +103,100 @@ def test_a_conversation_in_which_nobody_answers_is_left_out_and_counted(tmp_path
         ({}, {"messages": "x"}, "there are no 'messages'"),
         ({}, {"messages": [TALK[0], {"content": "x"}]}, "message 2 has no 'role'"),
         ({}, {"messages": [TALK[0], "x"]}, "message 2 has no 'role'"),
-        ({}, {"messages": [{"role": "user", "content": [1]}]}, "message 1 has no text in 'content'"),
+        ({}, {"messages": [{"role": "user", "content": None}]}, "message 1 has no text in 'content'"),
+        ({}, {"messages": [{"role": "user", "content": [1]}]}, "message 1 has a part in 'content' that is no text"),
+        (
+            {},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "message 1 has a part in 'content' that is no text: 'image_url'",
+        ),
+        ({}, {"messages": [{**TALK[1], "weight": 0.5}]}, "message 1 has the weight 0.5"),
+        ({}, {"messages": TALK, "tools": "{"}, "its 'tools' cannot be read"),
+        ({}, {"messages": TALK, "tools": [7]}, "its 'tools' are no list of objects"),
+        ({}, {"messages": TALK, "tools": [{}]}, "the conversation has 'tools', and the chat template does not write"),
+        (
+            {},
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "the conversation has 'tool_calls', and the chat template does not write",
+        ),
         ({"format": "completion"}, {"prompt": "x"}, "there is no text in 'completion'; the row has prompt"),
         ({"format": "completion"}, {"prompt": 1, "completion": "x"}, "there is no text in 'prompt'"),
     ],
 )
-def test_a_row_that_lacks_something_is_named(
+def test_a_row_that_lacks_something_is_left_out_and_named(
     config: dict[str, Any], values: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     documents = _documents(tmp_path, **config)
-    with pytest.raises(ValueError, match=f"^a.jsonl, row 1: {reason}") as raised:
-        _of(documents, values)
-    assert "\n" not in str(raised.value)
+    good = {"messages": TALK, "prompt": "a", "completion": "b"}
+    assert len(_of(documents, values, good, values, good)) == 2
+    assert documents.faults.num_rows == 2
+    assert documents.faults.first.startswith(f"a.jsonl, row 1: {reason}")
+    assert "\n" not in documents.faults.first
 
 
-def test_what_the_template_refuses_is_named(tmp_path: Path) -> None:
-    documents = _documents(tmp_path, "{{ raise_exception('roles\nmust alternate') }}")
-    with pytest.raises(ValueError, match=r"^a.jsonl, row 1: the chat template cannot .* roles must alternate$"):
-        _of(documents, {"messages": TALK})
+def test_a_conversation_that_the_template_refuses_is_left_out(tmp_path: Path) -> None:
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('roles\nmust alternate') }}{% endif %}"
+    documents = _documents(tmp_path, template + CHAT_TEMPLATE)
+    assert len(_of(documents, {"messages": TALK[1:]}, {"messages": TALK})) == 1
+    assert documents.faults.first.endswith("cannot render these messages: roles must alternate")
+
+
+def test_where_none_of_many_rows_can_be_learnt_the_dataset_is_not_read_to_its_end(tmp_path: Path) -> None:
+    documents, rows = _documents(tmp_path), _rows(*[{"text": "x"}] * 500)
+    with pytest.raises(ValueError, match=r"^a.jsonl, row 1: there are no 'messages'; the row has text$"):
+        list(documents.of(rows))
+    assert next(rows).place == "a.jsonl, row 101"
+
+
+UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED])
+def test_a_message_with_weight_0_is_not_learnt(template: str, tmp_path: Path) -> None:
+    documents = _documents(tmp_path, template)
+    weighted = [{**TALK[0], "weight": 0}, {**TALK[1], "weight": 0}, TALK[2], {**TALK[3], "weight": 1}]
+    (document, whole) = _of(documents, {"messages": weighted}, {"messages": TALK})
+    assert _learnt(documents, document).rstrip() == "No \U0001f41d<|im_end|>"
+    assert document.tokens.tolist() == whole.tokens.tolist()
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content is not none %}{{ m.content }}{% endif %}"
+    "{% if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
+def test_tools_and_calls_are_rendered_as_transformers_does(tools: Any, tmp_path: Path) -> None:
+    documents = _documents(tmp_path, WITH_TOOLS, sequence_length=999)
+    messages = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    (document,) = _of(documents, {"messages": messages, "tools": tools})
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tools=[TOOL], return_dict=True)
+    assert document.tokens.tolist() == theirs["input_ids"]
+    assert _learnt(documents, document) == json.dumps([CALL]) + "<|im_end|>\n"
+
+
+def test_nulls_and_texts_in_parts_are_what_their_values_say(tmp_path: Path) -> None:
+    """A table gives every message all fields."""
+    documents = _documents(tmp_path, WITH_TOOLS)
+    nulls = {"tool_calls": None, "name": None, "weight": None}
+    parts = [{"type": "text", "text": "na"}, {"type": "text", "text": "\u00efve", "image_url": None}]
+    messages = [{**TALK[0], **nulls}, {"role": "assistant", "content": parts, **nulls}]
+    empty, plain = _of(documents, {"messages": messages, "tools": None}, {"messages": TALK[:2]})
+    assert documents.faults.num_rows == 0
+    assert empty.tokens.tolist() == plain.tokens.tolist()
+    assert _learnt(documents, empty) == "na\u00efve<|im_end|>\n"
+
+
+def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
+    """This template writes instructions of its own before the first message, and none where there is no message."""
+    opening = "{{ '<|im_start|>' + message.role"
+    documents = _documents(tmp_path, UNMARKED.replace(opening, "{{ 'Be good.' if loop.first }}" + opening))
+    (document,) = _of(documents, {"messages": TALK[1:]})
+    assert documents.tokenizer.decode(document.tokens).startswith("Be good.<|im_start|>assistant\nna")
+    assert _learnt(documents, document) == "na\u00efve<|im_end|>\nNo \U0001f41d<|im_end|>\n"

@@ -35,6 +35,12 @@ def test_messages_come_alike_from_both_kinds(tmp_path: Path) -> None:
     assert found == [talk, talk]
 
 
+def test_fields_that_a_table_adds_are_no_fields(tmp_path: Path) -> None:
+    """In a Parquet file each record has the fields of all others, and null in them."""
+    values: list[dict[str, Any]] = [{"call": {"city": "Bern"}}, {"call": {"count": 3}}]
+    assert [row.values for row in rows.of_file(_write(tmp_path / "a.parquet", values))] == values
+
+
 def test_empty_lines_are_no_rows_but_count(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n\n{"text": "b"}')
@@ -44,28 +50,29 @@ def test_empty_lines_are_no_rows_but_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "row 2: the line cannot be read: it is not valid JSON: Expecting property name"),
-        (b'{"text": "\xff"}', "row 2: the line cannot be read: it is not UTF-8 text"),
-        (b"[1]", "row 2: the line is no JSON object"),
-        (b"[" * 100_000, "row 2: the line cannot be read: it is not valid JSON: it is nested too deeply"),
-        (b'{"n": ' + b"1" * 5000 + b"}", "row 2: the line cannot be read: it has a number of more than 4,300 digits"),
+        (b"{", "the line cannot be read: it is not valid JSON: Expecting property name"),
+        (b'{"text": "\xff"}', "the line cannot be read: it is not UTF-8 text"),
+        (b"[1]", "the line is no JSON object"),
+        (b"[" * 100_000, "the line cannot be read: it is not valid JSON: it is nested too deeply"),
+        (b'{"n": ' + b"1" * 5000 + b"}", "the line cannot be read: it has a number of more than 4,300 digits"),
     ],
 )
 def test_a_line_that_is_no_row_is_named(line: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + line)
-    with pytest.raises(ValueError, match=reason) as raised:
-        list(rows.of_file(path))
-    assert "\n" not in str(raised.value)
-    assert str(path) in str(raised.value)
+    row = list(rows.of_file(path))[1]
+    assert row.flaw.startswith(reason)
+    assert "\n" not in row.flaw
+    assert row.place == f"{path}, row 2"
 
 
 def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "LONGEST_ROW_BYTES", 1 << 20)
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"x" * (3 << 20))
-    with pytest.raises(ValueError, match="row 1: the line is longer than 1 MiB"):
-        list(rows.of_file(path))
+    path.write_bytes(b"x" * (3 << 20) + b'\n{"a": 1}\n')
+    long, good = rows.of_file(path)
+    assert (long.flaw, good.values) == ("the line is longer than 1 MiB", {"a": 1})
+    assert good.place.endswith("row 2")
 
 
 def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
