@@ -115,6 +115,7 @@ trainer = partial(
 status = partial(_run, "swarm-status", "peers.status.program")
 local = partial(_run, "swarm-local", "peers.local.program")
 keys = partial(_run, "swarm-keys", "peers.keys")
+meet = partial(_run, "swarm-meet", "peers.meet")
 model = partial(_run, "swarm-model", "peers.model.program", ("peers.model.options", "explain"))
 generate = partial(_run, "swarm-generate", "peers.generate.program", ("peers.generate.options", "GenerateOptions"))
 doctor = partial(_run, "swarm-doctor", "peers.doctor.program", ("peers.doctor.options", "DoctorOptions"))

@@ -15,8 +15,9 @@ from peers.shared.membership import Membership
 from peers.shared.network import KnownPeers
 from peers.shared.token_option import admitted, find_token
 from swarm.credentials.certificates import Role
-from swarm.credentials.identity import generate
+from swarm.credentials.identity import Identity, generate
 from swarm.credentials.token import Token
+from swarm.dht import keys
 from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_config
 from swarm.dht.lookup import PeerStore
@@ -63,14 +64,42 @@ class Entrance:
             return self.addresses
 
         async def ask() -> tuple[str, ...]:
-            async with self.asking(clock) as (member, _):
+            async with self.asking(clock) as (member, store):
                 await member.known.look(member.directory, member.stages)
-                addresses = member.known.dht_addresses(MAX_ADDRESSES)
+                addresses = dict.fromkeys([*member.known.dht_addresses(MAX_ADDRESSES), *store.dht_addresses])
             if not addresses:
                 raise PeerUnavailable(f"no peer of the run at {self.where} says where the DHT is entered")
             return tuple(addresses)
 
         return await patiently(ask, clock, f"the run at {self.where}")
+
+    async def node_addresses(self, clock: Clock) -> tuple[str, ...]:
+        """The addresses of the DHT as the entries themselves say, which need not know of any run.
+
+        Raises:
+            PeerUnavailable: none of the entries answered, for as long as `patiently` tries.
+        """
+
+        async def ask() -> tuple[str, ...]:
+            async with self._reading(clock) as (_, _, store):
+                await store.get(keys.RUNS)
+            if not store.dht_addresses:
+                raise PeerUnavailable(f"nobody at {self.where} says where the DHT is entered")
+            return store.dht_addresses
+
+        return await patiently(ask, clock, f"the meeting point at {self.where}")
+
+    @asynccontextmanager
+    async def _reading(self, clock: Clock) -> AsyncIterator[tuple[Identity, ChannelPool, PeerStore]]:
+        """Read the DHT through the peers of the entries inside the block, under a new identity."""
+        own = admitted(generate(), self.token)
+        channels = ChannelPool(insecure=self.insecure, identity=own, clock=clock)
+        store = PeerStore(self.entries, channels, own, insecure=self.insecure)
+        try:
+            yield own, channels, store
+        finally:
+            await store.close()
+            await channels.close()
 
     @asynccontextmanager
     async def asking(self, clock: Clock) -> AsyncIterator[tuple[Membership, PeerStore]]:
@@ -82,10 +111,7 @@ class Entrance:
             PeerUnavailable: none of the entries answers.
             ValueError, IncompatibleVersion: as of discover_config.
         """
-        own = admitted(generate(), self.token)
-        channels = ChannelPool(insecure=self.insecure, identity=own, clock=clock)
-        store = PeerStore(self.entries, channels, own, insecure=self.insecure)
-        try:
+        async with self._reading(clock) as (own, channels, store):
             config = await discover_config(store, clock, address=self.where, authority=own.authority, run=self.run)
             directory = Directory(store, own, config.run_id, clock)
             known = KnownPeers(Router(clock, random.Random(own.peer_id)))
@@ -93,9 +119,6 @@ class Entrance:
                 config=config, identity=own, directory=directory, known=known, channels=channels, clock=clock
             )
             yield member, store
-        finally:
-            await store.close()
-            await channels.close()
 
     @property
     def where(self) -> str:

@@ -17,11 +17,11 @@ from peers.shared.joining import Joining
 from peers.shared.lan import Announcer
 from peers.shared.membership import Membership
 from peers.shared.network import say_who_may_join
-from peers.stage_peer.listen import Announced
+from peers.stage_peer.listen import Announced, private_advice
 from peers.stage_peer.options import PeerOptions
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
-from swarm.rpc.meeting.endpoints import direct
+from swarm.rpc.meeting.endpoints import direct, points_of
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -68,10 +68,11 @@ class Arrival:
             logger.warning("%s still names the former stage: %s", self._options.ready_file, error.strerror)
 
     def _entries(self, announced: Announced) -> list[Entry]:
-        """The peers that an invite names: this one, and up to four others."""
+        """The peers that an invite names: this one, up to four others, and the meeting points of this one."""
         own_id = PeerId(self._membership.peer_id)
         own = [Entry(own_id, endpoint) for endpoint in direct(announced.endpoints)[:2]]
-        return [*own, *self._membership.known.entries(4)]
+        points = [*map(Entry.parse, self._options.meet), *points_of(announced.endpoints)]
+        return list(dict.fromkeys([*own, *self._membership.known.entries(4), *points]))
 
     def _invite(self, entries: Sequence[Entry]) -> Invite:
         return Invite.fitting(self._membership.config.run_id, entries, is_locked=bool(self._membership.config.owner))
@@ -86,10 +87,16 @@ class Arrival:
         print(f"  join:   {joining.peer}")
         print(f"  train:  {joining.trainer}")
         print(f"  watch:  {joining.status}", flush=True)
+        if self._is_new and not self._options.lan and (advice := private_advice(entry.endpoint for entry in entries)):
+            logger.warning(
+                "this invite is for one network: %s; or begin the run with --meet, at a machine with one open port on "
+                "which swarm-meet runs", advice,
+            )  # fmt: skip
         if config.owner:
             print("  TOKEN comes from the run's owner: swarm-keys issue FILE --role peer, or trainer", flush=True)
         addresses = list(dict.fromkeys([*announced.dht_addresses[:2], *known.dht_addresses(4)]))[:5]
-        logger.info("addresses for --initial-peers: %s; for swarm-status --peer: %s", " ".join(addresses), entries[0])
+        dht = f"addresses for --initial-peers: {' '.join(addresses)}; " if addresses else ""
+        logger.info("%sfor swarm-status --peer: %s", dht, entries[0])
 
     def _write(self, path: Path, stage: int, announced: Announced) -> None:
         identity = self._membership.identity

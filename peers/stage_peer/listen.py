@@ -4,17 +4,23 @@ program.py makes a Listen from the options and from own_addresses.py. reach.py w
 peers which of the addresses they reach. mover.py passes the Reach to every server of the peer. Pure.
 """
 
+import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 from swarm.dht.addresses import is_host
-from swarm.rpc.endpoint import endpoint_of, ip_of
+from swarm.rpc.endpoint import endpoint_of, host_and_port, ip_of
 
 MOST_OWN = 2
 """The most of a machine's own addresses that are announced behind others."""
+_PRIVATE = [
+    ipaddress.ip_network(network)
+    for network in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "fc00::/7", "fe80::/10", "::1/128")
+]
+"""Networks that every machine, home or company has (RFC 6890)."""
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<ip>[^\]]*:[^\]]*)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,5}))?|(?P<bare>.*:.*:.*)")
 
 
@@ -71,6 +77,20 @@ def loopback_advice(host: str) -> str:
     if ip is None or not ip.is_loopback:
         return ""
     return f"only this machine can reach --host {host}: leave --host out, and others reach all of its addresses"
+
+
+def private_advice(endpoints: Iterable[str]) -> str:
+    """What to do if nobody beyond this machine's own network can reach any of these endpoints; empty if somebody can.
+
+    A name, and the addresses of a VPN, count as reached.
+    """
+    ips = [ip_of(host_and_port(endpoint)[0]) for endpoint in endpoints]
+    if not ips or not all(ip is not None and any(ip in network for network in _PRIVATE) for ip in ips):
+        return ""
+    return (
+        f"only this machine's own network reaches {', '.join(map(str, dict.fromkeys(ips)))}: for others, forward the "
+        "TCP port in the router, and name the address outside with --announce HOST"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,9 @@ class PeerOptions:
     Only with --stage auto."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of peers that are there already, instead of an invite."""
+    meet: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """PEER_ID@HOST:PORT of a swarm-meet, as it prints that: a new run begins there, and its peers need no address that
+    others reach. May be given several times."""
     token: str | None = None
     """A peer's token, or @FILE: a new run that is begun with one is locked, and one is needed to join it. It may also
     come with the invite (INVITE#TOKEN), with an address (ADDRESS#TOKEN), or in SWARM_TOKEN."""
@@ -176,6 +179,8 @@ class PeerOptions:
             if getattr(self, name) is not None and self.checkpoint is None:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
+        if self.meet and self.insecure:
+            raise ValueError("--meet needs TLS: leave --insecure out")
         for option, outside in (("--announce", self.outside), ("--announce-dht", self.outside_dht)):
             for one in outside:
                 one.require_heard(self.host, option=option)

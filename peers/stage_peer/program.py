@@ -3,6 +3,7 @@
     swarm-peer --preset tiny                                   the first peer, stage 0, of a new run
     swarm-peer INVITE                                          everyone else, wherever it is needed most
     swarm-peer INVITE --stage 2                                ... at a stage
+    swarm-peer --meet ID@HOST:443 --preset tiny                the first peer, if all are behind routers
 
 It does, in this order: read the options, join the DHT, agree on the configuration, and choose a stage. Then mover.py
 builds the stage's model and serves, at one stage or at several in turn, until SIGTERM. The mechanisms are in swarm/;
@@ -67,6 +68,7 @@ from swarm.errors import Fatal, PeerUnavailable, SwarmError
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
+from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.stage.generation import SessionLimits
 
@@ -97,7 +99,11 @@ def main(argv: Sequence[str]) -> int:
     device = device_of(options.device, random.SystemRandom())
     if options.threads:
         torch.set_num_threads(options.threads)
-    addresses = run_loop(entrance.dht_addresses(clock))
+    meet = tuple(map(Entry.parse, options.meet))
+    if options.joins or not meet:
+        addresses = run_loop(entrance.dht_addresses(clock))
+    else:
+        addresses = run_loop(dataclasses.replace(entrance, entries=meet).node_addresses(clock))
     with stopping.interruptible(), naming_options(options):
         model = open_model(options.model) if options.model is not None else None
         own = own_config(options, token, cache, model=model)
@@ -105,7 +111,8 @@ def main(argv: Sequence[str]) -> int:
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
     # A peer that begins a run at an address that it had before may find that the run still exists.
-    returns = not options.joins and options.dht_port > 0 and identity.libp2p_path.exists()
+    # At a swarm-meet it finds that out at once.
+    returns = not (options.joins or meet) and options.dht_port > 0 and identity.libp2p_path.exists()
     if not (options.joins or returns or options.resume or options.first_stage in (0, "auto")):
         logger.warning(
             "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, give its "
@@ -124,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
         )  # fmt: skip
         start = Start(
             options=options, config=own, model=model, entrance=entrance, addresses=addresses, identity=member,
-            node=node, listen=listen, device=device, checkpoints=checkpoints, events=events, returns=returns,
+            node=node, listen=listen, meet=meet, device=device, checkpoints=checkpoints, events=events, returns=returns,
         )  # fmt: skip
         run_loop(run(start))
     finally:
@@ -185,6 +192,8 @@ class Start:
     identity: Identity
     node: DhtNode
     listen: Listen
+    meet: Sequence[Entry]
+    """Meeting points that the user named."""
     device: torch.device
     checkpoints: CheckpointWriter | None
     events: Events
@@ -242,9 +251,8 @@ async def run(start: Start) -> None:
 async def enter(start: Start) -> Membership:
     """Enter the run. Raises what agree_on_config, require_allowed_class and require_stage raise."""
     options, identity, clock = start.options, start.identity, SystemClock()
-    config = await agree_on_config(
-        start.node, start.config, start.addresses, clock, identity.authority, run=start.entrance.run
-    )
+    run, others = start.entrance.run, start.addresses if options.joins else ()
+    config = await agree_on_config(start.node, start.config, others, clock, identity.authority, run=run)
     require_allowed_class(config, start.config, options.allow_class)
     if options.first_stage != "auto":
         require_stage(config, options.first_stage)
@@ -271,7 +279,9 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     announcer = Announcer(member.config.run_id) if options.lan else None
     arrival = arrival_of(start, member, announcer)
     router_ports = None if options.no_port_mapping else RouterPorts(clock, own_routers())
-    reach = Reach(member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports)
+    reach = Reach(
+        member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports, meet=start.meet
+    )
     page = OwnDashboard(options, identity.peer_id, reach.port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 

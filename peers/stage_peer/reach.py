@@ -26,7 +26,7 @@ from swarm.machine.repeats import Repeats
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import Kind
 from swarm.rpc.meeting.check import GAP_SECONDS, MAX_ENDPOINTS
-from swarm.rpc.meeting.endpoints import direct, versions
+from swarm.rpc.meeting.endpoints import direct, points_of, versions
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
 from swarm.rpc.v1 import meeting_pb2 as pb
@@ -42,6 +42,8 @@ and for a first result in which nobody reached this peer: either may have been a
 MOST_BUSY = 3
 """If other peers had no time to dial back in this many attempts, the machine's own addresses are announced
 unchecked."""
+MOST_ALONE = 8
+"""The most meeting points that are no peers of the run and of which others' records tell."""
 MOST_ENDPOINTS = 8
 """The most endpoints that a peer announces."""
 SAY_SECONDS = 15.0
@@ -55,16 +57,18 @@ class Reach:
 
     def __init__(
         self, membership: Membership, node: DhtNode, listen: Listen, *, insecure: bool,
-        router_ports: RouterPorts | None = None,
+        router_ports: RouterPorts | None = None, meet: Sequence[Entry] = (),
     ) -> None:  # fmt: skip
         """
         Args:
             listen: where the peer's server will listen, and where others may reach the server. If the port is 0, a free
                 one is taken and kept for this process.
             router_ports: asks the router to forward the ports if nobody reaches them; None never asks it.
+            meet: meeting points that the user named.
         """
         self._membership = membership
         self._listen = listen
+        self._meet = meet
         self._dht = DhtReach(node, listen)
         self._router_ports = router_ports
         self._own_port = OwnPort(listen.host, listen.port, membership.identity, insecure=insecure)
@@ -217,7 +221,9 @@ class Reach:
     async def _verdict(self) -> Verdict | None:
         """Ask some peers to dial back. Return None if none of them answers."""
         own = versions(self._candidates)
-        others = [r for r in self._membership.known.everyone() if versions(direct(r.endpoints)) & own]
+        known = self._membership.known.everyone()
+        # A meeting point that is no peer dials back too, and is asked where no peer can.
+        others = [r for r in known if versions(direct(r.endpoints)) & own] or self._points_alone()
         if not others:
             return await self._inquiry.verdict(others, pb.CheckRequest())
         async with self._dht.answering(self._forwarded(self._dht.port)) as dht_endpoints:
@@ -238,6 +244,16 @@ class Reach:
             self._membership.known.everyone(), key=lambda record: sha256(f"{own_id} {record.peer_id}".encode()).digest()
         )
         ends = ((PeerId(record.peer_id), direct(record.endpoints)) for record in others)
-        return [
+        peers = [
             Entry(peer_id, end) for peer_id, found in ends if is_hidden or len(versions(found)) == 2 for end in found
         ]
+        alone = self._points_alone() if is_hidden else []
+        # Those that the user named come first, and last those that other peers' records name.
+        return [*(point for point in alone if point in self._meet), *peers, *alone]
+
+    def _points_alone(self) -> list[Entry]:
+        """Meeting points that are no peers of the run: those that the user named, and those where other peers wait."""
+        known = self._membership.known.everyone()
+        peers = {self._membership.peer_id, *(record.peer_id for record in known)}
+        named = points_of(end for record in known for end in record.endpoints)
+        return list(dict.fromkeys([*self._meet, *(p for p in named if p.peer_id not in peers)]))[:MOST_ALONE]

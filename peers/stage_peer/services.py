@@ -78,6 +78,7 @@ class Services:
             store=self._membership.directory.store,
             keys=keys.of_run(config.run_id, config.stages.num_stages),
             clock=clock,
+            dht_addresses=lambda: self._presence.announced.dht_addresses,
         )
         content = ContentServicer(
             config.run_id, options.shelves, is_exchanging=self._is_exchanging, clock=clock, turns=self._turns

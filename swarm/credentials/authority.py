@@ -61,6 +61,23 @@ class Authority:
         return member
 
 
+class Owners(Authority):
+    """The owners of several locked runs: a member of one of these runs is a member here.
+
+    `certificate_pem` holds the certificates of all of them. There is no fingerprint.
+    """
+
+    def member(self, chain_pem: str, now: float) -> Member:
+        """As Authority.member: the member of whichever of these owners vouches for the chain."""
+        fault = NotAllowed("no certificate of any owner's run that is served here")
+        for owner in certificates.load_all(self.certificate_pem):
+            try:
+                return Authority(certificates.to_pem(owner)).member(chain_pem, now)
+            except NotAllowed as error:
+                fault = error
+        raise fault
+
+
 @lru_cache(maxsize=16)
 def _fingerprint(certificate_pem: str) -> str:
     return certificates.fingerprint(certificates.load(certificate_pem))

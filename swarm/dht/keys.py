@@ -4,9 +4,12 @@ Used by directory and discovery, by records, which lets a trainer's token announ
 programs, which give their run's keys (`of_run`) to their node and their servicer. Pure.
 """
 
+import re
+
 RUNS = "swarm.runs"
 """The key under which a joiner that has only an address finds the run."""
 _TRAINERS = ".trainers"
+_OF_A_RUN = re.compile(r"[^\x00-\x1f]{1,200}\.(stage\.\d{1,4}|trainers|claims)")
 
 
 def of_stage(run_id: str, stage: int) -> str:
@@ -22,6 +25,11 @@ def of_trainers(run_id: str) -> str:
 def of_claims(run_id: str) -> str:
     """The key for peers on their way to a stage."""
     return f"{run_id}.claims"
+
+
+def is_of_a_run(key: str) -> bool:
+    """Whether a key is one of `of_run`, of whichever run."""
+    return key == RUNS or _OF_A_RUN.fullmatch(key) is not None
 
 
 def is_for_trainers(key: str) -> bool:

@@ -1,7 +1,7 @@
 """Launches this process's node: p2pd, and hivemind's node over it.
 
 Used by node, which launches it anew when p2pd has died, or when the node is to go on as a client. Imports hivemind's
-DHT, and with it torch, once a launcher is made.
+DHT once a launcher is made.
 """
 
 import logging
@@ -81,9 +81,11 @@ def new_launcher(
 def _import_kademlia() -> Any:
     """Import the module kademlia, with only the part of hivemind that it needs, and set up hivemind's logging."""
     level = logging.getLogger("hivemind").level
-    with warnings.catch_warnings(), bare_package("hivemind"):
+    utils = ("serializer", "logging", "timed_storage", "asyncio")
+    with warnings.catch_warnings(), bare_package("hivemind"), bare_package("hivemind.utils", *utils):
         warnings.simplefilter("ignore")
-        from swarm.dht import kademlia
+        with bare_package("hivemind.dht"):
+            from swarm.dht import kademlia
     # hivemind's import has reset the level.
     kademlia.use_own_log(level or logging.ERROR)
     return kademlia

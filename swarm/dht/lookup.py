@@ -9,13 +9,15 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from swarm.credentials.identity import Identity
+from swarm.dht.addresses import is_node
+from swarm.dht.keys import is_of_a_run
 from swarm.dht.record_store import NoOtherNode, RecordStore
 from swarm.errors import DeadlineExceeded, Fatal, NotServed, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import Clock
@@ -26,7 +28,7 @@ from swarm.rpc.failures import abort
 from swarm.rpc.probe import LONG_SECONDS, SHORT_ALONE, passes_long
 from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import DirectoryServiceServicer, DirectoryServiceStub
-from swarm.types import PeerRecord
+from swarm.types import MOST_DHT_ADDRESSES, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ ANSWER_SECONDS = 12.0
 NEXT_SECONDS = 1.5
 """After so many seconds without an answer the next peer is asked too. Otherwise a joiner would wait for ANSWER_SECONDS
 if the first peer of its invite has died, or has an address that no packet reaches."""
+MOST_ANSWERS = 256
+"""If there are answers for more keys, those that were given are forgotten: a node of all runs is asked for any key."""
 MAX_OTHERS = 8
 """The most peers that are remembered in addition to those that the user named."""
 
@@ -58,18 +62,23 @@ class _Answer:
 class DirectoryServicer(DirectoryServiceServicer):
     """The servicer at one peer; it stays when the peer moves to another stage."""
 
-    def __init__(self, *, store: RecordStore, keys: Collection[str], clock: Clock) -> None:
+    def __init__(
+        self, *, store: RecordStore, keys: Collection[str] | None, clock: Clock,
+        dht_addresses: Callable[[], Sequence[str]] = tuple,
+    ) -> None:  # fmt: skip
         """
         Args:
-            keys: the keys of this peer's run; others are not looked up.
+            keys: the keys of this peer's run; others are not looked up. None for the keys of all runs.
+            dht_addresses: gives the addresses at which callers enter the DHT here.
         """
         self._store = store
         self._clock = clock
-        self._keys = frozenset(keys)
+        self._keys = keys
+        self._dht_addresses = dht_addresses
         self._answers: dict[str, _Answer] = {}
 
     async def Read(self, request: pb.ReadRequest, context: Any) -> pb.ReadReply:
-        if request.key not in self._keys:
+        if not (is_of_a_run(request.key) if self._keys is None else request.key in self._keys):
             await abort(context, WrongRun(f"{request.key[:80]!r} is no key of the run that this peer serves"))
         # Several callers may wait for the same lookup, so it goes on if one of them gives up.
         outcome = await asyncio.shield(self._lookup(request.key))
@@ -78,6 +87,8 @@ class DirectoryServicer(DirectoryServiceServicer):
         return outcome
 
     def _lookup(self, key: str) -> "asyncio.Task[pb.ReadReply | SwarmError]":
+        if len(self._answers) > MOST_ANSWERS:
+            self._answers = {key: each for key, each in self._answers.items() if each.found_at is None}
         answer = self._answers.get(key)
         if answer is None or (
             answer.found_at is not None and self._clock.monotonic() > answer.found_at + FRESH_SECONDS
@@ -87,9 +98,9 @@ class DirectoryServicer(DirectoryServiceServicer):
 
     async def _look_up(self, key: str) -> pb.ReadReply | SwarmError:
         try:
-            return _reply(await self._store.get(key))
+            return self._reply(await self._store.get(key))
         except NoOtherNode as alone:
-            reply = _reply(alone.found)
+            reply = self._reply(alone.found)
             reply.is_alone = True
             return reply
         except PeerUnavailable as error:
@@ -97,16 +108,15 @@ class DirectoryServicer(DirectoryServiceServicer):
         finally:
             self._answers[key].found_at = self._clock.monotonic()
 
-
-def _reply(found: Mapping[str, tuple[bytes, float]]) -> pb.ReadReply:
-    reply, num_bytes = pb.ReadReply(), 0
-    for subkey, (value, expiration) in found.items():
-        num_bytes += len(subkey) + len(value) + 32
-        if num_bytes > MAX_REPLY_BYTES:
-            reply.num_left_out = len(found) - len(reply.records)
-            break
-        reply.records.add(subkey=subkey, value=value, expiration=expiration)
-    return reply
+    def _reply(self, found: Mapping[str, tuple[bytes, float]]) -> pb.ReadReply:
+        reply, num_bytes = pb.ReadReply(dht_addresses=self._dht_addresses()), 0
+        for subkey, (value, expiration) in found.items():
+            num_bytes += len(subkey) + len(value) + 32
+            if num_bytes > MAX_REPLY_BYTES:
+                reply.num_left_out = len(found) - len(reply.records)
+                break
+            reply.records.add(subkey=subkey, value=value, expiration=expiration)
+        return reply
 
 
 def _found(reply: pb.ReadReply, key: str) -> dict[str, tuple[bytes, float]]:
@@ -132,6 +142,8 @@ class PeerStore:
         self._opening: defaultdict[Entry, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._others: list[PeerRecord] = []
         self._last: list[Source] = []
+        self.dht_addresses: tuple[str, ...] = ()
+        """Where the DHT is entered at the peers that have answered, as they say."""
 
     def learn(self, records: Iterable[PeerRecord]) -> None:
         """Remember other peers, to ask them when those asked so far are gone."""
@@ -168,6 +180,8 @@ class PeerStore:
                         lonely = lonely or reply
                     else:
                         self._last = [source]
+                        told = filter(is_node, reply.dht_addresses[:MOST_DHT_ADDRESSES])
+                        self.dht_addresses = tuple(dict.fromkeys([*told, *self.dht_addresses]))[:MAX_OTHERS]
                         return _found(reply, key)
         finally:
             for task in asked:

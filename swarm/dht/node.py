@@ -72,8 +72,8 @@ class DhtNode:
         """Multiaddresses, /p2p/ID included, at which others can join; none in client mode."""
         return list(self._kademlia.addresses)
 
-    def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
-        """From now on store, pass on and believe only records under the keys of one run.
+    def belong_to(self, run_keys: Collection[str] | None, authority: Authority | None) -> None:
+        """From now on store, pass on and believe only records under the keys of one run; None for those of all runs.
 
         Until this is called, the node accepts only announcements of runs.
 
@@ -261,7 +261,7 @@ def start(
 ) -> DhtNode:
     """Start a node and join the others. This process is not forked, so gRPC and threads may be running already.
 
-    Blocks; imports hivemind's DHT, and with it torch, which takes seconds.
+    Blocks; imports hivemind's DHT, which takes a moment.
 
     Args:
         initial_peers: addresses of nodes to join, perhaps several of one node. One node has to answer within

@@ -37,18 +37,19 @@ class RecordValidator:
         self._hash_key = hash_key
         self._pack = pack
         self._authority: Authority | None = None
-        self._keys = {hash_key(keys.RUNS)}
+        self._keys: set[bytes] | None = {hash_key(keys.RUNS)}
         self._quotas: dict[bytes, KeyQuota] = {}
         """The quota of each key with stored records, by hivemind's hash of the key."""
 
-    def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
+    def belong_to(self, run_keys: Collection[str] | None, authority: Authority | None) -> None:
         """From now on accept only records under these keys.
 
         Args:
+            run_keys: None for those of all runs.
             authority: the owner of a locked run, in which only members' records are accepted; None for an open run.
         """
-        self._keys = set(map(self._hash_key, run_keys))
-        self._quotas = {key: quota for key, quota in self._quotas.items() if key in self._keys}
+        self._keys = None if run_keys is None else set(map(self._hash_key, run_keys))
+        self._quotas = {key: quota for key, quota in self._quotas.items() if self._keys is None or key in self._keys}
         self._authority = authority
 
     def validate(self, record: Any) -> bool:
@@ -80,7 +81,7 @@ class RecordValidator:
 
     def _opened(self, record: Any) -> Envelope | None:
         key = bytes(record.key)
-        if key not in self._keys:
+        if self._keys is not None and key not in self._keys:
             return None
         # msgpack puts two bytes before our subkeys and three before our values; the comparison refuses anything else.
         subkey = record.subkey[2:].decode(errors="replace")
@@ -91,6 +92,8 @@ class RecordValidator:
             envelope = verify(subkey, value, record.expiration_time, self._clock.time(), self._authority)
         except (IntegrityError, MalformedMessage, NotAllowed) as error:
             logger.debug("refused for the DHT: %s", error)
+            return None
+        if self._keys is None and not keys.is_of_a_run(envelope.key):
             return None
         return envelope if self._hash_key(envelope.key) == key else None
 

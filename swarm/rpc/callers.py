@@ -10,6 +10,7 @@ that comes through a tunnel has a loopback address of its own. A caller without 
 import hashlib
 import ipaddress
 import math
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ Caller = NewType("Caller", str)
 _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
 """How the addresses of this machine begin. In an open run all of its processes are one caller, and must not wait for
 each other."""
+_handed_on: dict[str, str] = {}
+"""For each loopback address from which a connection of somebody else is handed on (front.py), who that is."""
 _TUNNELLED = "127.77."
 """Callers that come through a meeting point have loopback addresses that begin like this. Each has an address of its
 own."""
@@ -234,10 +237,34 @@ def bearer_of(context: Any) -> Caller:
     return Caller(token) if token is not None else _address_of(context)
 
 
+@contextmanager
+def handed_on(peer: str) -> Iterator[socket.socket]:
+    """A socket from which a connection of somebody else is handed on to a server of this process, inside the block.
+
+    Args:
+        peer: who is at the other end, as `peer_of` is to give it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        sock.bind(("127.0.0.1", 0))
+        here = f"ipv4:127.0.0.1:{sock.getsockname()[1]}"
+        _handed_on[here] = peer
+        try:
+            yield sock
+        finally:
+            del _handed_on[here]
+
+
+def peer_of(context: Any) -> str:
+    """Where the call with this ServicerContext comes from: ipv4:192.0.2.1:5001 or ipv6:[2001:db8::1]:5001."""
+    # gRPC writes the brackets with percent signs.
+    seen = unquote(context.peer())
+    return _handed_on.get(seen, seen)
+
+
 def _address_of(context: Any) -> Caller:
     """The caller's address without its port: ipv4:192.0.2.1 or ipv6:[2001:db8:0:1::/64]."""
-    # gRPC gives ipv4:192.0.2.1:5001, or ipv6:[::1]:5001 with percent signs.
-    address = unquote(context.peer()).rpartition(":")[0]
+    address = peer_of(context).rpartition(":")[0]
     family, _, host = address.partition(":")
     try:
         ip = ipaddress.IPv6Address(host.strip("[]")) if family == "ipv6" else None

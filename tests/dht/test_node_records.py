@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from swarm.credentials import identity
+from swarm.credentials.authority import Authority
 from swarm.credentials.certificates import Role
 from swarm.dht import keys, quota
 from swarm.dht.node import DhtNode
@@ -192,3 +193,20 @@ async def test_what_a_stranger_has_a_node_cache_hides_nothing(start: Start) -> N
     assert await node.get("cached") == await reader.get("cached") == {OWNER.peer_id: (kept, expiration)}
     for one in (reader, node):
         one.shutdown()
+
+
+@pytest.mark.parametrize("authority", [None, locked.OWNER.authority], ids=["of everybody", "of one owner"])
+async def test_a_node_of_all_runs_stores_what_belongs_to_any_run_and_nothing_else(
+    start: Start, authority: Authority | None
+) -> None:
+    node = start()
+    node.belong_to(None, authority)
+    expiration = time.time() + 30
+    for key, signer in ((keys.of_stage("a.1", 0), locked.PEER), (keys.of_claims("b.2"), locked.OTHER_PEER)):
+        assert await node.store(key, signer.peer_id, sealed_note(key, expiration, signer), expiration)
+    stranger = locked.OPEN
+    key = keys.of_stage("c.3", 1)
+    took = await node.store(key, stranger.peer_id, sealed_note(key, expiration, stranger), expiration)
+    assert took is (authority is None)
+    for key in ("notes", ".stage.1", "a.1.stage.x"):
+        assert not await node.store(key, locked.PEER.peer_id, sealed_note(key, expiration, locked.PEER), expiration)

@@ -11,14 +11,18 @@ from tests.support.swarm import RealPeer, RealSwarm, wait_until, whole_lines
 
 
 class NatSwarm(RealSwarm):
-    """Peers and trainers on hosts of a small internet. They get the invite that the first peer prints, and no option
-    with an address."""
+    """Peers and trainers on hosts of a small internet. They get the invite that the first peer prints, and but for the
+    first one no option with an address."""
 
     start_seconds = end_seconds = 300.0
 
     def __init__(self, folder: Path, children: Supervisor, *, num_stages: int, setting: str = "synchronous") -> None:
         super().__init__(folder, children, setting=setting)
         self.config.write_text(self.config.read_text().replace("num_stages = 2", f"num_stages = {num_stages}"))
+        self.begin_at: str | None = None
+        """What a swarm-meet prints as its address, if the run is begun there."""
+        self.first_options: list[str] = []
+        """Further options of the first peer."""
         self.serves_seconds: list[float] = []
         """How long each peer took until it served."""
 
@@ -34,6 +38,8 @@ class NatSwarm(RealSwarm):
         ready = self.folder / f"{name}.json"
         where = ["--config", str(self.config)] if not self.peers else [] if found_by_lan else [self.invite]
         where += ["--lan"] if found_by_lan else []
+        if not self.peers:
+            where += [*(["--meet", self.begin_at] if self.begin_at is not None else []), *self.first_options]
         own = ["--stage", str(stage), "--name", name, "--identity", str(self.folder / f"{name}.pem")]
         logs = ["--ready-file", str(ready), "--events", str(self.events / f"{name}.jsonl"), "--threads", "1"]
         began_at = time.monotonic()

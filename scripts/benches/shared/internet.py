@@ -29,6 +29,8 @@ KINDS = {
 """Ways to be connected."""
 
 _SHARED, _FIRST_PUBLIC, _FIRST_ROUTER = "192.0.0", 65, 81
+_READDRESSED = 24
+"""How far a router's second outer address is from its first."""
 _SHARED6 = "2001:db8:0:1"
 _IPV6 = ("ipv6", "dual-stack")
 _MASQUERADE = {"symmetric": "masquerade fully-random"}
@@ -157,6 +159,18 @@ class Internet:
         """The router of a host that has one, with its outer address. The router's interfaces are `lan` and `wan`."""
         number = host.namespace.rpartition("-h")[2]
         return Host(f"{self._prefix}r{number}", f"{_SHARED}.{number}")
+
+    def close_but(self, host: Host, port: int) -> None:
+        """Let others in at only one TCP port of a host; nobody sees the others."""
+        chain = f"type filter hook input priority 0\niifname != lo ct state new tcp dport != {port} drop\n"
+        _run(f"ip netns exec {host.namespace} nft -f -", f"table inet closed {{ chain in {{\n{chain}}}\n}}\n")
+
+    def readdress(self, host: Host) -> None:
+        """Give the router of a host another outer address, as providers do. All of its connections break."""
+        router = self.router_of(host)
+        number = int(router.address.rpartition(".")[2]) + _READDRESSED
+        _run(f"ip -n {router.namespace} addr add {_SHARED}.{number}/26 dev wan")
+        _run(f"ip -n {router.namespace} addr del {router.address}/26 dev wan")
 
     def limit(self, host: Host, megabits_per_second: float) -> None:
         """Give a host's line a rate, the same one in each direction."""

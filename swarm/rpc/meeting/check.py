@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 
@@ -24,7 +23,7 @@ from swarm.errors import MalformedMessage, Overloaded
 from swarm.machine.clock import Clock
 from swarm.machine.own_host import own_versions
 from swarm.rpc.ask import ask
-from swarm.rpc.callers import Caller, Shares, bearer_of, caller_of, is_tunnelled
+from swarm.rpc.callers import Caller, Shares, bearer_of, caller_of, is_tunnelled, peer_of
 from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled, plain_ip_of
 from swarm.rpc.entry import id_of, shown_certificate
 from swarm.rpc.v1 import meeting_pb2 as pb
@@ -214,6 +213,5 @@ def _has_way(address: str) -> bool:
 
 def peer_address(context: Any) -> tuple[str, int]:
     """The address and port from which the call with this ServicerContext comes."""
-    # gRPC gives ipv4:192.0.2.1:5001, or ipv6:[::1]:5001 with percent signs.
-    host, port = host_and_port(unquote(context.peer()).partition(":")[2])
+    host, port = host_and_port(peer_of(context).partition(":")[2])
     return str(plain_ip_of(host) or host), port

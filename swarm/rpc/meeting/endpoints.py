@@ -2,6 +2,7 @@
 
 import ipaddress
 from collections.abc import Iterable
+from contextlib import suppress
 
 from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import Entry
@@ -16,6 +17,16 @@ def tunnel_through(meeting_point: Entry) -> str:
 def meeting_point_of(endpoint: str) -> Entry | None:
     """The meeting point through which an endpoint leads; None if it is reached directly. Raises ValueError."""
     return Entry.parse(endpoint.removeprefix(TUNNEL)) if endpoint.startswith(TUNNEL) else None
+
+
+def points_of(endpoints: Iterable[str]) -> list[Entry]:
+    """The meeting points through which these endpoints lead, each once. What is no endpoint is left out."""
+    found = dict[Entry, None]()
+    for endpoint in endpoints:
+        with suppress(ValueError):
+            if (point := meeting_point_of(endpoint)) is not None:
+                found[point] = None
+    return list(found)
 
 
 def where(endpoint: str) -> str:

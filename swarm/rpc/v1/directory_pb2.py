@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cswarm/rpc/v1/directory.proto\x12\x0cswarm.rpc.v1\"\x1a\n\x0bReadRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"`\n\tReadReply\x12+\n\x07records\x18\x01 \x03(\x0b\x32\x1a.swarm.rpc.v1.SealedRecord\x12\x14\n\x0cnum_left_out\x18\x02 \x01(\r\x12\x10\n\x08is_alone\x18\x03 \x01(\x08\"A\n\x0cSealedRecord\x12\x0e\n\x06subkey\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x12\n\nexpiration\x18\x03 \x01(\x01\x32N\n\x10\x44irectoryService\x12:\n\x04Read\x12\x19.swarm.rpc.v1.ReadRequest\x1a\x17.swarm.rpc.v1.ReadReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cswarm/rpc/v1/directory.proto\x12\x0cswarm.rpc.v1\"\x1a\n\x0bReadRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"w\n\tReadReply\x12+\n\x07records\x18\x01 \x03(\x0b\x32\x1a.swarm.rpc.v1.SealedRecord\x12\x14\n\x0cnum_left_out\x18\x02 \x01(\r\x12\x10\n\x08is_alone\x18\x03 \x01(\x08\x12\x15\n\rdht_addresses\x18\x04 \x03(\t\"A\n\x0cSealedRecord\x12\x0e\n\x06subkey\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x12\n\nexpiration\x18\x03 \x01(\x01\x32N\n\x10\x44irectoryService\x12:\n\x04Read\x12\x19.swarm.rpc.v1.ReadRequest\x1a\x17.swarm.rpc.v1.ReadReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READREQUEST']._serialized_start=46
   _globals['_READREQUEST']._serialized_end=72
   _globals['_READREPLY']._serialized_start=74
-  _globals['_READREPLY']._serialized_end=170
-  _globals['_SEALEDRECORD']._serialized_start=172
-  _globals['_SEALEDRECORD']._serialized_end=237
-  _globals['_DIRECTORYSERVICE']._serialized_start=239
-  _globals['_DIRECTORYSERVICE']._serialized_end=317
+  _globals['_READREPLY']._serialized_end=193
+  _globals['_SEALEDRECORD']._serialized_start=195
+  _globals['_SEALEDRECORD']._serialized_end=260
+  _globals['_DIRECTORYSERVICE']._serialized_start=262
+  _globals['_DIRECTORYSERVICE']._serialized_end=340
 # @@protoc_insertion_point(module_scope)

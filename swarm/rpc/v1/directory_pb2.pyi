@@ -44,6 +44,7 @@ class ReadReply(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
     IS_ALONE_FIELD_NUMBER: _builtins.int
+    DHT_ADDRESSES_FIELD_NUMBER: _builtins.int
     num_left_out: _builtins.int
     """The number of further records that were left out because the reply would be too large."""
     is_alone: _builtins.bool
@@ -54,16 +55,21 @@ class ReadReply(_message.Message):
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedRecord]:
         """The records as they are in the DHT. They are signed, so the answering peer cannot invent any."""
 
+    @_builtins.property
+    def dht_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Multiaddresses at which the DHT is entered at the answering peer, the best first; none if it is not."""
+
     def __init__(
         self,
         *,
         records: _abc.Iterable[Global___SealedRecord] | None = ...,
         num_left_out: _builtins.int = ...,
         is_alone: _builtins.bool = ...,
+        dht_addresses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_alone", b"is_alone", "num_left_out", b"num_left_out", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dht_addresses", b"dht_addresses", "is_alone", b"is_alone", "num_left_out", b"num_left_out", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

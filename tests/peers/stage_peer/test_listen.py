@@ -3,7 +3,7 @@
 import pytest
 
 from peers.shared import cli
-from peers.stage_peer.listen import Listen, Outside
+from peers.stage_peer.listen import Listen, Outside, private_advice
 from peers.stage_peer.options import PeerOptions
 
 
@@ -110,3 +110,23 @@ def test_the_machine_s_own_addresses_stay_behind_those_at_which_others_reach_it(
     own = tuple(map(Outside, ("192.168.1.7", "10.8.0.2", "10.9.0.2")))
     listen = Listen(host="", port=5001, outside=(Outside("203.0.113.7", 41001),), own=own, dht_addresses=())
     assert listen.behind(reached, 5001) == behind
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "is_private"),
+    [
+        (["192.168.1.7:5001", "[fd00::7]:5001"], True),
+        (["127.0.0.1:5001"], True),
+        (["203.0.113.7:5001", "192.168.1.7:5001"], False),
+        (["peer.example:5001"], False),
+        (["100.64.0.7:5001"], False),
+        ([], False),
+    ],
+    ids=["a home", "this machine", "a forwarded port", "a name", "a VPN", "nothing is announced"],
+)
+def test_addresses_that_only_the_own_network_reaches_are_told_with_what_to_do(
+    endpoints: list[str], is_private: bool
+) -> None:
+    advice = private_advice(endpoints)
+    assert bool(advice) is is_private
+    assert not advice or "forward the TCP port in the router" in advice

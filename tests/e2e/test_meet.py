@@ -1,0 +1,76 @@
+"""A run of people who are all behind routers: it is begun at a swarm-meet, of which one port is open."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peers.commands import command_line
+from peers.local.supervisor import Supervisor
+from scripts.benches.shared.internet import Host, Internet, missing
+from tests.support.nat_swarm import NatSwarm
+from tests.support.swarm import wait_until
+
+PORT = 443
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
+]
+
+
+@pytest.fixture
+def internet() -> Iterator[Internet]:
+    with Internet() as internet:
+        yield internet
+
+
+def start_meet(host: Host, internet: Internet, children: Supervisor, folder: Path) -> str:
+    """Start swarm-meet on a host with one open port, and return its address as it prints that."""
+    internet.close_but(host, PORT)
+    own = ["--announce", host.address, "--identity", str(folder / "meet.pem")]
+    child = children.start("meet", host.command(command_line("meet", own)))
+    wait_until(lambda: "begin a run:" in child.log.read_text(), 60.0, "swarm-meet")
+    return child.log.read_text().split("--meet ")[1].split()[0]
+
+
+def test_two_peers_behind_routers_train_and_go_on_when_the_outer_address_of_one_changes(
+    internet: Internet, children: Supervisor, tmp_path: Path
+) -> None:
+    public, moving = internet.public_host(), internet.host("restricted")
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+    swarm.begin_at = start_meet(public, internet, children, tmp_path)
+    homes = [internet.host("restricted"), moving]
+    for stage, home in enumerate(homes):
+        peer = swarm.start_peer_on(home, stage)
+        assert peer.ready["endpoint"] == f"tunnel:{swarm.begin_at}"
+        assert swarm.serves_seconds[-1] < 30.0
+    trainer = swarm.start_trainer_on(homes[0], "trainer", steps=100_000)
+    swarm.wait_for_steps("trainer", 5, swarm.start_seconds)
+    assert swarm.answers_from(homes[1])["peer-2"]["forwards"]
+    before = len(swarm.steps("trainer"))
+    internet.readdress(moving)
+    wait_until(lambda: len(swarm.steps("trainer")) > before + 5, 60.0, "training to go on from the new address")
+    trainer.process.send_signal(signal.SIGINT)
+    swarm.wait_for_end(trainer)
+    assert swarm.audit()["proven"]
+
+
+def test_a_first_peer_whose_router_does_not_lead_back_to_itself_trains_with_one_behind_another_router(
+    internet: Internet, children: Supervisor, tmp_path: Path
+) -> None:
+    """Both ports of the first peer are forwarded by hand and announced. Its trainer is on the same machine."""
+    first = internet.host("full-cone")
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+    swarm.first_options = ["--port", "5001", "--dht-port", "5002", "--announce", internet.router_of(first).address]
+    peer = swarm.start_peer_on(first, 0)
+    assert peer.ready["other_endpoints"] == [f"{first.address}:5001"]
+    joiner = swarm.start_peer_on(internet.host("symmetric"), 1)
+    assert joiner.ready["endpoint"].startswith("tunnel:")
+    trainer = swarm.start_trainer_on(first, "trainer", steps=5)
+    assert swarm.wait_for_end(trainer) == 0
+    assert swarm.answers_from(first)["peer-2"]["forwards"]
+    assert swarm.audit()["proven"]
