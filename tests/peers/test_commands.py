@@ -117,7 +117,7 @@ def test_the_help_of_a_command_of_swarm_model_and_its_faults_are_printed_before_
 
 
 @pytest.mark.parametrize(
-    "program", ["peer", "trainer", "status", "keys", "local", "doctor", "dashboard", "generate", "model"]
+    "program", ["peer", "trainer", "status", "keys", "meet", "local", "doctor", "dashboard", "generate", "model"]
 )
 def test_help_and_what_is_wrong_with_a_line_are_all_that_is_printed_and_need_no_large_library(program: str) -> None:
     script = f"""

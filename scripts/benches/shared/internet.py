@@ -169,8 +169,9 @@ class Internet:
         """Give the router of a host another outer address, as providers do. All of its connections break."""
         router = self.router_of(host)
         number = int(router.address.rpartition(".")[2]) + _READDRESSED
-        _run(f"ip -n {router.namespace} addr add {_SHARED}.{number}/26 dev wan")
+        # The first address goes first: with it go all others of its network.
         _run(f"ip -n {router.namespace} addr del {router.address}/26 dev wan")
+        _run(f"ip -n {router.namespace} addr add {_SHARED}.{number}/26 dev wan")
 
     def limit(self, host: Host, megabits_per_second: float) -> None:
         """Give a host's line a rate, the same one in each direction."""
