@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from peers.trainer.figures import Figure, Figures
 from swarm.config import RunConfig
@@ -66,7 +74,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         """The stages about which a warning about inner steps was logged."""
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(), console=console, disable=not (steps and console.is_terminal),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console,
+            disable=not (steps and console.is_terminal),
         )  # fmt: skip
         self._task: TaskID = self._bar.add_task("train", total=steps, note="")
 
@@ -109,6 +118,11 @@ class Report(contextlib.AbstractContextManager["Report"]):
         logger.warning("waiting: %s%s", obstacle.in_words(stage), cure)
         what = "has no peer" if obstacle.is_empty_stage else "takes no work"
         self._metrics.event(self.figures.step_number, f"stage {stage} {what}")
+
+    def within(self, num_microbatches: int) -> None:
+        """Show how far the present step is, by the microbatches that this trainer has run of it."""
+        share = min(0.99, num_microbatches / self._config.microbatches_per_round)
+        self._bar.update(self._task, completed=self.figures.step_number - self.figures.first_step + share)
 
     def step(self, step: Step, validation: HeldOutLoss | None) -> None:
         """Log a step."""
@@ -201,7 +215,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         held_out = "" if validation is None else f"  validation {validation.mean:.3f}"
         # Other trainers may have run all of the round so far.
         loss = "no loss of its own yet" if self.figures.loss is None else f"loss {self.figures.loss:.3f}"
-        note = f"{loss}{held_out}  {self.figures.tokens_per_second:,.0f} tokens/s"
+        rate, total = self.figures.tokens_per_second, self.figures.total_tokens
+        note = f"{loss}{held_out}  {rate:,.0f} tokens/s  {total / 1e6:,.1f} M tokens"
         self._bar.update(self._task, completed=number - self.figures.first_step, note=note)
         if not self._console.is_terminal:
             logger.info("step %d: %s", number, note)

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 5
 """How often an evaluation is tried if other trainers bring the swarm to the next round meanwhile."""
 
+PROGRESS_SECONDS = 0.5
+"""Time between two movements of the bar."""
+
 TEMPERATURE = 0.7
 """The temperature with which the sample of text is written."""
 
@@ -53,11 +56,21 @@ class Session:
         self.report.begin(first)
         if self.options.evaluate_every and (before := await self.evaluate()) is not None:
             self.report.evaluated_before(before)
-        await self.loop.run(first, self.options.steps, self.step)
+        showing = asyncio.create_task(self._show_progress())
+        try:
+            await self.loop.run(first, self.options.steps, self.step)
+        finally:
+            showing.cancel()
         loss = await self.evaluate()
         if loss is not None:
             self.report.evaluated(loss)
         self.sample = await self.write_sample()
+
+    async def _show_progress(self) -> None:
+        """Move the bar within a step, which may take minutes."""
+        while True:
+            self.report.within(self.loop.num_counted)
+            await asyncio.sleep(PROGRESS_SECONDS)
 
     async def only_evaluate(self) -> None:
         """Evaluate as `train` does at its end. Raises Fatal if the swarm could not compute the losses."""

@@ -27,7 +27,8 @@ class DataConfig:
     dataset: str | tuple[str, ...] = "stdlib"
     """`stdlib`, a file, folder or glob, `hf:NAME` (`hf:NAME:CONFIGURATION`) for a Hugging Face dataset, or `dummy` for
     random tokens. Files that end in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text.
-    A list names several datasets: part of each is held out, and has a loss of its own."""
+    Texts and JSONL may be compressed (`.gz`). A list names several datasets: part of each is held out, and has a loss
+    of its own."""
     weights: tuple[float, ...] = ()
     """Of several datasets: how much each is trained on. With `[3, 1]` three samples of the first come for one of the
     second, and a dataset that ends begins again. Left out, each sample of all of them comes once in an epoch."""

@@ -93,9 +93,8 @@ def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
     """Divide a dataset into its training part and its held-out part. Raises ValueError if one of them is too short."""
     tokens = found.tokens
     num_held_out = int(len(tokens) * config.held_out_fraction)
-    if config.has_targets:
-        # There are few sequences, so their number may be rounded down to none.
-        num_held_out = max(1, num_held_out)
+    # Of a short dataset that part would be less than a sample. An evaluation takes what there is, once.
+    num_held_out = max(num_held_out, 1 if config.has_targets else min(config.sequence_length + 1, len(tokens) // 2))
     num_training = len(tokens) - num_held_out
     # With several datasets a microbatch has samples of all of them, so each needs only enough for one sample.
     what, num_samples = ("a microbatch", config.microbatch_size) if len(config.datasets) == 1 else ("a sample", 1)
@@ -105,12 +104,12 @@ def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
             f"held out, and {num_samples} are needed to train on; give more, or a smaller data.microbatch_size or "
             "data.sequence_length"
         )
-    needed = num_samples * config.sequence_length + 1
-    if not config.has_targets and min(num_training, num_held_out) < needed:
+    needed, least = num_samples * config.sequence_length + 1, config.sequence_length + 1
+    if not config.has_targets and (num_training < needed or num_held_out < least):
         raise ValueError(
             f"data.dataset {dataset!r} is too short: {num_training} tokens to train on and {num_held_out} held out, "
-            f"where {what} needs {needed} in each; give more text, another data.held_out_fraction, or a smaller "
-            "data.microbatch_size or data.sequence_length"
+            f"where {what} needs {needed} to train on, and a sample {least} held out; give more text, another "
+            "data.held_out_fraction, or a smaller data.microbatch_size or data.sequence_length"
         )
     return SourceTokens(tokens=tokens, num_training=num_training, digest=found.digest)
 

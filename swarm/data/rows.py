@@ -4,14 +4,16 @@ Used by data/sources and data/documents. Each row knows its file and number, for
 memory at a time. One bad row never ends a dataset: `Faults` leaves it out.
 """
 
+import gzip
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from swarm.config import DataConfig
-from swarm.data import hub
+from swarm.data import hub, text_files
 from swarm.machine import json_file
 from swarm.machine.extras import missing
 
@@ -88,12 +90,18 @@ class Faults:
 
 def has_rows(path: Path) -> bool:
     """Whether a file has rows, by its name."""
-    return path.suffix.lower() in READERS
+    return _kind(path) in READERS
 
 
 def of_file(path: Path) -> Iterator[Row]:
     """The rows of a file that has rows. Raises OSError, or ValueError (one line) for a file that cannot be read."""
-    return READERS[path.suffix.lower()](path)
+    return READERS[_kind(path)](path)
+
+
+def _kind(path: Path) -> str:
+    """The ending that says how a file is read; that of a compressed one is before .gz."""
+    name = path.name.lower()
+    return Path(name.removesuffix(".gz")).suffix if name.endswith((".jsonl.gz", ".ndjson.gz")) else Path(name).suffix
 
 
 def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
@@ -116,8 +124,8 @@ def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
 
 def _jsonl(path: Path) -> Iterator[Row]:
     number = 0
-    with path.open("rb") as file:
-        while line := file.readline(LONGEST_ROW_BYTES + 1):
+    with text_files.opened(path) as file:
+        while line := _line(file, path):
             number += 1
             place = f"{path}, row {number}"
             if len(line) > LONGEST_ROW_BYTES:
@@ -134,6 +142,13 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 continue
             is_object = isinstance(values, dict)
             yield Row(place, values if is_object else {}, "" if is_object else "the line is no JSON object with fields")
+
+
+def _line(file: BinaryIO, path: Path) -> bytes:
+    try:
+        return file.readline(LONGEST_ROW_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[Row]:

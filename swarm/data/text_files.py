@@ -7,13 +7,17 @@ without NUL characters; any other file is left out whole. No more than a few pie
 
 import codecs
 import glob
+import gzip
 import hashlib
+import io
 import os
 import stat
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, cast
 
 STDLIB = "stdlib"
 PIECE_CHARACTERS = 2**18
@@ -60,7 +64,7 @@ def fault(path: Path) -> str:
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_read = 0
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             while True:
                 chunk = file.read(CHUNK_BYTES)
                 # The decoder still holds these bytes of an incomplete character.
@@ -74,8 +78,16 @@ def fault(path: Path) -> str:
                 if not chunk:
                     return ""
                 num_read += len(chunk)
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, EOFError, zlib.error) as error:
+        return getattr(error, "strerror", None) or str(error)
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file to read its bytes; of one that ends in .gz, those that it was made of. Raises OSError.
+
+    Reading a damaged .gz raises OSError, EOFError or zlib.error.
+    """
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def pieces(path: Path) -> Iterator[str]:
@@ -87,7 +99,7 @@ def pieces(path: Path) -> Iterator[str]:
     of the uncut line. They are the same on every machine.
     """
     rest = ""
-    with path.open(encoding="utf-8", newline="") as file:
+    with io.TextIOWrapper(opened(path), encoding="utf-8", newline="") as file:
         while True:
             # `readline` completes the line of which `read` took a part, or adds the next line.
             piece, line = rest + file.read(PIECE_CHARACTERS), file.readline(PIECE_CHARACTERS)

@@ -61,6 +61,11 @@ class Tally:
         self._totals.num_microbatches += 1
         self._totals.num_rerouted += is_rerouted
 
+    @property
+    def num_microbatches(self) -> int:
+        """The microbatches that were counted since the last step."""
+        return self._totals.num_microbatches
+
     def take(self, round_number: int) -> StepTotals:
         """Return the totals of the step that ends with this round, and begin those of the next step.
 

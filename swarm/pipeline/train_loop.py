@@ -82,6 +82,11 @@ class TrainLoop(HopListener):
         """The number of microbatches that wait for an answer."""
         return self._work.num_in_flight
 
+    @property
+    def num_counted(self) -> int:
+        """The microbatches that count for the present step so far."""
+        return self._tally.num_microbatches
+
     def paused(self) -> AbstractContextManager[None]:
         """Hand out no microbatch inside the block; see LeasedWork.paused."""
         return self._work.paused()

@@ -102,8 +102,8 @@ def test_datasets_are_found_in_whichever_order_they_are_named(folder: Path, tmp_
 
 def test_of_several_datasets_the_one_that_is_too_short_is_named(folder: Path, tmp_path: Path, cache: Path) -> None:
     short = tmp_path / "short.txt"
-    short.write_text("x" * 30)
-    message = "short.txt' is too short: 28 tokens to train on and 3 held out, where a sample needs 9 in each; give"
+    short.write_text("x" * 15)
+    message = "short.txt' is too short: 8 tokens to train on and 8 held out, where a sample needs 9 to train on, and"
     with pytest.raises(ValueError, match=message):
         corpora.prepare(_several(folder, short), cache_dir=cache)
     with pytest.raises(ValueError, match="nowhere' does not exist"):

@@ -1,5 +1,6 @@
 """A dataset becomes one file of tokens: what is skipped, what is kept of it, and several processes at once."""
 
+import gzip
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tokenizers.trainers import BpeTrainer
 
 from swarm.config import DataConfig
 from swarm.data import corpora, prepared, rows, text_files, tokenizers
+from swarm.data.microbatches import Microbatches
 from tests.data.texts import NUM_FILES, Rows, assert_refused, config_of, decoded
 
 ROOT = Path(__file__).parents[2]
@@ -255,17 +257,40 @@ corpora.prepare(config, cache_dir=Path(sys.argv[2]))
     assert not list(cache.glob(".preparing-*"))
 
 
-@pytest.mark.parametrize("fraction", [0.02, 0.98])
-def test_too_short(tmp_path: Path, cache: Path, fraction: float) -> None:
-    """The part to train on or the held-out part cannot fill a microbatch."""
+@pytest.mark.parametrize(
+    ("length", "fraction", "train", "held_out"), [(499, 0.98, 10, 490), (15, 0.02, 8, 8), (20, 0.02, 12, 9)]
+)
+def test_too_short(tmp_path: Path, cache: Path, length: int, fraction: float, train: int, held_out: int) -> None:
+    """The part to train on cannot fill a microbatch, or the held-out part a sample."""
     path = tmp_path / "short.txt"
-    path.write_text("x" * 499)
-    train, held_out = sorted([10, 490], reverse=fraction < 0.5)
-    assert_refused(
-        config_of(path, held_out_fraction=fraction),
-        cache,
-        f"too short: {train} tokens to train on and {held_out} held out, where a microbatch needs 17 in each; give",
-    )
+    path.write_text("x" * length)
+    told = f"too short: {train} tokens to train on and {held_out} held out, where a microbatch needs 17 to train on"
+    assert_refused(config_of(path, held_out_fraction=fraction), cache, told)
+
+
+def test_what_is_held_out_of_a_short_text_may_be_smaller_than_a_microbatch(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("x" * 300)
+    config = config_of(path, held_out_fraction=0.02)
+    corpus = corpora.prepare(config, cache_dir=cache)
+    assert len(corpus.sources[0].held_out) == config.sequence_length + 1
+    [batch] = Microbatches(corpus, config).held_out(100)
+    assert batch["tokens"].shape == (1, config.sequence_length + 1)
+
+
+@pytest.mark.parametrize("name", ["text.txt.gz", "text.gz"])
+def test_a_compressed_text_is_the_text(name: str, tmp_path: Path, cache: Path) -> None:
+    text = "Line \u00fc\n" * 500
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    plain, packed = (corpora.prepare(config_of(tmp_path / each), cache_dir=cache) for each in ("text.txt", name))
+    assert plain.digest == packed.digest
+
+
+def test_a_damaged_compressed_text_is_left_out_and_named(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "text.txt.gz"
+    path.write_bytes(gzip.compress(os.urandom(5000))[:-200])
+    assert_refused(config_of(path), cache, "text")
 
 
 def test_just_long_enough(tmp_path: Path, cache: Path) -> None:

@@ -1,3 +1,4 @@
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -16,17 +17,25 @@ def _write(path: Path, values: list[dict[str, Any]]) -> Path:
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(values), path)
     else:
-        path.write_text("\n".join(map(json.dumps, values)) + "\n")
+        content = ("\n".join(map(json.dumps, values)) + "\n").encode()
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.parquet", "A.JSONL"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.parquet", "A.JSONL", "a.jsonl.gz"])
 def test_rows_come_in_order_and_know_their_place(name: str, tmp_path: Path) -> None:
     path = _write(tmp_path / name, VALUES)
     assert rows.has_rows(path)
     found = list(rows.of_file(path))
     assert [row.values for row in found] == VALUES
     assert found[99].place == f"{path}, row 100"
+
+
+def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl.gz", VALUES)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
+        list(rows.of_file(path))
 
 
 def test_messages_come_alike_from_both_kinds(tmp_path: Path) -> None:

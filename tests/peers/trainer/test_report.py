@@ -1,6 +1,7 @@
 """What a trainer reports of its steps."""
 
 import dataclasses
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -176,3 +177,20 @@ def test_the_validation_loss_at_the_end_is_told_beside_that_before_the_first_ste
     report.step(_step(2, 2), HeldOutLoss(mean=2.5, by_source={"books": 2.5}))
     report.goodbye(interrupted=False)
     assert "validation loss 2.500 (2.750 before the first step); " in capsys.readouterr().out
+
+
+def test_the_bar_moves_within_a_step(tmp_path: Path) -> None:
+    """A step may take minutes."""
+    drawn = list[int]()
+    for num_microbatches in (0, 32):
+        console = Console(file=io.StringIO(), force_terminal=True, no_color=True, width=160)
+        report = Report(
+            RunConfig(), steps=1, output=tmp_path, metrics=cast(MetricsLog, Metrics()),
+            console=console, clock=ManualClock(), remedy=str,
+        )  # fmt: skip
+        with report:
+            report.begin(0)
+            report.within(num_microbatches)
+        assert isinstance(console.file, io.StringIO)
+        drawn.append(console.file.getvalue().rpartition("0/1")[2].count("\u2501"))
+    assert drawn[1] > drawn[0]
