@@ -112,7 +112,7 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
     """The template of a tokenizer's folder; None if there is none.
 
     It is in the file chat_template.jinja, or it is `chat_template` in tokenizer_config.json or chat_template.json. If
-    that is a list of named templates, the one called `default` is taken.
+    that is a list of named templates, the one called `default` is taken, and `tool_use` for conversations with tools.
 
     Raises:
         ValueError: one line, if the template is unreadable or too large.
@@ -123,8 +123,13 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
         template = json_file.read_object(folder / "chat_template.json", is_optional=True).get("chat_template")
     special_tokens = json_file.read_object(folder / "special_tokens_map.json", is_optional=True) | config
     if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = named[0].get("template") if named else None
+        entries = [each for each in template if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        named = {each["name"]: each.get("template") for each in entries}
+        template, for_tools = named.get("default"), named.get("tool_use")
+        if isinstance(template, str) and isinstance(for_tools, str):
+            # The signs + keep the spaces and lines at the edges, and Jinja leaves out the last line's end.
+            with_tools, without = for_tools.removesuffix("\n"), template.removesuffix("\n")
+            template = f"{{% if tools +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
     if template is None:
         return None
     if not isinstance(template, str) or len(template) > MAX_TEMPLATE_BYTES:

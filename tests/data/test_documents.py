@@ -181,6 +181,22 @@ def test_tools_and_calls_are_rendered_as_transformers_does(tools: Any, tmp_path:
     assert _learnt(documents, document) == json.dumps([CALL]) + "<|im_end|>\n"
 
 
+def test_conversations_with_tools_have_a_template_of_their_own_if_the_model_has_one(tmp_path: Path) -> None:
+    """Compare with transformers, also in the lines at the templates' edges."""
+    named = [
+        {"name": "default", "template": f"\n  {UNMARKED}\n"},
+        {"name": "tool_use", "template": f"\n  {WITH_TOOLS}\n"},
+    ]
+    path = Path(write_chat_tokenizer(tmp_path)).with_name("tokenizer_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = chat.load(tmp_path, now=lambda: datetime(2026, 1, 1))
+    assert ours is not None
+    for tools in (None, [TOOL]):
+        expected = theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
+        assert ours.render_training(TALK, tools=tools).text == expected
+
+
 def test_nulls_and_texts_in_parts_are_what_their_values_say(tmp_path: Path) -> None:
     """A table gives every message all fields."""
     documents = _documents(tmp_path, WITH_TOOLS)
