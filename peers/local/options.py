@@ -6,6 +6,7 @@ from pathlib import Path
 import tyro
 
 from peers.shared import cli
+from peers.shared.invite_option import SettingsOption
 
 PRESET = "tiny"
 """The preset if neither --preset nor --config is given."""
@@ -37,7 +38,7 @@ class LocalOptions:
     tokenizer: str | None = None
     """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, or the name of
     a model on the hub."""
-    set: cli.SettingsOption = ()
+    set: SettingsOption = ()
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
     kill_at: int | None = None

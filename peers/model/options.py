@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tyro
 
 from peers.shared import cli, subcommands
-from peers.shared.invite_option import RunOptions, joins
+from peers.shared.invite_option import RunOptions, SettingsOption, joins
 from swarm.config.data import Format
 
 PROG = "swarm-model"
@@ -42,7 +42,7 @@ class ImportModelOptions:
     --dataset changes it later."""
     format: Format = "text"
     """Format of the dataset: text, chat (rows of messages), or completion (rows of a prompt and a completion)."""
-    set: cli.SettingsOption = ()
+    set: SettingsOption = ()
     run: str = ""
     """Name of the run; left out, that of the model."""
 

@@ -26,6 +26,7 @@ from tyro.constructors import (
 
 from peers.shared.exit_codes import EXIT_USAGE
 from peers.shared.help_text import Told, fitted_above_the_boxes
+from peers.shared.invite_option import with_preset
 from swarm.dht.addresses import free_port
 from swarm.machine.words import counted
 from swarm.types import LONGEST_NAME, NAME_PATTERN
@@ -48,15 +49,6 @@ _FOLDERS_OR_NAMES = ("model", "base", "tokenizer", "dataset", "source")
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 MOST_THREADS = 1024
 """The largest value of --threads: more than any machine has cores."""
-SettingsOption = Annotated[
-    tyro.conf.UseAppendAction[tuple[str, ...]],
-    tyro.conf.arg(
-        metavar="SECTION.KEY=VALUE",
-        help="Any other setting of a new run, such as optimizer.learning_rate=1e-4; may be given several times. The "
-        "page docs/configuration.md lists all.",
-    ),
-]
-"""The type of --set."""
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff, tyro.conf.DisallowNone)
 
 
@@ -76,38 +68,15 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
         else:
             print(fitted_above_the_boxes(told.getvalue()), end="")
         raise
-    for name in _FOLDERS_OR_NAMES:
-        value = getattr(read, name, None)
-        if "" in (value if isinstance(value, tuple) else (value,)):
-            _complain(prog, f"--{name} takes a path or a name, not ''")
-            raise SystemExit(EXIT_USAGE)
     try:
-        return _with_preset(read)
+        for name in _FOLDERS_OR_NAMES:
+            value = getattr(read, name, None)
+            if "" in (value if isinstance(value, tuple) else (value,)):
+                raise ValueError(f"--{name} takes a path or a name, not ''")
+        return with_preset(read)
     except ValueError as error:
         _complain(prog, str(error))
         raise SystemExit(EXIT_USAGE) from None
-
-
-def _with_preset(options: Options) -> Options:
-    """The options with the model and the settings of a preset that begins with a model. Raises ValueError for a preset
-    that is not known, and for what it needs besides."""
-    if getattr(options, "preset", None) is None:
-        return options
-    # This import takes a while, and most programs have no presets.
-    from swarm import config as configs
-
-    given: Any = options
-    preset = configs.read_preset(given.preset)
-    named = getattr(given, "dataset", True) or any(setting.startswith("data.dataset=") for setting in given.set)
-    if preset.needs_text and not named:
-        raise ValueError(f"--preset {preset.name} needs {preset.needs_text}")
-    if not preset.begins_with:
-        if given.model is not None:
-            raise ValueError(f"--preset {preset.name} and --model exclude each other")
-        return options
-    model = given.model or preset.begins_with
-    begun: Options = dataclasses.replace(given, preset=None, model=model, set=(*preset.settings, *given.set))
-    return begun
 
 
 def _complain(prog: str, line: str) -> None:

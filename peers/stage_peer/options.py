@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from peers.shared import cli, logs
-from peers.shared.invite_option import InviteOption, joins
+from peers.shared.invite_option import InviteOption, SettingsOption, joins
 from peers.stage_peer.listen import Outside
 from swarm.rpc.endpoint import ip_of
 
@@ -72,7 +72,7 @@ class PeerOptions:
     """Probability with which each input of an adapter is zeroed."""
     lora_targets: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="STR [STR ...]")] = None
     """Matrices of each layer that have an adapter: q_proj, v_proj, ..., of a GPT-2 c_attn, ..., or all-linear."""
-    set: cli.SettingsOption = ()
+    set: SettingsOption = ()
     device: str = "auto"
     """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
     free memory, as cuda does."""

@@ -233,7 +233,7 @@ class Start:
             resume=resume,
             weights=weights,
             shelves=shelves,
-            meeting=meeting_limits(options.relay_mbit),
+            meeting=MeetingLimits.of(options.relay_mbit),
             movable=options.rebalance_seconds > 0,
             moves=moves,
             own_figures=own_figures,
@@ -329,12 +329,6 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     await member.channels.close()
     if start.checkpoints is not None and start.checkpoints.fault:
         raise Fatal(f"this peer has left, and its last checkpoint is missing: {start.checkpoints.fault}")
-
-
-def meeting_limits(megabits_per_second: int) -> MeetingLimits:
-    """How much the peer does as a meeting point if it may carry this many megabits per second; nothing for 0."""
-    limits = MeetingLimits(bytes_per_second=max(1, megabits_per_second) * 125_000.0)
-    return limits if megabits_per_second else dataclasses.replace(limits, max_waiting=0)
 
 
 async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:

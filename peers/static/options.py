@@ -9,6 +9,7 @@ from typing import Literal
 import tyro
 
 from peers.shared import cli, logs
+from peers.shared.invite_option import SettingsOption
 from swarm.config.averaging import CompressedCodec
 
 PROG = "swarm-static"
@@ -34,7 +35,7 @@ class StaticOptions:
     dataset has a held-out loss of its own."""
     tokenizer: str | None = None
     """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, or the path of one."""
-    set: cli.SettingsOption = ()
+    set: SettingsOption = ()
     steps: int | None = None
     """The step at which to end, counted from the run's beginning; 100 if left out."""
     epochs: float | None = None

@@ -31,6 +31,11 @@ class MeetingLimits:
     share_while_exchanging: float = 0.25
     """The share of `bytes_per_second` that callers may have while this peer averages: its own round comes first."""
 
+    @classmethod
+    def of(cls, megabits_per_second: int) -> "MeetingLimits":
+        """The limits of a meeting point that may carry this many megabits per second; nothing for 0."""
+        return cls(bytes_per_second=megabits_per_second * 125_000.0) if megabits_per_second else cls(max_waiting=0)
+
 
 class Budget:
     """How much one meeting point carries."""
