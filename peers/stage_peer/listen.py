@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from swarm.dht.addresses import is_host
@@ -150,6 +150,10 @@ class Listen:
     def endpoints(self, own_port: int) -> tuple[str, ...]:
         """HOST:PORT of each address, for a server that listens on `own_port`."""
         return tuple(endpoint_of(outside.host, outside.port or own_port) for outside in self.outside)
+
+    def moved(self, own: tuple[Outside, ...]) -> Self:
+        """The same with the addresses that the machine has now. Those that the user named stay."""
+        return replace(self, outside=own if self.outside == self.own else self.outside, own=own)
 
     def behind(self, reached: Sequence[str], own_port: int) -> tuple[str, ...]:
         """The machine's own endpoints, to be announced behind those at which others reach it; none if one of those is

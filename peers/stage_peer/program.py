@@ -280,8 +280,9 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     arrival = arrival_of(start, member, announcer)
     router_ports = None if options.no_port_mapping else RouterPorts(clock, own_routers())
     reach = Reach(
-        member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports, meet=start.meet
-    )
+        member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports, meet=start.meet,
+        own=lambda: own_outside(options.host, start.addresses, is_named=True),
+    )  # fmt: skip
     page = OwnDashboard(options, identity.peer_id, reach.port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 

@@ -9,7 +9,7 @@ swarm/rpc/meeting.
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from hashlib import sha256
 from typing import Never
@@ -17,7 +17,7 @@ from typing import Never
 from peers.shared.membership import Membership
 from peers.stage_peer.dht_reach import DhtReach
 from peers.stage_peer.inquiry import BUSY, Inquiry
-from peers.stage_peer.listen import Announced, Listen, loopback_advice
+from peers.stage_peer.listen import Announced, Listen, Outside, loopback_advice
 from peers.stage_peer.own_port import OwnPort
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 """Time between two attempts to ask other peers, while none has answered."""
-AGAIN_SECONDS, DOUBT_SECONDS = 300.0, 15.0
-"""Time after which others are asked again. The second, shorter time is for a result that differs from the one before,
+AGAIN_SECONDS, DOUBT_SECONDS = 30.0, 15.0
+"""Time after which others are asked again. Together they are less than a minute, within which others learn of a new
+address. The second, shorter time is for a result that differs from the one before,
 and for a first result in which nobody reached this peer: either may have been an accident."""
 MOST_BUSY = 3
 """If other peers had no time to dial back in this many attempts, the machine's own addresses are announced
@@ -48,6 +49,7 @@ MOST_ENDPOINTS = 8
 """The most endpoints that a peer announces."""
 SAY_SECONDS = 15.0
 """Time between two log lines that nobody can reach this peer."""
+_LOOPBACK = ("127.0.0.1", "::1")
 _EVERYWHERE = ("", "0.0.0.0", "::")
 """Values of --host that stand for all addresses of the machine."""
 
@@ -58,6 +60,7 @@ class Reach:
     def __init__(
         self, membership: Membership, node: DhtNode, listen: Listen, *, insecure: bool,
         router_ports: RouterPorts | None = None, meet: Sequence[Entry] = (),
+        own: Callable[[], tuple[Outside, ...]] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -65,10 +68,12 @@ class Reach:
                 one is taken and kept for this process.
             router_ports: asks the router to forward the ports if nobody reaches them; None never asks it.
             meet: meeting points that the user named.
+            own: gives the addresses that the machine has now, which may change; None for those of `listen`.
         """
         self._membership = membership
         self._listen = listen
         self._meet = meet
+        self._own = own
         self._dht = DhtReach(node, listen)
         self._router_ports = router_ports
         self._own_port = OwnPort(listen.host, listen.port, membership.identity, insecure=insecure)
@@ -218,8 +223,17 @@ class Reach:
             f"forward {them} in the router; {fix} {them}, and --announce names the address outside"
         )
 
+    def _look_at_own(self) -> None:
+        """Take over the addresses that the machine has now: a laptop changes networks, and a lease ends."""
+        own = self._listen.own if self._own is None else self._own()
+        # Without any network the former addresses stay, because they may come back.
+        if own and own != self._listen.own and not all(one.host in _LOOPBACK for one in own):
+            logger.info("this machine's addresses are now %s", ", ".join(one.host for one in own))
+            self._listen = self._listen.moved(own)
+
     async def _verdict(self) -> Verdict | None:
         """Ask some peers to dial back. Return None if none of them answers."""
+        self._look_at_own()
         own = versions(self._candidates)
         known = self._membership.known.everyone()
         # A meeting point that is no peer dials back too, and is asked where no peer can.

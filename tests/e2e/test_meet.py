@@ -74,3 +74,20 @@ def test_a_first_peer_whose_router_does_not_lead_back_to_itself_trains_with_one_
     assert swarm.wait_for_end(trainer) == 0
     assert swarm.answers_from(first)["peer-2"]["forwards"]
     assert swarm.audit()["proven"]
+
+
+def test_the_only_peer_of_a_stage_is_found_again_when_the_address_of_its_machine_changes(
+    internet: Internet, children: Supervisor, tmp_path: Path
+) -> None:
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+    swarm.start_peer_on(internet.public_host(), 0)
+    moving = internet.public_host(has_ipv6=False)
+    swarm.start_peer_on(moving, 1)
+    trainer = swarm.start_trainer_on(internet.public_host(), "trainer", steps=100_000)
+    swarm.wait_for_steps("trainer", 5, swarm.start_seconds)
+    before = len(swarm.steps("trainer"))
+    internet.readdress(moving)
+    wait_until(lambda: len(swarm.steps("trainer")) > before + 5, 75.0, "training to go on at the new address")
+    trainer.process.send_signal(signal.SIGINT)
+    swarm.wait_for_end(trainer)
+    assert swarm.audit()["proven"]

@@ -30,7 +30,7 @@ KINDS = {
 
 _SHARED, _FIRST_PUBLIC, _FIRST_ROUTER = "192.0.0", 65, 81
 _READDRESSED = 24
-"""How far a router's second outer address is from its first."""
+"""How far the second address of a host or router is from its first."""
 _SHARED6 = "2001:db8:0:1"
 _IPV6 = ("ipv6", "dual-stack")
 _MASQUERADE = {"symmetric": "masquerade fully-random"}
@@ -166,12 +166,14 @@ class Internet:
         _run(f"ip netns exec {host.namespace} nft -f -", f"table inet closed {{ chain in {{\n{chain}}}\n}}\n")
 
     def readdress(self, host: Host) -> None:
-        """Give the router of a host another outer address, as providers do. All of its connections break."""
-        router = self.router_of(host)
-        number = int(router.address.rpartition(".")[2]) + _READDRESSED
+        """Give a public host, or else the router of a host, another IPv4 address, as providers do. All of its
+        connections break."""
+        is_public = host.address.startswith(_SHARED)
+        place, interface = (host, "eth0") if is_public else (self.router_of(host), "wan")
+        number = int(place.address.rpartition(".")[2]) + _READDRESSED
         # The first address goes first: with it go all others of its network.
-        _run(f"ip -n {router.namespace} addr del {router.address}/26 dev wan")
-        _run(f"ip -n {router.namespace} addr add {_SHARED}.{number}/26 dev wan")
+        _run(f"ip -n {place.namespace} addr del {place.address}/26 dev {interface}")
+        _run(f"ip -n {place.namespace} addr add {_SHARED}.{number}/26 dev {interface}")
 
     def limit(self, host: Host, megabits_per_second: float) -> None:
         """Give a host's line a rate, the same one in each direction."""

@@ -1,7 +1,7 @@
 """The addresses that a peer announces, depending on what others reach when they dial it back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -78,6 +78,7 @@ async def _reach(
     dht_ports: tuple[int, int] = (5002, 5002),
     router: Router | None = None,
     own: Identity | None = None,
+    own_hosts: Callable[[], tuple[Outside, ...]] | None = None,
 ) -> AsyncIterator[tuple[Reach, Node, Host]]:
     """The reach of a peer that finds one other peer in the run (at further endpoints too), or no peer.
 
@@ -98,11 +99,11 @@ async def _reach(
         )  # fmt: skip
         member.known.update(0, [record] if is_known else [])
         listen = Listen(
-            host=host, port=0, outside=(Outside("127.0.0.1"),),
+            host=host, port=0, outside=(Outside("127.0.0.1"),), own=(Outside("127.0.0.1"),) if own_hosts else (),
             dht_addresses=(f"/ip4/127.0.0.1/tcp/{dht_ports[1]}/p2p/{NODE_ID}",), dht_port=dht_ports[0],
         )  # fmt: skip
         router_ports = None if router is None else RouterPorts(CLOCK, [router])
-        reach = Reach(member, cast(DhtNode, node), listen, insecure=False, router_ports=router_ports)
+        reach = Reach(member, cast(DhtNode, node), listen, insecure=False, router_ports=router_ports, own=own_hosts)
         keeping = asyncio.create_task(reach.keep())
         try:
             yield reach, node, point
@@ -371,3 +372,29 @@ def test_of_what_is_said_so_much_counts(
     assert verdict == Verdict(
         endpoints=endpoints, dht_endpoints=dht_endpoints, num_asked=len(told), num_reached=num_reached
     )
+
+
+async def test_an_address_that_changes_in_mid_run_is_announced_once_others_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert reaches.AGAIN_SECONDS + reaches.DOUBT_SECONDS < 60.0
+    monkeypatch.setattr(reaches, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(reaches, "DOUBT_SECONDS", 0.01)
+    monkeypatch.setattr(checks, "GAP_SECONDS", 0.0)
+    hosts = ["127.0.0.1"]
+    asked: list[Sequence[str]] = []
+
+    async def check(_: grpc.aio.Channel, request: pb.CheckRequest, **__: object) -> pb.CheckReply:
+        asked.append(request.endpoints)
+        reached = [end for end in request.endpoints if hosts and end.startswith(hosts[0])]
+        return pb.CheckReply(observed_host="192.0.2.7", endpoints=reached)
+
+    monkeypatch.setattr(inquiry, "check", check)
+    async with _reach(host="", own_hosts=lambda: tuple(map(Outside, hosts))) as (reach, _, _):
+        await eventually(lambda: reach.endpoints == (f"127.0.0.1:{reach.port}",))
+        hosts[:] = ["192.0.2.7"]
+        await eventually(lambda: reach.endpoints == (f"192.0.2.7:{reach.port}",))
+        hosts[:] = []
+        before = len(asked)
+        await eventually(lambda: len(asked) > before + 3)
+        assert asked[-1][0] == f"192.0.2.7:{reach.port}", "a network that is gone for a moment changes nothing"
