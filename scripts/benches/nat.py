@@ -1,10 +1,11 @@
 """Peers behind routers: how soon do they serve, by which way are they reached, and how fast is it?
 
-Each arrangement is a small internet of network namespaces. A public peer begins a run, and another peer joins from
-behind a router, with the invite and no other option. `serves_seconds` is the time from the start of this peer until it
-serves. `way` is how a caller finally reaches the peer. In arrangements with a plus, the caller is behind a router, too.
-`hop_ratio_to_direct` compares the rate of pieces of 1 MiB on this way with the rate to a public peer. The lines of the
-caller, the meeting point and the peer have the same rate. Needs root, iproute2 and nftables.
+Each arrangement is a small internet of network namespaces. A public peer begins a run (after `meet:` one behind a
+router, at a swarm-meet), and another peer joins from behind a router, with the invite and no other option.
+`serves_seconds` is the time from the start of this peer until it serves. `way` is how a caller finally reaches the
+peer. In arrangements with a plus, the caller is behind a router, too. `hop_ratio_to_direct` compares the rate of pieces
+of 1 MiB on this way with the rate to a public peer. The lines of the caller, the meeting point and the peer have the
+same rate. Needs root, iproute2 and nftables.
 """
 
 import json
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.local.supervisor import Supervisor
+from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli
 from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.shared.hosted import START_SECONDS, Hosted, invite_of, wait_for
@@ -25,6 +26,8 @@ from scripts.benches.shared.internet import KINDS, Host, Internet, missing
 from scripts.benches.shared.judged import LESS, MORE
 
 PAIRS = ("ipv6+dual-stack", "restricted+restricted", "symmetric+restricted", "symmetric+symmetric")
+MEET = "meet:"
+AT_MEET = ("meet:restricted+restricted",)
 SIDE = str(Path(__file__).parent / "sides" / "nat_echo.py")
 JUDGED = {"*.serves_seconds": LESS, "*.hop_ratio_to_direct": MORE}
 
@@ -33,9 +36,10 @@ JUDGED = {"*.serves_seconds": LESS, "*.hop_ratio_to_direct": MORE}
 class Options(OutputOptions):
     """Measure peers behind routers."""
 
-    arrangements: tuple[str, ...] = (*KINDS, *PAIRS)
+    arrangements: tuple[str, ...] = (*KINDS, *PAIRS, *AT_MEET)
     """How the peer is connected, and after a plus its caller, which otherwise has a public address: none, full-cone,
-    restricted, symmetric, cgnat, udp-blocked, ipv6, dual-stack."""
+    restricted, symmetric, cgnat, udp-blocked, ipv6, dual-stack. After `meet:` no peer has a public address: the run is
+    begun from where the caller is, at a swarm-meet of which one port is open."""
     mbit: int = 50
     """Rate of every line, in megabits per second."""
     seconds: float = 8.0
@@ -44,7 +48,7 @@ class Options(OutputOptions):
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"mbit": 1})
         for arrangement in self.arrangements:
-            if not set(arrangement.split("+")) <= set(KINDS) or arrangement.count("+") > 1:
+            if not set(arrangement.removeprefix(MEET).split("+")) <= set(KINDS) or arrangement.count("+") > 1:
                 raise ValueError(f"--arrangements knows no {arrangement!r}; the kinds are {', '.join(KINDS)}")
 
 
@@ -55,14 +59,15 @@ def run(options: Options) -> dict[str, Any]:
         raise OSError(f"no network namespaces: {lack}")
     results: dict[str, Any] = {}
     for arrangement in options.arrangements:
-        peer_kind, _, caller_kind = arrangement.partition("+")
+        peer_kind, _, caller_kind = arrangement.removeprefix(MEET).partition("+")
         with (
             tempfile.TemporaryDirectory() as folder,
             Supervisor(Path(folder) / "logs", grace_seconds=0.0) as children,
             Internet() as internet,
         ):
             world = _World(Hosted(children, Path(folder)), internet, peer_kind, caller_kind or "none")
-            results[arrangement] = {"serves_seconds": world.serves_seconds(), **world.line(options)}
+            serves_seconds = world.serves_seconds(at_meet=arrangement.startswith(MEET))
+            results[arrangement] = {"serves_seconds": serves_seconds, **world.line(options)}
         say(f"{arrangement}: {results[arrangement]}")
     return results
 
@@ -78,15 +83,27 @@ class _World:
         self._is_direct = peer_kind == "none"
         self._has_ipv4 = "ipv6" not in (peer_kind, caller_kind)
 
-    def serves_seconds(self) -> float:
+    def serves_seconds(self, *, at_meet: bool) -> float:
         """The time from the start of the peer until it serves."""
-        first = self._hosted.serving_peer(self._public, "first", ["--preset", "tiny", "--stages", 1])
+        meet = self._meet() if at_meet else None
+        begins = [] if meet is None else ["--meet", meet.log.read_text().split("--meet ")[1].split()[0]]
+        where = self._public if meet is None else self._caller
+        first = self._hosted.serving_peer(where, "first", ["--preset", "tiny", "--stages", 1, *begins])
         began_at = time.monotonic()
         second = self._hosted.serving_peer(self._peer, "second", [invite_of(first)])
         seconds = time.monotonic() - began_at
-        for child in (second, first):
+        for child in filter(None, (second, first, meet)):
             self._hosted.children.kill9(child)
         return seconds
+
+    def _meet(self) -> Child:
+        """Start swarm-meet on a host of which one port is open, and wait until it has printed its address."""
+        host = self._internet.public_host()
+        self._internet.close_but(host, 443)
+        own = ["--announce", host.address, "--identity", self._hosted.folder / "meet.pem"]
+        child = self._hosted.start(host, "meet", "meet", own)
+        wait_for(child, lambda: "begin a run:" in child.log.read_text())
+        return child
 
     def line(self, options: Options) -> dict[str, Any]:
         """The way on which pieces reach the peer, and their rate compared with the rate to a public peer."""
