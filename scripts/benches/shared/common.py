@@ -78,10 +78,11 @@ def say(text: str) -> None:
 
 
 def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
-    """The configuration as the swarm publishes it, with the digests of its text, and the run's microbatches."""
+    """The configuration as the swarm publishes it, with the digests of its text and all that it leaves out, and the
+    run's microbatches."""
     corpus = corpora.prepare(config.data, cache_dir=cache_folder() / "corpora")
     data = corpora.published(config.data, corpus, None)
-    return dataclasses.replace(config, data=data), Microbatches(corpus, data)
+    return dataclasses.replace(config, data=data).begun(), Microbatches(corpus, data)
 
 
 def small_run(name: str, dataset: str) -> RunConfig:
