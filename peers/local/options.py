@@ -35,6 +35,8 @@ class LocalOptions:
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. It may be given
     several times."""
+    validation: str | None = None
+    """Text for evaluations, named as in --dataset, of which then nothing is held out."""
     tokenizer: str | None = None
     """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, or the name of
     a model on the hub."""

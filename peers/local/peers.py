@@ -107,7 +107,7 @@ class LocalPeers:
         if addresses := self.addresses:
             return {"initial_peers": addresses, "allow_class": self._custom_class or None}
         preset = None if options.config or options.model else options.preset or PRESET
-        names = ("config", "model", "stages", "dataset", "tokenizer", "lora_rank", "set")
+        names = ("config", "model", "stages", "dataset", "validation", "tokenizer", "lora_rank", "set")
         # A preset, or a file, has a schedule of its own.
         steps = options.steps if options.model else None
         return {"preset": preset, "steps": steps} | {name: getattr(options, name) for name in names}

@@ -44,7 +44,7 @@ _NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could no
 _NO_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.?", re.IGNORECASE)
 _SIMILAR = ("Perhaps you meant", "Arguments similar to")
 _EMPTY_PATH = "an empty path"
-_FOLDERS_OR_NAMES = ("model", "base", "tokenizer", "dataset", "source")
+_FOLDERS_OR_NAMES = ("model", "base", "tokenizer", "dataset", "validation", "source")
 """Options that take a folder as well, and so are texts and no paths."""
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 MOST_THREADS = 1024

@@ -12,6 +12,7 @@ from swarm.errors import CorpusMismatch
 
 FIELDS = {
     "dataset": "data.dataset",
+    "validation": "data.validation",
     "tokenizer": "data.tokenizer",
     "stages": "stages.num_stages",
     "lora_rank": "lora.rank",

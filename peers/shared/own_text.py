@@ -13,9 +13,15 @@ from swarm.data.corpora import Corpus
 from swarm.data.tokenizers import ByteTokenizer
 
 
-def with_named_text(config: RunConfig, dataset: tuple[str, ...], tokenizer: str | None) -> RunConfig:
-    """The configuration with the dataset and the tokenizer of the command line, where it names them."""
-    data = dataclasses.replace(config.data, dataset=dataset or config.data.dataset)
+def with_named_text(
+    config: RunConfig, dataset: tuple[str, ...], tokenizer: str | None, validation: str | None
+) -> RunConfig:
+    """The configuration with the texts and the tokenizer of the command line, where it names them."""
+    data = dataclasses.replace(
+        config.data,
+        dataset=dataset or config.data.dataset,
+        validation=config.data.validation if validation is None else validation,
+    )
     if tokenizer is not None:
         data = dataclasses.replace(data, tokenizer=tokenizer)
     return dataclasses.replace(config, data=data)

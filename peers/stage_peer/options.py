@@ -55,6 +55,8 @@ class PeerOptions:
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. Given
     several times, each dataset has a held-out loss of its own."""
+    validation: str | None = None
+    """Text for evaluations, named as in --dataset, of which then nothing is held out."""
     tokenizer: str | None = None
     """Tokenizer of a new run, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one,
     or the name of a model on the hub."""
@@ -168,9 +170,11 @@ class PeerOptions:
             raise ValueError(
                 "a new run needs --preset NAME, --config FILE or --model DIR; to join one, give its INVITE"
             )
-        if not self.names_a_run and (self.dataset or self.tokenizer or self.stages or self.steps or self.set):
+        text = self.dataset or self.validation or self.tokenizer
+        if not self.names_a_run and (text or self.stages or self.steps or self.set):
             raise ValueError(
-                "--dataset, --tokenizer, --stages, --steps and --set belong to a new run: --preset, --config or --model"
+                "--dataset, --validation, --tokenizer, --stages, --steps and --set belong to a new run: --preset, "
+                "--config or --model"
             )
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")

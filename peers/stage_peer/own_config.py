@@ -30,7 +30,8 @@ def own_config(
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
     # --set data.format=chat is checked against the dataset, so that comes first.
-    config = configs.with_settings(with_named_text(config, options.dataset, options.tokenizer), options.set)
+    config = with_named_text(config, options.dataset, options.tokenizer, options.validation)
+    config = configs.with_settings(config, options.set)
     if options.stages is not None:
         stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
         config = dataclasses.replace(config, stages=stages)

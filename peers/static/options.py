@@ -33,6 +33,8 @@ class StaticOptions:
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME. Given several times, each
     dataset has a held-out loss of its own."""
+    validation: str | None = None
+    """Text for evaluations, named as in --dataset, of which then nothing is held out."""
     tokenizer: str | None = None
     """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, or the path of one."""
     set: SettingsOption = ()

@@ -63,7 +63,8 @@ def _named(options: StaticOptions, model: OwnModel | None) -> RunConfig:
         config = model.config(cache_folder(), num_stages=options.pp)
     else:
         config = configs.load_preset(options.preset or "")
-    return configs.with_settings(with_named_text(config, options.dataset, options.tokenizer), options.set)
+    config = with_named_text(config, options.dataset, options.tokenizer, options.validation)
+    return configs.with_settings(config, options.set)
 
 
 def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfig:

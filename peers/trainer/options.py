@@ -22,6 +22,8 @@ class TrainerOptions(RunOptions):
     dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it. Of
     several datasets all are given, in any order: --dataset ONE --dataset OTHER."""
+    validation: str | None = None
+    """Where this machine has the run's text for evaluations, if the run has one of its own."""
     tokenizer: str | None = None
     """This machine's copy of the run's tokenizer (a folder, or a tokenizer.json); left out, it comes from the run's
     peers."""

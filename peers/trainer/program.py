@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
             # The text is prepared in the main thread, outside the loop: this may take minutes, and Ctrl-C could not end
             # another thread.
             with stopping.interruptible(), naming_options(options):
-                corpus, data = open_corpus(member.config, options.dataset, options.tokenizer)
+                corpus, data = open_corpus(member.config, options.dataset, options.tokenizer, options.validation)
             process.require_addresses(process.THREAD_BYTES)
             return runner.run(run(options, member, corpus, data, events))
         finally:
@@ -224,13 +224,14 @@ async def finish(
 
 
 def open_corpus(
-    config: RunConfig, datasets: tuple[str, ...], tokenizer: str | None = None
+    config: RunConfig, datasets: tuple[str, ...], tokenizer: str | None = None, validation: str | None = None
 ) -> tuple[corpora.Corpus, Microbatches]:
     """Open this machine's copy of the run's text.
 
     Args:
         datasets: where the text is; empty if it is where the run's configuration says.
         tokenizer: where the copy of the run's tokenizer is; None if it is where the run's configuration says.
+        validation: where the run's text for evaluations is; None if it is where the run's configuration says.
 
     Raises:
         CorpusMismatch: the text or the tokenizer differs from the run's.
@@ -245,7 +246,13 @@ def open_corpus(
         raise ValueError(
             f"--dataset names {counted(len(datasets), 'dataset')}, and the run has {names}: name all of them"
         )
-    local = dataclasses.replace(config.data, dataset=datasets) if datasets else config.data
+    if config.data.validation and not config.data.digest and validation is None:
+        raise ValueError("this run does not say which text it is evaluated on: name yours with --validation")
+    if validation and not config.data.validation:
+        raise ValueError("--validation names a text, and the run holds out a part of its own: leave it out")
+    local = dataclasses.replace(
+        config.data, dataset=datasets or config.data.dataset, validation=validation or config.data.validation
+    )
     local = local if tokenizer is None else dataclasses.replace(local, tokenizer=tokenizer)
     # The tokenizer is checked first, because tokenizing the text may take minutes.
     tokenizers.load_for_run(local, vocab_size=config.model.vocab_size)

@@ -31,6 +31,7 @@ _DILOCO_FIELDS = ("rounds.round_samples",)
 """These may change only with DiLoCo. In the synchronous setting a round's number determines its microbatches."""
 _NO_CHANGE = (
     "data.dataset",
+    "data.validation",
     "data.dataset_digests",
     "data.tokenizer",
     "data.tokenizer_identity",

@@ -29,6 +29,8 @@ class DataConfig:
     random tokens. Files that end in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text.
     Texts and JSONL may be compressed (`.gz`). A list names several datasets: part of each is held out, and has a loss
     of its own."""
+    validation: str = ""
+    """A text of its own for evaluations, named as in `dataset`, of which then nothing is held out. For one dataset."""
     weights: tuple[float, ...] = ()
     """Of several datasets: how much each is trained on. With `[3, 1]` three samples of the first come for one of the
     second, and a dataset that ends begins again. Left out, each sample of all of them comes once in an epoch."""
@@ -62,7 +64,7 @@ class DataConfig:
     too_long: Literal["cut", "drop"] = "cut"
     """With `chat` and `completion`: what becomes of a document that has more than `sequence_length` + 1 tokens."""
     held_out_fraction: float = 0.02
-    """Share of each dataset, taken from its end, that is never trained on."""
+    """Share of each dataset, taken from its end, that is never trained on, unless there is a `validation`."""
     seed: int = 0
     """Order of the microbatches, initial weights and dropout all follow from it."""
     digest: str = ""
@@ -107,6 +109,17 @@ class DataConfig:
         require(
             len(datasets) <= MOST_DATASETS,
             f"data.dataset must name at most {MOST_DATASETS} datasets, not {len(datasets)}: a folder or a glob is one",
+        )
+        require(
+            not self.validation or len(datasets) == 1,
+            "data.validation goes with one data.dataset: part of each of several is held out",
+        )
+        require(
+            self.validation not in datasets,
+            f"data.validation names the data.dataset, {self.validation!r}: name a text that is not trained on",
+        )
+        require(
+            self.validation not in ("stdlib", "dummy"), "data.validation must be a file, a folder, a glob or hf:NAME"
         )
         for name in self.source_names:
             require(

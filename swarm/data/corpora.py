@@ -32,6 +32,8 @@ class SourceTokens:
     """The number of tokens, or sequences, before the held-out part."""
     digest: str
     """SHA-256, in hexadecimal, of the tokenizer's identity and all tokens, or sequences."""
+    validation: npt.NDArray[Any] | None = None
+    """What `data.validation` names; None if the dataset's end is held out."""
 
     @property
     def training(self) -> npt.NDArray[Any]:
@@ -40,8 +42,8 @@ class SourceTokens:
 
     @property
     def held_out(self) -> npt.NDArray[Any]:
-        """The part never trained on: the dataset's end."""
-        return self.tokens[self.num_training :]
+        """The part never trained on: the dataset's end, or the text for validation."""
+        return self.tokens[self.num_training :] if self.validation is None else self.validation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +76,11 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     template = chat.beside(config.tokenizer, now=lambda: chat.TRAINING_DATE) if config.has_conversations else None
     recipe = Recipe(config, tokenizer, template)
     found = [prepared.prepare(dataset, recipe, cache_dir) for dataset in config.datasets]
-    sources = [_divided(dataset, each, config) for dataset, each in zip(config.datasets, found, strict=True)]
+    if config.validation:
+        own = prepared.prepare(config.validation, recipe, cache_dir, field="data.validation")
+        sources = [_with_validation(found[0], own, config)]
+    else:
+        sources = [_divided(dataset, each, config) for dataset, each in zip(config.datasets, found, strict=True)]
     return Corpus(
         sources=sources,
         vocab_size=tokenizer.vocab_size,
@@ -114,6 +120,23 @@ def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
     return SourceTokens(tokens=tokens, num_training=num_training, digest=found.digest)
 
 
+def _with_validation(found: Prepared, own: Prepared, config: DataConfig) -> SourceTokens:
+    """Train on all of a dataset, and evaluate on another. Raises ValueError if one of them is too short."""
+    length = config.sequence_length
+    for field, part, num_samples in (
+        ("dataset", found.tokens, config.microbatch_size),
+        ("validation", own.tokens, 1),
+    ):
+        needed, unit = (num_samples, "samples") if config.has_targets else (num_samples * length + 1, "tokens")
+        if len(part) < needed:
+            raise ValueError(
+                f"data.{field} {getattr(config, field)!r} is too short: it has {len(part)} {unit}, and {needed} are "
+                "needed; give more, or a smaller data.microbatch_size or data.sequence_length"
+            )
+    digest = hashlib.sha256(f"{found.digest}\n{own.digest}\n".encode()).hexdigest()
+    return SourceTokens(tokens=found.tokens, num_training=len(found.tokens), digest=digest, validation=own.tokens)
+
+
 def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) -> DataConfig:
     """Return `config` in the form that a run's first peer publishes, with digests by which others check that they have
     the same text.
@@ -150,6 +173,7 @@ def check_digest(config: DataConfig, corpus: Corpus) -> None:
         if source.digest not in config.dataset_digests
     ]
     names = ", ".join(map(repr, other or config.datasets))
+    names += f" with data.validation {config.validation!r}" if config.validation else ""
     if text_files.STDLIB in config.datasets:
         version = ".".join(map(str, sys.version_info[:3]))
         advice = f"use the Python that the run's first peer uses (this is {version}), or give the run a dataset"

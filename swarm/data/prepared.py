@@ -98,12 +98,15 @@ class Recipe:
         return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
 
 
-def prepare(dataset: str, recipe: Recipe, cache_dir: Path) -> Prepared:
+def prepare(dataset: str, recipe: Recipe, cache_dir: Path, *, field: str = "data.dataset") -> Prepared:
     """Tokenize a dataset into a file in `cache_dir`, unless it is there, and map the file into memory.
 
     Local files are recognised by path, size and modification time; a Hugging Face dataset by its name alone.
     Of several processes that call this at once, one reads the dataset and the others wait. (If the file system has no
     locks, each writes a file of its own, and the last rename wins.) Files that killed processes left are removed.
+
+    Args:
+        field: the field of the configuration that names the dataset, for errors.
 
     Raises:
         ValueError: one line, if the dataset is missing, unreadable or empty, or a row lacks a field.
@@ -119,9 +122,11 @@ def prepare(dataset: str, recipe: Recipe, cache_dir: Path) -> Prepared:
                     _write(path, source, recipe)
         tokens = np.memmap(path, dtype=recipe.dtype, mode="r")
         about = json.loads(_about_path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"data.dataset {dataset!r}", f"{field} {dataset!r}")) from None
     except OSError as error:
         raise ValueError(
-            f"cannot prepare data.dataset {dataset!r} in {cache_dir}: {in_one_line(error)}; the environment's "
+            f"cannot prepare {field} {dataset!r} in {cache_dir}: {in_one_line(error)}; the environment's "
             "XDG_CACHE_HOME can name another place for prepared texts than ~/.cache"
         ) from None
     _say_skipped(dataset, {**source.unreadable, **about["no_text"]}, source.num_files)

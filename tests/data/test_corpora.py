@@ -154,3 +154,28 @@ def test_check_digest(folder: Path, cache: Path) -> None:
         assert corpus.digest[:12] in message
         assert "abababababab" in message
         assert "\n" not in message
+
+
+def test_a_text_for_validation_is_evaluated_and_all_of_the_dataset_is_learnt(folder: Path, cache: Path) -> None:
+    own = folder.parent / "own.txt"
+    own.write_text("What nobody trains on. " * 9)
+    without = corpora.prepare(config_of(folder), cache_dir=cache)
+    config = config_of(folder, validation=str(own))
+    corpus = corpora.prepare(config, cache_dir=cache)
+    source = corpus.sources[0]
+    assert np.array_equal(source.training, without.sources[0].tokens)
+    assert source.held_out.tobytes().decode() == own.read_text() + "\n"
+    evaluated = Microbatches(corpus, config).held_out(1)[0][TOKENS]
+    assert bytes(evaluated[0].tolist()).decode() == own.read_text()[: config.sequence_length + 1]
+    # The run's digest stands for both texts.
+    own.write_text("What others evaluate on. " * 9)
+    other = corpora.prepare(config, cache_dir=cache)
+    assert len({without.digest, corpus.digest, other.digest}) == 3
+    with pytest.raises(CorpusMismatch, match=r"with data\.validation '[^']*own\.txt' is different text here"):
+        corpora.check_digest(dataclasses.replace(config, digest=corpus.digest), other)
+    own.write_text("short")
+    with pytest.raises(ValueError, match=r"^data\.validation '[^']*own\.txt' is too short: it has 6 tokens, and 9 are"):
+        corpora.prepare(config, cache_dir=cache)
+    own.unlink()
+    with pytest.raises(ValueError, match=r"^data\.validation '[^']*own\.txt' does not exist"):
+        corpora.prepare(config, cache_dir=cache)

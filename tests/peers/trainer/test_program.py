@@ -66,6 +66,22 @@ def test_the_tokenizer_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.Mon
     assert data.held_out(1)[0][TOKENS].max() == 3
 
 
+def test_a_text_for_validation_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, text in (("text.txt", "the bees trained all day. " * 6000), ("own.txt", "the bees slept. " * 90)):
+        (tmp_path / name).write_text(text)
+    options = PeerOptions(preset="tiny", dataset=(str(tmp_path / "text.txt"),), validation=str(tmp_path / "own.txt"))
+    config = own_config(options, None, tmp_path / "cache")
+    assert config is not None
+    copy = (tmp_path / "own.txt").rename(tmp_path / "copy.txt")
+    with pytest.raises(ValueError, match=r"^data\.validation '[^']*own\.txt' does not exist"):
+        open_corpus(config, ())
+    assert open_corpus(config, (), validation=str(copy))[0].digest == config.data.digest
+    whole = dataclasses.replace(config, data=dataclasses.replace(config.data, validation="", digest=""))
+    with pytest.raises(ValueError, match="the run holds out a part of its own: leave it out"):
+        open_corpus(whole, (str(tmp_path / "text.txt"),), validation=str(copy))
+
+
 def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
