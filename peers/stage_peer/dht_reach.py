@@ -62,6 +62,12 @@ class DhtReach:
                     ends = []
             yield ends
 
+    def is_forwarded_from(self, host: str, port: int) -> None:
+        """Announce the node at a router's address too, while nobody can say whether it is reached there."""
+        if self.addresses and port:
+            _, libp2p_id = addresses.split(self._named[0])
+            self.addresses = (f"{addresses.at(host, port)}/p2p/{libp2p_id}", *self.addresses)
+
     async def conclude(self, reached: Sequence[str]) -> None:
         """Announce the node at these endpoints. If there are none, make the node a client, which nobody asks.
 

@@ -100,10 +100,10 @@ def main(argv: Sequence[str]) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     meet = tuple(map(Entry.parse, options.meet))
-    if options.joins or not meet:
-        addresses = run_loop(entrance.dht_addresses(clock))
-    else:
-        addresses = run_loop(dataclasses.replace(entrance, entries=meet).node_addresses(clock))
+    begins_at = dataclasses.replace(entrance, entries=meet)
+    addresses = run_loop(
+        begins_at.node_addresses(clock) if meet and not options.joins else entrance.dht_addresses(clock)
+    )
     with stopping.interruptible(), naming_options(options):
         model = open_model(options.model) if options.model is not None else None
         own = own_config(options, token, cache, model=model)
@@ -111,7 +111,6 @@ def main(argv: Sequence[str]) -> int:
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
     # A peer that begins a run at an address that it had before may find that the run still exists.
-    # At a swarm-meet it finds that out at once.
     returns = not (options.joins or meet) and options.dht_port > 0 and identity.libp2p_path.exists()
     if not (options.joins or returns or options.resume or options.first_stage in (0, "auto")):
         logger.warning(

@@ -17,12 +17,13 @@ from typing import Never
 from peers.shared.membership import Membership
 from peers.stage_peer.dht_reach import DhtReach
 from peers.stage_peer.inquiry import BUSY, Inquiry
-from peers.stage_peer.listen import Announced, Listen, Outside, loopback_advice
+from peers.stage_peer.listen import Announced, Listen, Outside, loopback_advice, private_advice
 from peers.stage_peer.own_port import OwnPort
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
 from swarm.dht.node import DhtNode
 from swarm.machine.repeats import Repeats
+from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import Kind
 from swarm.rpc.meeting.check import GAP_SECONDS, MAX_ENDPOINTS
@@ -164,7 +165,9 @@ class Reach:
                     if verdict is None:
                         num_busy += self._inquiry.hindrance == BUSY
                         if self._found is None and (not self._inquiry.hindrance or num_busy >= MOST_BUSY):
-                            self._found = Verdict.unchecked(self._candidates)
+                            outside = await self._outside_by_router(tasks) if may_ask_router else ()
+                            may_ask_router = may_ask_router and not outside
+                            self._found = Verdict.unchecked((*outside, *self._candidates))
                     else:
                         seconds = DOUBT_SECONDS if verdict.is_doubtful(former) else AGAIN_SECONDS
                         if former is None or former.endpoints == verdict.endpoints:
@@ -193,6 +196,23 @@ class Reach:
             return verdict
         tasks.create_task(self._router_ports.keep())
         return forwarded
+
+    async def _outside_by_router(self, tasks: asyncio.TaskGroup) -> tuple[str, ...]:
+        """The endpoint at which the router of the first peer of a run says that it forwards; none if it does not."""
+        ports, own = self._router_ports, self._listen.outside
+        if ports is None or self._inquiry.hindrance or not private_advice(self._candidates):
+            return ()
+        if loopback_advice(self.host) or all(one.host in _LOOPBACK for one in own):
+            return ()  # No router leads to the loopback.
+        if not await ports.ask([port for port in (self.port, self._dht.port) if port]):
+            return ()
+        host = await ports.outer_host()
+        if host is None:
+            await ports.release()
+            return ()
+        tasks.create_task(ports.keep())
+        self._dht.is_forwarded_from(host, ports.outer.get(self._dht.port, 0))
+        return (endpoint_of(host, ports.outer[self.port]),)
 
     def _forwarded(self, port: int) -> int | None:
         """The router's port that leads to this port; None if the router was not asked, or does not forward the port."""

@@ -2,8 +2,8 @@
 
 Used by reach.py where others do not reach the peer. A forwarding has a lease, which is renewed, and is ended when the
 peer leaves. A router's answer is a claim like any other: the peer announces an endpoint only once others have reached
-it there. Its address is the one from which others see this peer call. NAT-PMP (RFC 6886) takes two datagrams; UPnP
-needs miniupnpc.
+it there. Its address is the one from which others see this peer call. Only the first peer of a run, whom nobody can
+dial back yet, takes the router's word for both. NAT-PMP (RFC 6886) takes two datagrams; UPnP needs miniupnpc.
 """
 
 import asyncio
@@ -11,13 +11,16 @@ import contextlib
 import logging
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Never, Protocol
+from typing import Any, Never, Protocol, TypeVar
 
 from swarm.machine.clock import Clock
+from swarm.rpc.endpoint import ip_of
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 LEASE_SECONDS = 1200
 """How long a forwarding lasts unless it is renewed; a killed peer's forwarding stays for at most this long."""
@@ -26,7 +29,7 @@ ASK_SECONDS = 5.0
 """The longest wait for the router's answer to one call."""
 TRIES_SECONDS = (0.25, 0.5)
 """How long to wait for an answer after each of two datagrams of NAT-PMP: the first two waits of RFC 6886."""
-_NAT_PMP_PORT, _MAP_TCP, _ANSWER = 5351, 2, 128
+_NAT_PMP_PORT, _OUTER_HOST, _MAP_TCP, _ANSWER = 5351, 0, 2, 128
 _ROUTES = Path("/proc/net/route")
 _IS_GATEWAY = 0x2
 _UPNP_MILLISECONDS = 1000
@@ -34,7 +37,7 @@ _UPNP_MILLISECONDS = 1000
 
 
 class Router(Protocol):
-    """A router that forwards ports. Both methods block for some seconds at most, and raise OSError if it refuses."""
+    """A router that forwards ports. All methods block for some seconds at most, and raise OSError if it refuses."""
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
         """Forward a router's port to `port` of this machine. Return the router's port: `outer_port` if that is free."""
@@ -42,6 +45,10 @@ class Router(Protocol):
 
     def end(self, port: int, outer_port: int) -> None:
         """End the forwarding of `outer_port` to `port`."""
+        ...
+
+    def outer_host(self) -> str:
+        """The router's IPv4 address outside, as it says."""
         ...
 
 
@@ -54,6 +61,16 @@ class NatPmp:
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
         """Forward a port, as Router says."""
         request = struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, outer_port, lease_seconds)
+        return _granted(self._answer(request), port)
+
+    def outer_host(self) -> str:
+        """The address outside, as Router says."""
+        reply = self._answer(struct.pack("!BB", 0, _OUTER_HOST))
+        if len(reply) < 12 or reply[:4] != struct.pack("!BBH", 0, _ANSWER + _OUTER_HOST, 0):
+            raise OSError("the router does not tell its address by NAT-PMP")
+        return socket.inet_ntoa(reply[8:12])
+
+    def _answer(self, request: bytes) -> bytes:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             # A connected socket receives only the router's datagrams.
             sock.connect(self._address)
@@ -61,7 +78,7 @@ class NatPmp:
                 sock.settimeout(seconds)
                 sock.send(request)
                 with contextlib.suppress(TimeoutError):
-                    return _granted(sock.recv(64), port)
+                    return sock.recv(64)
         raise OSError("the router does not answer by NAT-PMP")
 
     def end(self, port: int, outer_port: int) -> None:
@@ -101,6 +118,13 @@ class Upnp:
             self._found().deleteportmapping(outer_port, "TCP")
         except Exception as error:  # noqa: BLE001 - as above.
             raise OSError(f"the router refuses by UPnP: {error}") from None
+
+    def outer_host(self) -> str:
+        """The address outside, as Router says."""
+        try:
+            return str(self._found().externalipaddress())
+        except Exception as error:  # noqa: BLE001 - as above.
+            raise OSError(f"the router does not tell its address by UPnP: {error}") from None
 
     def _found(self) -> Any:
         if self._gateway is None:
@@ -154,6 +178,13 @@ class RouterPorts:
             await self.release()
         return False
 
+    async def outer_host(self) -> str | None:
+        """The public address of the router that forwards the ports, as it says; None if it names none."""
+        assert self._router is not None
+        host = await _in_time(self._router.outer_host)
+        ip = None if host is None else ip_of(host)
+        return host if ip is not None and ip.is_global else None
+
     async def keep(self) -> Never:
         """Renew the forwardings until cancelled."""
         while True:
@@ -178,12 +209,11 @@ class RouterPorts:
         return True
 
 
-async def _in_time(call: Any, *arguments: int) -> int | None:
+async def _in_time(call: Callable[..., Result], *arguments: int) -> Result | None:
     """The result of a call to the router; None if the router refuses or takes too long."""
     try:
         async with asyncio.timeout(ASK_SECONDS):
-            answer: int | None = await asyncio.to_thread(call, *arguments)
-            return answer
+            return await asyncio.to_thread(call, *arguments)
     except (OSError, TimeoutError) as error:
         logger.debug("no forwarding: %s", error or "the router does not answer")
         return None

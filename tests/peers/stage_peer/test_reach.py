@@ -57,6 +57,7 @@ class Router:
     """A router that forwards every port, and records the ports that it was asked to forward."""
 
     asked: list[tuple[int, int]] = field(default_factory=list)
+    host: str = "11.0.0.1"
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
         """Do as a router does."""
@@ -65,6 +66,10 @@ class Router:
 
     def end(self, port: int, outer_port: int) -> None:
         """Do as a router does."""
+
+    def outer_host(self) -> str:
+        """Do as a router does."""
+        return self.host
 
 
 @asynccontextmanager
@@ -398,3 +403,23 @@ async def test_an_address_that_changes_in_mid_run_is_announced_once_others_reach
         before = len(asked)
         await eventually(lambda: len(asked) > before + 3)
         assert asked[-1][0] == f"192.0.2.7:{reach.port}", "a network that is gone for a moment changes nothing"
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("11.0.0.1", True), ("100.64.3.1", False)], ids=["a home", "CGNAT"])
+async def test_the_first_peer_asks_its_router_and_announces_what_that_says(host: str, is_told: bool) -> None:
+    router = Router(host=host)
+    at_home = (Outside("192.168.1.7"),)
+    async with _reach(host="", is_known=False, router=router, own_hosts=lambda: at_home) as (reach, _, _):
+        await reach.found_out()
+        own = (f"192.168.1.7:{reach.port}",)
+        assert router.asked == [(reach.port, reach.port), (5002, 5002)]
+        assert reach.endpoints == ((f"{host}:{reach.port}", *own) if is_told else own)
+        dht = f"/ip4/{host}/tcp/5002/p2p/{NODE_ID}"
+        assert (dht in reach.announced(reach.port).dht_addresses) is is_told
+
+
+async def test_on_the_loopback_no_router_is_asked() -> None:
+    router = Router()
+    async with _reach(is_known=False, router=router) as (reach, _, _):
+        await reach.found_out()
+        assert not router.asked
