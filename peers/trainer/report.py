@@ -216,7 +216,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
         # Other trainers may have run all of the round so far.
         loss = "no loss of its own yet" if self.figures.loss is None else f"loss {self.figures.loss:.3f}"
         rate, total = self.figures.tokens_per_second, self.figures.total_tokens
-        note = f"{loss}{held_out}  {rate:,.0f} tokens/s  {total / 1e6:,.1f} M tokens"
+        note = f"{loss}{held_out}  {rate:,.0f} tokens/s  {total:,} tokens in all"
         self._bar.update(self._task, completed=number - self.figures.first_step, note=note)
         if not self._console.is_terminal:
             logger.info("step %d: %s", number, note)

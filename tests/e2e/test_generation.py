@@ -166,7 +166,7 @@ async def test_a_swarm_answers_openai_s_client_and_lets_go_of_what_it_hangs_up_o
 ) -> None:
     with _server(swarm) as url:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60.0) as client:
-            [listed] = (await client.models.list()).data
+            listed, _ = (await client.models.list()).data
             assert listed.id.endswith("@0")
             answer = await client.completions.create(
                 model=listed.id, prompt=bytes(PROMPT).decode(), temperature=0, max_tokens=COUNT, stream=True

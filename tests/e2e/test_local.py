@@ -54,14 +54,14 @@ def _has_trained(folder: Path) -> bool:
 def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
     texts = [word for name in ("one.txt", "other.txt") for word in ("--dataset", str(write_text(tmp_path / name)))]
     faults = ("--kill-at", "2", "--join-at", "3")
-    launcher = _start(tmp_path, "--peers-per-stage", "2", "--steps", "22", *faults, "--sample-tokens", "20", *texts)
+    launcher = _start(tmp_path, "--peers-per-stage", "2", "--steps", "45", *faults, "--sample-tokens", "20", *texts)
     output, _ = launcher.communicate(timeout=150)
     assert launcher.returncode == 0, output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["peers_killed"] == 1
     assert summary["peers_joined"] == 1
-    assert summary["steps"] == 22
+    assert summary["steps"] == 45
     assert summary["validation_loss"] < summary["first_loss"] - 0.5
     # Both are the same text.
     assert summary["validation_losses"] == pytest.approx(
