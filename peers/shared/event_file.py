@@ -9,6 +9,7 @@ from pathlib import Path
 
 import swarm
 from peers.shared.sole_writer import require_sole_writer
+from swarm.averaging.exchanging.shares import most_samples
 from swarm.config import RunConfig
 from swarm.events.kinds import Events, Start
 from swarm.events.log import EventLog, boot_id
@@ -52,5 +53,6 @@ def start_of(config: RunConfig, *, peer_id: str, name: str, stage: int) -> Start
         run=config.run_id, peer=peer_id, name=name, stage=stage, setting=config.rounds.setting,
         num_stages=config.stages.num_stages,
         num_fragments=1 if config.rounds.synchronous else config.averaging.num_fragments,
-        round_microbatches=config.microbatches_per_round, software=swarm.__version__, pid=os.getpid(), boot=boot_id(),
+        round_microbatches=config.microbatches_per_round, most_samples=most_samples(config),
+        software=swarm.__version__, pid=os.getpid(), boot=boot_id(),
     )  # fmt: skip

@@ -24,6 +24,7 @@ class Contribution:
 
     Attributes:
         parent: the lineage that the attempt's result would follow.
+        most_samples: how many of its samples can count towards a round.
         monotonic: when the member promised the attempt, or had the result.
     """
 
@@ -33,6 +34,7 @@ class Contribution:
     peer: str
     ballot: Ballot
     closing: Closing
+    most_samples: int
     file: str
     boot: str
     monotonic: float
@@ -209,7 +211,7 @@ class CommittedRounds:
 
     def _check_members(self, round_: CommittedRound, members: Collection[_Prepared]) -> None:
         event = round_.event
-        samples = sum(given.closing.round_samples for given, _ in members)
+        samples = sum(min(given.closing.round_samples, given.most_samples) for given, _ in members)
         if samples != event.samples:
             what = f"is said to be of {event.samples} samples, and its members gave {samples}"
             round_.violation(self._findings, what)

@@ -153,6 +153,7 @@ class History:
             peer=self.start.peer,
             ballot=(event.attempt, event.leader),
             closing=closing,
+            most_samples=self.start.most_samples,
             file=self.name,
             boot=self.start.boot,
             monotonic=line.monotonic,

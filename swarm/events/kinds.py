@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-FORMAT = 2
+FORMAT = 3
 """The format of the lines. An audit refuses others."""
 
 
@@ -36,6 +36,8 @@ class Start(Event):
     """The number of parts of a stage that are averaged in turn, one in each round."""
     round_microbatches: int
     """Microbatches of a synchronous round."""
+    most_samples: int
+    """The most samples of one member that count towards a round, however many more it has."""
     software: str
     """Version of swarm."""
     pid: int

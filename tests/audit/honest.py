@@ -33,6 +33,7 @@ from tests.support.manual_clock import ManualClock
 
 SAMPLES = 2
 ROUND_MICROBATCHES = 8
+MOST_SAMPLES = 2 * SAMPLES * ROUND_MICROBATCHES
 NUM_STAGES = 2
 ROUNDS = 3
 """How many rounds an honest run has."""
@@ -47,7 +48,7 @@ def start(peer: str, stage: int, setting: str) -> Start:
     """Make a process's first event."""
     return Start(
         run="run.1", peer=peer, name=peer, stage=stage, setting=setting, num_stages=NUM_STAGES, num_fragments=1,
-        round_microbatches=ROUND_MICROBATCHES, software="0", pid=1, boot="boot",
+        round_microbatches=ROUND_MICROBATCHES, most_samples=MOST_SAMPLES, software="0", pid=1, boot="boot",
     )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ class HonestRun:
                     self.train(peer, others[0])
                     held = [others[0], *contributions[peer]]
                     self.promise(peer, stage, number, held, attempt=2, leader=members[0])
-        totals = [SAMPLES * sum(len(contributions[peer]) for peer in members) for members in stages]
+        totals = [sum(min(MOST_SAMPLES, SAMPLES * len(contributions[p])) for p in members) for members in stages]
         for stage, members in enumerate(stages):
             for peer in [peer for peer in members if peer not in {*lost, *silent}]:
                 self.write(

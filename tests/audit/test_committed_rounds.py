@@ -6,7 +6,7 @@ import pytest
 
 from swarm.audit.audit import audit
 from swarm.events.kinds import Ack, Close, Commit, Install, Step
-from tests.audit.honest import BOTH, HonestRun, Lines, edit, honest_run, one_violation
+from tests.audit.honest import BOTH, MOST_SAMPLES, SAMPLES, HonestRun, Lines, edit, honest_run, one_violation
 
 
 @BOTH
@@ -113,6 +113,26 @@ def test_with_diloco_a_loss_is_a_share(tmp_path: Path) -> None:
     assert report.findings.violations == []
     assert [stage.lost for stage in report.stages] == [0, 1]
     assert report.lost_share == pytest.approx(0.5 / 9)
+
+
+@pytest.mark.parametrize("said", [0, 2])
+def test_with_diloco_a_member_counts_for_no_more_than_it_can(tmp_path: Path, said: int) -> None:
+    """A stage that waits for another one goes on learning: its peers then have several rounds' samples."""
+    run = HonestRun(tmp_path, "diloco")
+    ids = range(MOST_SAMPLES // SAMPLES + 4)
+    for microbatch in ids:
+        run.write("trainer", Ack(microbatch=microbatch))
+        for peer in ("peer-0a", "peer-1a"):
+            run.train(peer, microbatch)
+    run.average(0, {"peer-0a": ids, "peer-1a": ids})
+    for stage in range(2) if said else ():
+        edit(
+            tmp_path / f"peer-{stage}a.jsonl",
+            lambda lines: claim(lines, commit={"samples": MOST_SAMPLES + said}),
+        )
+    violations = audit(run.files).findings.violations
+    assert len([line for line in violations if f"its members gave {MOST_SAMPLES}" in line]) == len(violations)
+    assert bool(violations) == bool(said)
 
 
 def test_what_a_living_peer_still_holds_is_not_lost(tmp_path: Path) -> None:
