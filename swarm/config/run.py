@@ -145,6 +145,10 @@ class RunConfig:
         microbatches."""
         return self.microbatches_per_round if self.rounds.synchronous else None
 
+    def microbatches_of(self, round_number: int) -> range:
+        """The microbatches of a synchronous round."""
+        return range(round_number * self.microbatches_per_round, (round_number + 1) * self.microbatches_per_round)
+
     def begun(self, num_steps: int | None = None) -> "RunConfig":
         """The configuration with which a run begins: what was left out of the learning rate is filled in.
 

@@ -1,10 +1,12 @@
 """Callers: identifies the caller of each call, and limits how much of this peer one caller may use.
 
 Used by guard, which counts the calls, and by servicers, which count what they keep for a call. Whatever there is only
-so much of is given out by Shares, so that no caller has all of it. In a locked run a caller
-is a member's id. In an open one it is an IP address, so that all processes on one machine are one caller; of an IPv6
-address only the first 64 bits count, since a provider gives a customer all addresses that begin with these. Each caller
-that comes through a tunnel has a loopback address of its own. A caller without calls is soon forgotten.
+so much of is given out by Shares, so that no caller has all of it.
+
+In a locked run a caller is a member's id. In an open one it is an IP address, so that all processes on one machine are
+one caller; of an IPv6 address only the first 64 bits count, since a provider gives a customer all addresses that begin
+with these. Each caller that comes through a tunnel has a loopback address of its own. A caller without calls is soon
+forgotten.
 """
 
 import hashlib

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from peers.local.supervisor import Supervisor
+from scripts.benches.shared.internet import Internet
 
 
 @pytest.fixture
@@ -13,3 +14,10 @@ def children(tmp_path: Path) -> Iterator[Supervisor]:
     """Starts processes, and ends whatever is left of them."""
     with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
         yield children
+
+
+@pytest.fixture
+def internet() -> Iterator[Internet]:
+    """An internet of network namespaces, for tests that need root."""
+    with Internet() as internet:
+        yield internet

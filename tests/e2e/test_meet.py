@@ -1,7 +1,6 @@
 """A run of people who are all behind routers: it is begun at a swarm-meet, of which one port is open."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
 ]
-
-
-@pytest.fixture
-def internet() -> Iterator[Internet]:
-    with Internet() as internet:
-        yield internet
 
 
 def start_meet(host: Host, internet: Internet, children: Supervisor, folder: Path) -> str:

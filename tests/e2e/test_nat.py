@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
 ]
-
-
-@pytest.fixture
-def internet() -> Iterator[Internet]:
-    with Internet() as internet:
-        yield internet
 
 
 def nft(host: Host, rules: str) -> None:

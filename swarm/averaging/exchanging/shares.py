@@ -29,12 +29,12 @@ BANDWIDTH_RANGE = 8.0
 members may lie."""
 ROUNDING = 1e-6
 """By how much the sum of all weights may be off."""
-MOST_ROUNDS = 2
+COUNTED_ROUNDS = 2
 """With DiLoCo, the samples of one member count towards a round at most as this many rounds. A peer goes on while a
 round ends, so it may have somewhat more than one."""
 LATE_ROUNDS = 5
-"""With DiLoCo, the rounds whose samples a contribution may hold, each up to MOST_ROUNDS: those that a peer missed and
-this one; or with fragments, those since the fragment was averaged last."""
+"""With DiLoCo, the rounds whose samples a contribution may hold, each up to COUNTED_ROUNDS: those that a peer missed
+and this one; or with fragments, those since the fragment was averaged last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Counts:
 
 def most_samples(config: RunConfig) -> int:
     """The most samples of one member that count towards a round."""
-    return config.rounds.round_samples * (1 if config.rounds.synchronous else MOST_ROUNDS)
+    return config.rounds.round_samples * (1 if config.rounds.synchronous else COUNTED_ROUNDS)
 
 
 def most_rounds(config: RunConfig) -> int:

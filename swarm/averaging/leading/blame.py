@@ -192,10 +192,7 @@ def without_the_useless(
         if not fault and reply.num_elements != size:
             fault = "of another size"
         if not fault and config.rounds.synchronous:
-            count = config.microbatches_per_round
-            named = messages.unpack_indices_of(
-                range(round_number * count, (round_number + 1) * count), reply.committed_gaps
-            )
+            named = messages.unpack_indices_of(config.microbatches_of(round_number), reply.committed_gaps)
             if {reply.num_samples, reply.round_samples} != {len(named) * config.data.microbatch_size}:
                 fault = "of other samples than the microbatches that it names"
         if fault:

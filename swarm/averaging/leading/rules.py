@@ -54,8 +54,7 @@ def is_complete(
             only when needed.
     """
     if config.rounds.synchronous:
-        size = config.microbatches_per_round
-        return all(index in committed for index in range(round_number * size, (round_number + 1) * size))
+        return all(index in committed for index in config.microbatches_of(round_number))
     if num_samples >= config.rounds.round_samples:
         return num_samples >= absent_samples
     return absent_samples == 0 < num_samples and is_late()

@@ -49,8 +49,7 @@ class RoundWatch:
         decision = self.place.decision
         if decision is not None and decision.round == standing.round and self.context.config.rounds.synchronous:
             # A decided result holds all microbatches of the round, even if a member has left since.
-            size = self.context.config.microbatches_per_round
-            committed = shown = committed | frozenset(range(standing.round * size, (standing.round + 1) * size))
+            committed = shown = committed | frozenset(self.context.config.microbatches_of(standing.round))
         leader_id = self.leader_id
         return GroupView(
             round=standing.round,

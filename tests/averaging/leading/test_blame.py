@@ -11,7 +11,7 @@ from swarm.averaging.exchanging.allreduce import OWNER_PATIENCE
 from swarm.averaging.transport import AVERAGE, BEGIN
 from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
-from tests.averaging.doubles import QUICK, broken, make_config, network_of, peer_id, stages, until
+from tests.averaging.doubles import QUICK, Peer, broken, make_config, network_of, peer_id, stages, until
 from tests.averaging.outcomes import assert_equal_and_once, expected_mean, result_vector
 from tests.support.virtual_time import in_virtual_time
 
@@ -129,6 +129,17 @@ async def test_who_counts_other_samples_than_its_microbatches_is_named_and_left_
     assert f"{peer_id(3)} is left out: its contribution is of " in caplog.text
 
 
+def make_up_results(liar: Peer) -> None:
+    """Let a member answer each Average with a digest that is not its result's."""
+
+    async def average(request: Any) -> Any:
+        reply = await liar.averager.handlers.handle(AVERAGE, request)
+        reply.prepared.digest = "made up"
+        return reply
+
+    liar.instead["Average"] = average
+
+
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 @in_virtual_time
 async def test_who_comes_to_another_result_than_the_others_is_named_and_left_out(
@@ -137,13 +148,7 @@ async def test_who_comes_to_another_result_than_the_others_is_named_and_left_out
     async with network_of(make_config(setting, microbatches=4), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
         liar = network.peers[peer_id(3)]
-
-        async def average(request: Any) -> Any:
-            reply = await liar.averager.handlers.handle(AVERAGE, request)
-            reply.prepared.digest = "made up"
-            return reply
-
-        liar.instead["Average"] = average
+        make_up_results(liar)
         members[2].learn(3)
         for index in range(3):
             members[index % 2].learn(index)
@@ -159,13 +164,7 @@ async def test_of_two_members_with_different_results_nobody_can_say_which_is_wro
 ) -> None:
     async with network_of(make_config("diloco", microbatches=2), 1, 2) as network:
         members, liar = stages(network, 1, 2), network.peers[peer_id(2)]
-
-        async def average(request: Any) -> Any:
-            reply = await liar.averager.handlers.handle(AVERAGE, request)
-            reply.prepared.digest = "made up"
-            return reply
-
-        liar.instead["Average"] = average
+        make_up_results(liar)
         members[0].learn(0)
         members[1].learn(1)
         told = f"{peer_id(1)}, {peer_id(2)} came to different results, and nobody can say which of them is wrong"
