@@ -110,7 +110,12 @@ class Branches:
     def heard(self, peer_id: PeerId, voice: Voice) -> None:
         """Note a holder's answer."""
         self._voices[peer_id] = voice
-        if self.is_known(voice.standing):
+        self.reported(peer_id, voice.standing)
+
+    def reported(self, peer_id: PeerId, standing: Standing) -> None:
+        """Note where a holder stands by its own report. If this peer knows the place, the holder is on another branch
+        no longer."""
+        if self.is_known(standing):
             self._doubts.pop(peer_id, None)
 
     def behind(self, standing: Standing) -> set[PeerId]:

@@ -43,6 +43,9 @@ class ReportAnswers:
             self.context.changes.progressed()
         peer_id, standing = PeerId(request.sender.peer_id), self.place.standing
         theirs = messages.unpack_standing(request.standing)
+        # A peer on another branch never leads here, and is not asked again. If it has come to this branch since, only
+        # its reports say so.
+        self.place.branches.reported(peer_id, theirs)
         if not self.place.branches.is_known(theirs) and self.place.leads is None:
             self.reporter.nudge(peer_id)
         reply = pb.ReportReply(

@@ -9,10 +9,12 @@ import pytest
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.donor import snapshot_id
+from swarm.averaging.messages import PAST
 from swarm.averaging.place import KEPT_OUTCOMES
 from swarm.averaging.transport import BEGIN
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution
+from swarm.types import PeerId
 from tests.averaging.doubles import QUICK, FakeStage, make_config, network_of, peer_id, stages, until
 from tests.averaging.newcomer import group_of, is_download
 from tests.support.virtual_time import in_virtual_time
@@ -85,6 +87,42 @@ async def test_foreign_branch_at_the_same_round_is_never_averaged(caplog: pytest
         stage.learn(2)
         await until(lambda: stage.round == 1)
         assert stage.results[0].members == (peer_id(1), peer_id(3))
+
+
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+@in_virtual_time
+async def test_a_newcomer_leads_peers_that_do_not_know_the_place_where_it_began(setting: str) -> None:
+    """The peer that joined before the newcomer does not know the place at which the newcomer begins, so it takes the
+    newcomer for one on another branch, until the newcomer reports from where the group is."""
+    async with network_of(make_config(setting, microbatches=3), 3) as network:
+        founder = stages(network, 3)[0]
+        for number in range(PAST + 2):
+            founder.learn(*range(3 * number, 3 * number + 3))
+            await until(lambda number=number: founder.round == number + 1)  # type: ignore[misc]
+        earlier = network.add(2)
+        await earlier.averager.join()
+
+        async def far_away(name: str, source: int, target: int) -> None:
+            if {source, target} == {1, 3}:
+                # So the newcomer answers a question of the earlier one before it has heard of all others.
+                await asyncio.sleep(QUICK.call_seconds / 2)
+            elif (source, target) == (2, 1) and earlier.averager.place.branches.is_elsewhere(PeerId(peer_id(1))):
+                # Of the newcomer's arrival the earlier one hears by the newcomer's own report.
+                await asyncio.sleep(QUICK.report_seconds)
+
+        network.before = far_away
+        newcomer = network.add(1)
+        await until(lambda: earlier.averager.place.branches.is_elsewhere(PeerId(peer_id(1))))
+        await until(lambda: newcomer.stage.round == founder.round)
+        peers = [newcomer, earlier, network.peers[peer_id(3)]]
+        # The founder reports to the newcomer now, and the earlier one has to do the same.
+        await until(lambda: peers[2].averager.view().leader_id == newcomer.record.peer_id)
+        await asyncio.sleep(QUICK.fresh_seconds)
+        first = 3 * founder.round
+        for number, peer in enumerate(peers):
+            peer.stage.learn(first + number)
+        await until(lambda: all(peer.stage.round == PAST + 3 for peer in peers))
+        assert founder.results[-1].members == (peer_id(1), peer_id(2), peer_id(3))
 
 
 @in_virtual_time
